@@ -61,7 +61,13 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }
 """Schemas by what is bad about them."""
-REFUSED = ("an intersection of unions", "nested deeply", "an intersection of patterns", "many patterns of names")
+REFUSED = (
+    "a definition of itself",
+    "an intersection of unions",
+    "nested deeply",
+    "an intersection of patterns",
+    "many patterns of names",
+)
 """Of these, the ones that are answered with 400; the others with a text."""
 
 BIG = "1" + "0" * 30

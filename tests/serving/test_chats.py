@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -329,3 +330,38 @@ def test_a_prediction_needs_a_method_that_looks_up(plain: InThread) -> None:
         response = plain.http.post("/v1/completions", json=body | {"stream": stream, "speculative": method})
         assert response.status_code == 400
         assert "auto or prompt_lookup" in refusal(response)
+
+
+def test_tools_whose_arguments_refer_to_themselves(server: InThread) -> None:
+    """A reference is one within the parameters; arguments without an end are refused before a token is written."""
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
+
+    def asked(parameters: dict[str, Any]) -> httpx.Response:
+        tools = [{"type": "function", "function": {"name": "grow", "parameters": parameters}}]
+        body = {"messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 40, "temperature": 0}
+        return server.http.post("/v1/chat/completions", json=body)
+
+    choice = asked(tree).json()["choices"][0]
+    if choice["finish_reason"] == "tool_calls":
+        assert set(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])) <= {"left"}
+    else:
+        assert choice["message"]["content"].startswith('{"name": "grow", "arguments": {"left": {')
+    endless = asked(tree | {"required": ["left"]})
+    assert endless.status_code == 400
+    assert "without end" in refusal(endless)
+    bad = asked({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}})
+    assert bad.status_code == 400
+    assert "(?=x)" in refusal(bad)
+
+
+def test_json_that_is_no_call_is_streamed_while_it_is_written(server: InThread) -> None:
+    format_ = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "object", "properties": {"answer": {"type": "string"}}}},
+    }
+    body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 30, "temperature": 0, "stream": True, "response_format": format_}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    pieces = [one for line in lines if (one := json.loads(line)["choices"][0]["delta"].get("content"))]
+    assert len(pieces) > 1
+    assert pieces[0].startswith("{")

@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skipstone.serving.schemas import Function, Tool
-from skipstone.serving.tools import Calls, parsed, schema_of
+from skipstone.serving.tools import Calls, argument_schemas
 
 NAMES = frozenset({"weather", "add"})
 WEATHER = '{"name": "weather", "arguments": {"city": "Bern"}}'
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}'
 
 
+def calls_in(text: str) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in a whole text."""
+    return read(text)[1]
+
+
 def told(text: str) -> list[tuple[str, dict[str, object]]]:
-    return [(one.name, json.loads(one.arguments)) for one in parsed(text, NAMES)]
+    return [(name, json.loads(arguments)) for name, arguments in calls_in(text)]
+
+
+def read(text: str, size: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+    """What is shown of a text that comes in pieces of a size, and the calls."""
+    calls, size = Calls(NAMES), size or max(len(text), 1)
+    shown = "".join(calls.add(text[place : place + size]) for place in range(0, len(text), size)) + calls.rest()
+    return shown, [(one.name, one.arguments) for one in calls.found]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +58,6 @@ def test_all_forms_of_calls_are_read(text: str) -> None:
         '{"name": "weather", "arguments": {}, "temperature": 3}',
         WEATHER[:-1],
         f"{WEATHER} is what I would do",
-        f"<tool_call>{WEATHER}</tool_call> and then",
         "[]",
         "[1, 2]",
         '{"name": ["weather"], "arguments": {}}',
@@ -56,13 +69,15 @@ def test_all_forms_of_calls_are_read(text: str) -> None:
     ],
 )
 def test_what_is_no_call_or_not_only_calls_is_text(text: str) -> None:
-    assert parsed(text, NAMES) == []
+    assert calls_in(text) == []
+    assert read(text)[0] == text
 
 
 def test_arguments_may_be_json_in_a_text_and_every_call_has_an_id_of_its_own() -> None:
-    found = parsed('[{"name": "add", "arguments": "{\\"a\\": 1}"}, {"name": "add", "arguments": {}}]', NAMES)
-    assert [one.arguments for one in found] == ['{"a": 1}', "{}"]
-    assert found[0].id != found[1].id
+    calls = Calls(NAMES)
+    calls.add('[{"name": "add", "arguments": "{\\"a\\": 1}"}, {"name": "add", "arguments": {}}]')
+    assert [one.arguments for one in calls.found] == ['{"a": 1}', "{}"]
+    assert calls.found[0].id != calls.found[1].id
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -95,28 +110,151 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
     assert calls.add("day>") == "<today>"
 
 
-def test_where_a_call_is_demanded_nothing_is_shown_before_the_end() -> None:
-    calls = Calls(NAMES, only=True)
-    assert calls.add(WEATHER[:5]) + calls.add(WEATHER[5:]) + calls.rest() == ""
-    assert [one.name for one in calls.found] == ["weather"]
-
-
-def test_what_json_cannot_say_in_utf_8_stays_escaped() -> None:
-    (call,) = parsed('{"name": "weather", "arguments": {"city": "\\ud83d"}}', NAMES)
-    assert call.arguments.encode() == b'{"city": "\\ud83d"}'
-
-
 def test_no_more_calls_than_are_wanted() -> None:
     calls = Calls(NAMES, most=1)
     assert calls.add(f"[{WEATHER}, {ADD}]") + calls.rest() == ""
     assert [one.name for one in calls.found] == ["weather"]
 
 
-def test_a_schema_that_refers_to_itself_does_so_where_it_stands() -> None:
-    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    there = {"$ref": "#/$defs/P"}
-    parameters = {"$defs": {"P": point}, "type": "object", "properties": {"a": there, "b": {"anyOf": [there]}}}
-    tools = [Tool(type="function", function=Function(name=name, parameters=parameters)) for name in ("one", "two")]
-    found = schema_of(tools)["anyOf"][1]["properties"]["arguments"]["properties"]
-    place = {"$ref": "#/anyOf/1/properties/arguments/$defs/P"}
-    assert found == {"a": place, "b": {"anyOf": [place]}}
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": 1e999}',
+        '{"a":-1e-999,"b" : 1.0}',
+        '{"city": "\\ud83d"}',
+        '{"city": "Z\\u00fcrich"}',
+        '{"city": "Zürich"}',
+        '{"a": 1, "a": 2}',
+    ],
+)
+def test_arguments_are_the_json_that_the_model_wrote(arguments: str) -> None:
+    for text in (f'{{"name": "weather", "arguments": {arguments}}}', f"[TOOL_CALLS]weather[ARGS]{arguments}"):
+        assert calls_in(text) == [("weather", arguments)]
+    nested = json.dumps({"name": "weather", "arguments": arguments}, ensure_ascii=False)
+    assert calls_in(nested) == [("weather", arguments)]
+
+
+def test_an_unpaired_surrogate_in_arguments_within_a_text_stays_escaped() -> None:
+    assert calls_in('{"name": "weather", "arguments": "{\\"city\\": \\"\\ud83d\\"}"}') == [("weather", '{"city": "\\ud83d"}')]
+    assert calls_in('{"name": "weather", "arguments": "{\\"city\\": \\"\\ud83d\\ude00\\"}"}') == [("weather", '{"city": "😀"}')]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "01", "1.", ".5", "+1", "0x1", "1e", "--1"])
+def test_arguments_that_are_no_json_are_text(number: str) -> None:
+    for text in (f'{{"name": "weather", "arguments": {{"a": {number}}}}}', f'<tool_call>weather{{"a": {number}}}</tool_call>'):
+        assert read(text) == (text, [])
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text('aä"\\\n {}[]é😀', max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('ab"\\{}😀', max_size=5), inner, max_size=3),
+    max_leaves=9,
+)
+
+
+@given(
+    st.dictionaries(st.text('ab"\\{}😀', max_size=5), VALUES, max_size=3),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_any_json_object_is_read_as_python_reads_it(
+    arguments: dict[str, object], indent: int | None, ascii: bool, size: int
+) -> None:
+    written = json.dumps(arguments, indent=indent, ensure_ascii=ascii)
+    text = f'<tool_call>{{"arguments": {written}, "name": "add"}}</tool_call>'
+    assert read(text, size) == ("", [("add", written)])
+    cut = text[: -len(', "name": "add"}</tool_call>') - 1]
+    assert read(cut, size) == (cut, []), "it may have been a call"
+
+
+FRAGMENTS = [
+    *[
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "weather",
+        "add",
+        "{}",
+        '{"a": 1}',
+        WEATHER,
+        ADD,
+    ],
+    *["{", "}", "[", "]", '"', ",", ";", " ", "\n", "<", "<tool", '"name"', ": ", "x", '{"name": "add", "arguments": {'],
+]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.integers(1, 5))
+def test_pieces_do_not_matter_and_no_text_is_lost(text: str, size: int) -> None:
+    shown, found = read(text, size)
+    assert (shown, found) == read(text)
+    if not found:
+        assert shown == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown_after"),
+    [
+        ("[1, 2, 3]", "[1"),
+        ("[[", "[["),
+        ('{"answer": 42}', '{"an'),
+        ('{"x": 1}', '{"x'),
+        ('{"name": "Anna"}', '{"name": "A'),
+        ('{"name": "added"}', '{"name": "adde'),
+        ('{"name": 3}', '{"name": 3'),
+        ('{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": ['),
+        ('{"name": "add", "arguments": {oops}', '{"name": "add", "arguments": {o'),
+        (f"{ADD} is", f"{ADD} i"),
+        ("  {]", "  {]"),
+        ("<tool_call>none", "<tool_call>n"),
+        ("<tool_call>{]", "<tool_call>{]"),
+        ("[TOOL_CALLS]weather report", "[TOOL_CALLS]weather r"),
+        ("[TODO]", "[TOD"),
+        ("<|python_tag|>print(1)", "<|python_tag|>p"),
+        ("<toolbox>", "<toolb"),
+    ],
+)
+def test_nothing_is_held_back_any_longer_than_it_may_be_a_call(text: str, shown_after: str) -> None:
+    calls, shown = Calls(NAMES), ""
+    for place, character in enumerate(text, 1):
+        shown += calls.add(character)
+        if shown:
+            assert text[:place] == shown_after
+            assert shown == shown_after.removesuffix("["), "which may begin a mark"
+            break
+    else:
+        pytest.fail("nothing is shown")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "called"),
+    [
+        (f"<tool_call>{WEATHER}</tool_call> and then", " and then", 1),
+        (f"<tool_call>{WEATHER}</tool_call>\nfirst\n<tool_call>{ADD}</tool_call>\n", "\nfirst\n", 2),
+        (f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{{broken</tool_call>", "\n<tool_call>{broken</tool_call>", 1),
+        (f"[TOOL_CALLS][{WEATHER}] done", " done", 1),
+        (f"{WEATHER} is a call", f"{WEATHER} is a call", 0),
+        (f"\n\n<tool_call>{WEATHER}", "", 1),
+    ],
+)
+def test_text_around_marked_calls_is_shown(text: str, shown: str, called: int) -> None:
+    found = read(text, 3)
+    assert (found[0], len(found[1])) == (shown, called)
+
+
+def test_parameters_are_those_of_an_object() -> None:
+    def asked(parameters: dict[str, object] | None) -> dict[str, object]:
+        (found,) = argument_schemas([Tool(type="function", function=Function(name="add", parameters=parameters))])
+        return found[1]
+
+    assert asked(None) == asked({}) == {"type": "object"}
+    there = {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"enum": [{"$ref": "#/x"}]}}}
+    assert asked(there) == there, "nothing in them is rewritten"
+    with pytest.raises(ValueError, match=r"add.*object"):
+        asked({"type": "string"})

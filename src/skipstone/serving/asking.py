@@ -13,18 +13,19 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.api import token_ids
+from skipstone.decoding.batch import Request
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import resolve_for
 from skipstone.hf.requests import build_request, generation_options
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
+from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars, too_deep
 from skipstone.serving.jobs import Job, Likely, Refused
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
 from skipstone.serving.templates import takes_arguments_as_text
-from skipstone.serving.tools import schema_of
+from skipstone.serving.tools import argument_schemas
 
 OFF = "off"
 """What a request calls plain decoding."""
@@ -165,15 +166,18 @@ class Asking:
                 asked = f" + max_tokens={most}" if most else ""
                 raise self._too_long(f"{len(prompt)} tokens{asked}")
             allowed = self._most_tokens(len(prompt), room) if most is None else max(most, 1)
-            options = self._options(body, len(prompt), allowed, grammar)
+            options = self._options(body, len(prompt), allowed)
             request = build_request(self.model, prompt, self.tokenizer, seed, options)
             if body.stops and request.stop_strings is not None:
                 request = replace(request, stop_strings=request.stop_strings.without_prompt())
             for _ in range(body.n):
-                processors = [one.fresh() if isinstance(one, Grammar) else one for one in request.sampling.processors]
-                sampling = replace(request.sampling, seed=row_seed(seed, len(found)), processors=processors)
+                sampling = replace(request.sampling, seed=row_seed(seed, len(found)))
                 one = replace(request, sampling=sampling, prediction=prediction)
-                found.append(Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full"))
+                own_grammar = None if grammar is None else grammar.fresh(len(prompt))
+                if own_grammar is not None:
+                    one = _obeying(one, own_grammar)
+                job = Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full", grammar=own_grammar)
+                found.append(job)
         return found
 
     def _most_tokens(self, prompt: int, room: int) -> int:
@@ -204,16 +208,14 @@ class Asking:
     def grammar(self, body: Sampled) -> Grammar | None:
         """Of all that may be written; None for anything. It may take seconds, and touches nothing that others use: it has a
         thread of its own. ValueError for a schema that is none, or too much; TimeoutError as of `Grammars.of_schema`."""
-        wanted = self._wanted(body)
+        wanted, choices = self._wanted(body), body.n * _prompts(body)
         if isinstance(body, ChatBody) and body.demands_a_call:
             if wanted is not None:
                 raise ValueError("response_format and a tool_choice that demands a call exclude each other")
             if body.ignore_eos:
                 raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
-            if any(too_deep(one.function.parameters) for one in body.offered):
-                raise ValueError(f"tools: parameters are nested at most {DEEPEST} deep")
-            wanted = schema_of(body.offered)
-        return None if wanted is None else self._made_grammars.of_schema(wanted)
+            return self._made_grammars.of_calls(argument_schemas(body.offered), choices)
+        return None if wanted is None else self._made_grammars.of_schema(wanted, choices=choices)
 
     def _wanted(self, body: Sampled) -> dict[str, Any] | None:
         """The schema of response_format; None for any text."""
@@ -232,11 +234,13 @@ class Asking:
     def _made_grammars(self) -> Grammars:
         if self._grammars is None:
             eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
+            if eos is None:  # as in a base model's configs
+                eos = self.tokenizer.eos_token_id
             ends = [eos] if isinstance(eos, int) else list(eos or [])
             self._grammars = Grammars(self.tokenizer, self.model.embeddings, ends)
         return self._grammars
 
-    def _options(self, body: Sampled, prompt: int, most: int, grammar: Grammar | None) -> dict[str, Any]:
+    def _options(self, body: Sampled, prompt: int, most: int) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
         given = {name: getattr(body, name) for name in names}
@@ -249,8 +253,19 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
-        if grammar is not None:
-            processors.append(grammar.fresh(prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options
+
+
+def _obeying(request: Request, grammar: Grammar) -> Request:
+    """A request whose text is the grammar's, and ends with its document."""
+    sampling = replace(request.sampling, processors=[*request.sampling.processors, grammar])
+    eos, criteria = request.eos | set(grammar.ends), [*request.criteria, grammar.has_ended]
+    return replace(request, sampling=sampling, eos=eos, criteria=criteria)
+
+
+def _prompts(body: Sampled) -> int:
+    """How many prompts a body has."""
+    given: Any = body.prompt if isinstance(body, CompletionBody) else ""
+    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1

@@ -1,10 +1,14 @@
-"""Structured output: only tokens that a JSON schema allows, in drafts as well. llguidance follows the text; what it took for a
-draft that was not kept is rolled back."""
+"""Structured output: only tokens that a JSON schema allows, in drafts as well.
+
+llguidance follows the text. A draft must not change the text, but llguidance's limits count all that a matcher has looked at.
+So each text has two matchers: one sees only committed tokens and decides where the text ends, the other follows drafts.
+"""
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from skipstone.extras import installed
+from skipstone.serving.finite_values import has_finite_value
 
 LONGEST, DEEPEST = 1 << 16, 32
 """Characters of a schema, and how deep it may be nested."""
@@ -29,33 +34,95 @@ LONGEST_TRIAL = 30.0
 TRIAL = Path(__file__).with_name("trial.py")
 TRIALS_KEPT = 256
 """Schemas of which it is known that they compile."""
+MAX_RECOMPILE_SECONDS = 5.0
+"""Seconds of a processor that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
+PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
+COMPLETE, DEAD_END = "complete", "dead end"
+"""Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
+NO_EXTENSION = "NoExtension"
+"""How llguidance's error begins if no token leads on. Any other error is a limit."""
 
 
 class Grammars:
-    """Makes processors for one tokenizer. entries: of the model's vocabulary. ends: token ids that end a text."""
+    """Makes processors for one tokenizer. vocabulary: entries of the model's. ends: token ids that end a text; empty for a
+    model that has none."""
 
-    def __init__(self, tokenizer: Any, entries: int, ends: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         need = "structured output needs llguidance"
         self._matcher = installed("llguidance", need, "serve").LLMatcher
         self.ends = tuple(ends)
         eos = list(ends) if ends else None
-        self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, entries, eos)
+        self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
 
-    def of_schema(self, schema: dict[str, Any], prompt: int = 0) -> "Grammar":
-        """A processor for texts behind so many tokens. ValueError for a schema that is none, or too large. TimeoutError where
-        the machine has no time to find that out."""
-        if too_deep(schema):
-            raise ValueError(f"response_format: a schema is nested at most {DEEPEST} deep")
-        text = json.dumps(schema)
-        if len(text) > LONGEST:
-            raise ValueError(f"response_format: a schema has at most {LONGEST} characters, found {len(text)}")
-        grammar = self._matcher.grammar_from_json_schema(text, overrides=SPACES)
-        if schema != ANY_OBJECT:
-            try_out(grammar)
-        matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+    def of_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
+        """A processor of texts that fulfil a JSON schema. prompt: tokens before a text. choices: texts that will have one.
+
+        ValueError for a schema that is wrong, too large or impossible. TimeoutError if the machine is too busy to find out.
+        """
+        field = "response_format"
+        check_schema(schema, field)
+        compiled = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
+        return self._checked(compiled, field, prompt, choices, is_known=schema == ANY_OBJECT)
+
+    def of_calls(self, parameters: Sequence[tuple[str, dict[str, Any]]], choices: int = 1) -> "Grammar":
+        """The same of one call. parameters: name of every tool, JSON schema of its arguments.
+
+        Every schema stays a document of its own, so that its references point to the same places.
+        """
+        field, rules = "tools", [f"start: {' | '.join(f'call_{place}' for place in range(len(parameters)))}"]
+        for place, (name, schema) in enumerate(parameters):
+            check_schema(schema, field)
+            opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+            rules.append(f'call_{place}: {opening} %json {json.dumps({**schema, "x-guidance": SPACES})} "}}"')
+        if (length := sum(map(len, rules))) > LONGEST:
+            raise ValueError(f"{field}: all schemas together have at most {LONGEST} characters, found {length}")
+        compiled = self._matcher.grammar_from_lark("\n".join(rules))
+        return self._checked(compiled, field, 0, choices)
+
+    def _checked(self, compiled: str, field: str, prompt: int, choices: int, *, is_known: bool = False) -> "Grammar":
+        """The processor of a grammar, if it compiles and allows a text. field: of the request, for messages. is_known: whether
+        it compiles quickly."""
+        try:
+            if not is_known:
+                try_out(compiled)
+        except (ValueError, TimeoutError) as error:
+            raise type(error)(f"{field}: {error}") from None
+        began = time.thread_time()
+        matcher = self._new_matcher(compiled)
+        seconds = time.thread_time() - began
         if matcher.is_error():
-            raise ValueError(f"response_format: {str(matcher.get_error()).splitlines()[0]}")
-        return Grammar(matcher, prompt, self.ends)
+            raise ValueError(f"{field}: {_said(matcher.get_error())}")
+        if choices > 1 and choices * seconds > MOST_SECONDS:
+            raise ValueError(f"{field}: the schema takes {seconds:.1f} s to compile for each of {choices} texts; ask for fewer")
+        no_end = None if self.ends else self._tokenizer.eos_token
+        grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end)
+        if grammar.end_of([]):
+            raise ValueError(f"{field}: no text fulfils the schema; check that its parts do not contradict each other")
+        return grammar
+
+    def _new_matcher(self, compiled: str) -> Any:
+        return self._matcher(self._tokenizer, compiled, log_level=0)
+
+
+def check_schema(schema: dict[str, Any], field: str) -> None:
+    """ValueError for a schema that is too deep, too long, endless or no valid Unicode. field: of the request."""
+    if too_deep(schema):
+        raise ValueError(f"{field}: a schema is nested at most {DEEPEST} deep")
+    if (length := len(json.dumps(schema))) > LONGEST:
+        raise ValueError(f"{field}: a schema has at most {LONGEST} characters, found {length}")
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{field}: the schema is no valid Unicode; remove its unpaired surrogates") from None
+    if not has_finite_value(schema):
+        raise ValueError(f"{field}: every value of the schema needs a further one, without end; make that part optional")
+
+
+def _said(error: str) -> str:
+    """llguidance's error in one line, with the remedy for a pattern."""
+    lines = [line.strip() for line in error.partition("<state>")[0].splitlines()]
+    said = " ".join(line for line in lines if line.strip("^ "))
+    return f"{PATTERN_SYNTAX}: {said}" if "regex" in said else said
 
 
 @lru_cache(TRIALS_KEPT)
@@ -66,10 +133,10 @@ def try_out(grammar: str) -> None:
     try:
         done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=LONGEST_TRIAL)
     except subprocess.TimeoutExpired:
-        raise TimeoutError("response_format: there was no time to compile the schema; ask again later") from None
+        raise TimeoutError("there was no time to compile the schema; ask again later") from None
     if done.returncode < 0:
         said = f"{MOST_SECONDS} s of a processor, or {MOST_BYTES >> 30} GiB of memory"
-        raise ValueError(f"response_format: the schema takes more than {said} to compile")
+        raise ValueError(f"the schema takes more than {said} to compile")
     if done.returncode:
         raise RuntimeError(f"a schema could not be tried out: {done.stderr[-2000:]}")
 
@@ -85,44 +152,124 @@ def too_deep(value: Any, deepest: int = DEEPEST) -> bool:
 
 
 class Grammar:
-    """A logits processor of one text. matcher: llguidance's, which has taken `taken`. prompt: tokens before the text. ends: the
-    only tokens that are left where the grammar cannot go on."""
+    """A logits processor and a stopping criterion of one text.
 
-    def __init__(self, matcher: Any, prompt: int, ends: tuple[int, ...]) -> None:
-        self.matcher, self.prompt, self.ends = matcher, prompt, ends
-        self.taken: list[int] = []
+    matcher: of the grammar, has taken nothing. new_matcher: compiles another one. prompt: tokens before the text. ends: token
+    ids that end a text. no_end: the token that llguidance takes for one if there are none.
+    """
+
+    def __init__(
+        self, matcher: Any, new_matcher: Callable[[], Any], prompt: int, ends: tuple[int, ...], no_end: int | None
+    ) -> None:
+        self._new_matcher, self.prompt, self.ends, self._no_end = new_matcher, prompt, ends, no_end
+        self._committed = _Path(matcher, no_end)
+        self._committed.go_to([])
+        self._drafted: _Path | None = None
+        self._beyond_limits: list[list[int]] = []  # drafts after which llguidance cannot go on
+        self._seconds_left = MAX_RECOMPILE_SECONDS
 
     def fresh(self, prompt: int | None = None) -> "Grammar":
-        """The same for another text. prompt: tokens before it, None for as many."""
-        other = self.matcher.deep_copy()
-        other.reset()
-        return Grammar(other, self.prompt if prompt is None else prompt, self.ends)
+        """The same for another text, with all that it needs. prompt: tokens before it, None for as many."""
+        prompt = self.prompt if prompt is None else prompt
+        other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end)
+        other._recompile()
+        return other
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """ids: [1, T]. scores: [1, V]. Behind a draft that the grammar does not allow, which is never kept, all is left as it
-        is."""
-        if not self._goes_to(ids[0, self.prompt :].tolist()):
+        """ids: [1, T]. scores: [1, V]. They stay as they are after a draft that the grammar does not allow and at a dead end:
+        no token drawn from them is kept."""
+        bits = self._bits_after(ids[0, self.prompt :].tolist())
+        if bits is None:
             return scores
-        allowed = self._allowed(scores.shape[-1])
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=scores.shape[-1]).astype(bool))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
-    def _goes_to(self, text: list[int]) -> bool:
-        """Bring the matcher behind a text. False where the grammar does not allow it."""
-        taken = self.taken
-        most = min(len(taken), len(text))
-        common = next((place for place in range(most) if taken[place] != text[place]), most)
-        if common < len(taken):
-            self.matcher.rollback(len(taken) - common)
-        rest = text[common:]
-        count = self.matcher.try_consume_tokens(rest) if rest else 0
-        self.taken = [*taken[:common], *rest[:count]]
-        return count == len(rest)
+    def has_ended(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
+        """A stopping criterion: whether nothing may follow the committed ids [1, T]. Returns a bool tensor [1]."""
+        return torch.tensor([self.end_of(ids[0, self.prompt :].tolist()) is not None])
 
-    def _allowed(self, entries: int) -> Tensor:
-        """[1, V] bool."""
-        if self.matcher.is_error():  # it ran into a limit of its own: the text ends here
-            allowed = torch.zeros(entries, dtype=torch.bool)
-            allowed[list(self.ends)] = True
-            return allowed[None]
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little", count=entries).astype(bool))[None]
+    def end_of(self, text: list[int]) -> str | None:
+        """Why a committed text ends with these tokens; None if it may go on."""
+        self._committed.go_to(text)
+        return DEAD_END if self._seconds_left < 0 else self._committed.ended
+
+    def _bits_after(self, text: list[int]) -> Any:
+        """The tokens that may follow a text; None if there are none."""
+        if text == self._committed.text:
+            return self._committed.bits
+        if any(text[: len(one)] == one for one in self._beyond_limits):
+            return None
+        drafted = self._drafted or self._recompile()
+        drafted.go_to(text)
+        if drafted.hit_limit and self._seconds_left >= 0:  # earlier drafts may have used it up
+            began = time.thread_time()
+            drafted = self._recompile()
+            drafted.go_to(text)
+            if drafted.hit_limit:
+                self._beyond_limits.append(text)
+                self._recompile()
+            self._seconds_left -= time.thread_time() - began
+        return drafted.bits
+
+    def _recompile(self) -> "_Path":
+        """A path for drafts whose matcher has looked at nothing yet."""
+        self._drafted = _Path(self._new_matcher(), self._no_end)
+        return self._drafted
+
+
+class _Path:
+    """A text that a matcher follows.
+
+    start: a matcher that has taken nothing. no_end: a token that may never follow. bits: the tokens that may follow, None for
+    none. ended: why nothing but an end may. hit_limit: whether the reason is a limit of llguidance's. After it the matchers of
+    this path work no more.
+    """
+
+    def __init__(self, start: Any, no_end: int | None) -> None:
+        self._start, self._matcher, self._no_end = start, start.deep_copy(), no_end
+        self._taken: list[int] = []  # by the matcher
+        self.text: list[int] | None = None
+        self.bits: Any = None
+        self.ended: str | None = None
+        self.hit_limit = False
+
+    def go_to(self, text: list[int]) -> None:
+        """Follow another text from where the two part. Every token is looked at on its own, so that what the limits count
+        depends on the texts alone."""
+        if self.text == text:
+            return
+        self.text, known = text, self._taken
+        if self._matcher.is_error():  # it stays in error, rollback does not help
+            self._matcher, known = self._start.deep_copy(), []
+        common = _common(known, text)
+        if common < len(known):
+            self._matcher.rollback(len(known) - common)
+        self._taken = known[:common]
+        if common == len(text):
+            self._look()
+        for token in text[common:]:
+            if not self._matcher.try_consume_tokens([token]):
+                self.bits, self.ended = None, DEAD_END
+                return
+            self._taken.append(token)
+            self._look()
+
+    def _look(self) -> None:
+        """Ask the matcher what may follow."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._no_end is not None:
+            bits = bits.copy()
+            bits[self._no_end // 8] &= ~np.uint8(1 << self._no_end % 8)
+        self.bits, self.ended = bits if bits.any() else None, None
+        if self._matcher.is_error():
+            self.bits, self.ended, self.hit_limit = None, DEAD_END, not self._matcher.get_error().startswith(NO_EXTENSION)
+        elif self._matcher.is_stopped() or self.bits is None:
+            self.ended = COMPLETE if self._matcher.is_accepting() else DEAD_END
+
+
+def _common(known: list[int], text: list[int]) -> int:
+    """How many tokens two lists have in common at their beginning."""
+    most = min(len(known), len(text))
+    if known[:most] == text[:most]:
+        return most
+    return next(place for place in range(most) if known[place] != text[place])

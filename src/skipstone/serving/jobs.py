@@ -8,9 +8,11 @@ from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.serving.details import Details
+from skipstone.serving.grammar import COMPLETE, Grammar
 
 STOP, LENGTH, CANCELLED, TIMEOUT, FAILED = "stop", "length", "cancelled", "timeout", "error"
-"""Why a job has ended: an end-of-text token, all tokens that were asked for, nobody who reads, no time left, a defect."""
+"""Why a job has ended: an end-of-text token or a grammar's document, all tokens that were asked for or a grammar that cannot go
+on, nobody who reads, no time left, a defect."""
 
 
 class Refused(Exception):
@@ -29,7 +31,7 @@ class Job:
     seconds of a clock that never goes back. waited: seconds until a row was free for it. details: whether every step's are
     told. writes: whether anything is written behind the prompt. echo: whether the answer begins with the prompt. read: what
     the model thinks of the prompt's tokens from the second on, as far as they were looked at; None where nobody asks. Choices
-    of one prompt share it."""
+    of one prompt share it. grammar: the only texts that may be written, None for any."""
 
     request: Request
     method: Method
@@ -41,12 +43,20 @@ class Job:
     writes: bool = True
     echo: bool = False
     read: "list[Likely] | None" = None
+    grammar: Grammar | None = None
     figures: "Figures" = field(default_factory=lambda: Figures())
 
     @property
     def ids(self) -> list[int]:
         """The prompt."""
         return self.request.prompt.tolist()
+
+    def reason(self, written: list[int], is_stopped: bool) -> str:
+        """Why its text has ended with these tokens. is_stopped: as in `RunningRequest`."""
+        end = None if self.grammar is None or written[-1] in self.request.eos else self.grammar.end_of(written)
+        if end is not None:
+            return STOP if end == COMPLETE else LENGTH
+        return STOP if is_stopped else LENGTH
 
     @property
     def unread(self) -> bool:

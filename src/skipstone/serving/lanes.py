@@ -15,7 +15,7 @@ from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
-from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
+from skipstone.serving.jobs import Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
 from skipstone.timing.machine import kv_bytes_of
 
@@ -119,7 +119,7 @@ class Lane:
                 state = states[row]
                 assert state is not None
                 self._leave(row, [*job.ids, *state.tokens][:-1])
-                self.tell(job, Ended(STOP if state.is_stopped else LENGTH))
+                self.tell(job, Ended(job.reason(state.tokens, state.is_stopped)))
         return step
 
     def _told(self, row: int, step: Step, details: Details | None) -> Details | None:

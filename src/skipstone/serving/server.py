@@ -215,7 +215,7 @@ class Server:
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
         writer = Writer(self.tokenizer, body.stops, job.request.eos | hidden, special=True)
-        return Choice(index, job, writer, Calls(names, only=body.demands_a_call, most=most))
+        return Choice(index, job, writer, Calls(names, most=most))
 
     def abandon(self, answer: Answer) -> None:
         """Nobody reads an answer any more: what is not written of it is given up."""

@@ -3,33 +3,46 @@
 Models mark a call as their templates show them: `<tool_call>{...}</tool_call>` (Hermes, Qwen), `[TOOL_CALLS] [{...}]` and
 `[TOOL_CALLS]name[ARGS]{...}` (Mistral), `<|python_tag|>{...}` or a text that is nothing but the JSON of calls (Llama). What
 names no tool that was offered is text like any other.
+
+A text is read character by character, so that a stream holds back only what can still become a call.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skipstone.serving.schemas import Function, Tool
+from skipstone.serving.schemas import Tool
 
 OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """What a call may begin with."""
 CLOSING = "</tool_call>"
-MARKS = (*OPENINGS, CLOSING, "[ARGS]")
+ARGS = "[ARGS]"
+MARKS = (*OPENINGS, CLOSING, ARGS)
 """What tokenizers may have as special tokens, which are no text otherwise."""
 NAME, ARGUMENTS, LLAMAS_ARGUMENTS = "name", "arguments", "parameters"
 """Keys of a call's JSON."""
-NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\]\s*)?(?=\{)")
-"""A name before its arguments."""
-BETWEEN = re.compile(r"[\s;,]*")
+KEYS = (NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type")
+BETWEEN = " \t\r\n;,"
 """What may stand between two calls."""
+FIRST = "".join({one[0] for one in OPENINGS})
+SPACE, DIGITS, HEX = " \t\r\n", "0123456789", "0123456789abcdefABCDEF"
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+Reader = Generator[None, str, str]
+"""Reads one part of a text: is sent its characters one by one, returns the first one behind the part. NoCall if the text is
+something else."""
+
+
+class NoCall(ValueError):
+    """A text that is not the beginning of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool that is to be called. arguments: JSON, as a text."""
+    """A tool that is to be called. arguments: the JSON that the model wrote."""
 
     id: str
     name: str
@@ -44,124 +57,347 @@ class Call:
 class Calls:
     """The text of one answer to a request that offers tools, split into what is shown and what is a call.
 
-    names: of the tools that may be called. only: whether the whole text is calls, as where a request demands one. most: calls
-    that are told, those that were written first; None for all."""
+    names: of the tools that may be called. most: calls that are told, those that were written first; None for all.
 
-    def __init__(self, names: Iterable[str], *, only: bool = False, most: int | None = None) -> None:
-        self.names, self.most = frozenset(names), most
-        self.found: list[Call] = []
-        self._held = ""  # not shown, as it may be a call
-        self._begun = only  # whether what is held is one
-        self._shown = False
+    A marked call counts wherever it stands. JSON without a mark counts after a marked call, or if the text is nothing else.
+    """
+
+    def __init__(self, names: Iterable[str], *, most: int | None = None) -> None:
+        self._names, self._most = tuple(names), most
+        self._calls: list[Call] = []
+        self._held: list[str] = []  # characters that are not shown, as they may belong to a call
+        self._behind = ""  # of these, the ones since the latest call that belong to no further one yet
+        self._reading: _Reading | None = None
+        self._may_be_bare = True  # a call without a mark may come next
+        self._is_bare = False  # the first call has no mark
+
+    @property
+    def found(self) -> list[Call]:
+        """The calls that are complete."""
+        return self._calls[: self._most]
 
     def add(self, text: str) -> str:
         """The part of a further piece of text that is shown by now; may be empty."""
-        self._held += text
-        if self._begun:
-            return ""
-        place = min([at for one in OPENINGS if (at := self._held.find(one)) >= 0], default=-1)
-        if place < 0 and not self._shown and self._held.lstrip()[:1] in ("", "{", "["):
-            self._begun = bool(self._held.strip())
-            return ""
-        if place >= 0:
-            self._begun = True
-            return self._show(place)
-        return self._show(len(self._held) - _begun(self._held))
+        shown, place = list[str](), 0
+        while place < len(text):
+            if not self._held and not self._may_be_bare:
+                end = next((at for at in range(place, len(text)) if text[at] in FIRST), len(text))
+                shown.append(text[place:end])
+                place = end
+                if place == len(text):
+                    break
+            self._held.append(text[place])
+            place += 1
+            try:
+                self._take(self._held[-1])
+            except NoCall:
+                first, *others = self._give_up()
+                shown.append(first)
+                text, place = "".join(others) + text[place:], 0
+        return "".join(shown)
 
     def rest(self) -> str:
-        """What is shown of the rest, when all is written; `found` has the calls."""
-        text, self._held = self._held, ""
-        self.found = parsed(text, self.names)[: self.most]
-        return "" if self.found else text
+        """What is shown of the rest, when all is written."""
+        shown = list[str]()
+        while self._held and not self._is_whole:
+            first, *others = self._give_up()
+            shown += [first, self.add("".join(others))]
+        self._held = []
+        return "".join(shown)
 
-    def _show(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
-        self._shown = self._shown or bool(text.strip())
-        return text
+    @property
+    def _is_behind_call(self) -> bool:
+        """Whether nothing but separators was written since a call."""
+        return self._may_be_bare and bool(self._calls)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all that is held belongs to complete calls."""
+        return self._reading is None and self._is_behind_call and not self._behind.strip(BETWEEN)
+
+    def _take(self, character: str) -> None:
+        """One more character that is held. NoCall if it shows that no call is held."""
+        if self._reading is not None:
+            self._reading.take(character)
+            if self._reading.is_done:
+                self._end_call(self._reading)
+            return
+        self._behind += character
+        tail, marks = self._behind, OPENINGS
+        if self._may_be_bare:
+            tail = tail.lstrip(BETWEEN if self._calls else SPACE)
+        if self._is_behind_call:
+            marks = (*OPENINGS, CLOSING)
+        if tail in OPENINGS:
+            self._reading = _Reading(self._names, is_marked=True)
+        elif tail in marks:
+            self._end_part()
+        elif tail and not any(one.startswith(tail) for one in marks):
+            if not (self._may_be_bare and tail[0] in "{["):
+                raise NoCall
+            self._reading = _Reading(self._names, is_marked=False)
+            for one in tail:
+                self._reading.take(one)
+
+    def _end_call(self, reading: "_Reading") -> None:
+        self._is_bare = self._is_bare or not (self._calls or reading.is_marked)
+        self._calls += reading.calls
+        self._reading, self._may_be_bare = None, True
+        self._end_part()
+
+    def _end_part(self) -> None:
+        """What is held up to now belongs to calls. Calls without a mark may still turn out to be text."""
+        self._behind = ""
+        if not self._is_bare:
+            self._held.clear()
+
+    def _give_up(self) -> list[str]:
+        """The characters that are held: their first is text, the others may still have marked calls among them."""
+        held, self._held = self._held, []
+        self._reading, self._behind, self._may_be_bare = None, "", False
+        if self._is_bare:
+            self._calls.clear()
+            self._is_bare = False
+        return held
 
 
-def _begun(text: str) -> int:
-    """How many characters at the end of a text are the beginning of an opening."""
-    longest = max(map(len, OPENINGS)) - 1
-    ends = range(min(longest, len(text)), 0, -1)
-    return next((size for size in ends if any(one.startswith(text[-size:]) for one in OPENINGS)), 0)
+class _Reading:
+    """Reads one call, or a list of calls, character by character.
 
+    is_marked: whether a mark stands before it. calls: what was read, when it is done.
+    """
 
-def parsed(text: str, names: frozenset[str]) -> list[Call]:
-    """The calls that a text is made of, one after another; none where any part of it is anything else, or names no tool."""
-    found, rest = [], text.strip()
-    while rest:
-        for opening in OPENINGS:
-            rest = rest.removeprefix(opening).lstrip()
-        named = NAMED.match(rest)
-        rest = rest[named.end() :] if named else rest
+    def __init__(self, names: Sequence[str], *, is_marked: bool) -> None:
+        self.names, self.is_marked = names, is_marked
+        self.calls: list[Call] = []
+        self.is_done = False
+        self._read: list[str] = []
+        self._reader = self._all()
+        next(self._reader)
+
+    def take(self, character: str) -> None:
+        """One more character. NoCall if no call begins like this."""
+        self._read.append(character)
         try:
-            value, end = DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return []
-        if named:
-            value = {NAME: named[1], ARGUMENTS: value}
-        calls = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
-        if None in calls or not calls:
-            return []
-        found += [one for one in calls if one is not None]
-        rest = rest[end:].lstrip().removeprefix(CLOSING)
-        rest = rest[BETWEEN.match(rest).end() :]  # type: ignore[union-attr]  # it matches nothing, too
+            self._reader.send(character)
+        except StopIteration:
+            self.is_done = True
+
+    def _all(self) -> Generator[None, str, None]:
+        char = yield from _space((yield))
+        if char == "{":
+            yield from self._call()
+        elif char == "[":
+            while char != "]":
+                if (yield from _space((yield))) != "{":
+                    raise NoCall
+                yield from self._call()
+                if (char := (yield from _space((yield)))) not in (",", "]"):
+                    raise NoCall
+        elif self.is_marked:
+            name = yield from self._name(char)
+            start = len(self._read) - 1
+            yield from _container("{")
+            self._add(name, "".join(self._read[start:]))
+        else:
+            raise NoCall
+
+    def _name(self, char: str) -> Reader:
+        """Mistral's name before the arguments. Returns it when their first character was read."""
+        name = ""
+        while char not in SPACE + "[{":
+            name += char
+            if not any(one.startswith(name) for one in self.names):
+                raise NoCall
+            char = yield
+        if name not in self.names:
+            raise NoCall
+        if (char := (yield from _space(char))) == "[":
+            yield from _exactly(ARGS[1:])
+            char = yield from _space((yield))
+        if char != "{":
+            raise NoCall
+        return name
+
+    def _call(self) -> Generator[None, str, None]:
+        """A call's object behind its first character."""
+        written, char = dict[str, str](), ","
+        while char != "}":
+            if char != "," or (yield from _space((yield))) != '"':
+                raise NoCall
+            key = yield from _one_of([one for one in KEYS if one not in written])
+            char = yield from _colon((yield))
+            start = len(self._read) - 1
+            if key == NAME:
+                if char != '"':
+                    raise NoCall
+                yield from _one_of(self.names)
+                char = yield
+            elif key in (ARGUMENTS, LLAMAS_ARGUMENTS) and char not in '{"n':
+                raise NoCall
+            else:
+                char = yield from _value(char)
+            written[key] = "".join(self._read[start:-1])
+            char = yield from _space(char)
+        if NAME not in written:
+            raise NoCall
+        self._add(json.loads(written[NAME]), written.get(ARGUMENTS, written.get(LLAMAS_ARGUMENTS, "{}")))
+
+    def _add(self, name: str, arguments: str) -> None:
+        if arguments == "null":  # as for a tool that takes none
+            arguments = "{}"
+        if arguments.startswith('"'):
+            arguments = _object_in(arguments)
+        self.calls.append(Call(f"call_{secrets.token_hex(12)}", name, arguments))
+
+
+def _object_in(text: str) -> str:
+    """The JSON object within a JSON string, as some models write arguments. NoCall for anything else."""
+    inner: str = json.loads(text).strip(SPACE)
+    if not inner.startswith("{"):
+        raise NoCall
+    reader, left = _container("{"), len(inner)
+    next(reader)
+    try:
+        for left in range(len(inner) - 1, 0, -1):
+            reader.send(inner[-left])
+    except StopIteration:
+        if left == 1:
+            return SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", inner)
+    raise NoCall
+
+
+def argument_schemas(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and JSON schema of the arguments of every tool. ValueError where arguments cannot be an object."""
+    found = list[tuple[str, dict[str, Any]]]()
+    for one in tools:
+        name, schema = one.function.name, {"type": "object", **(one.function.parameters or {})}
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if "object" not in types:
+            raise ValueError(f"tools: parameters of {name} must be the schema of an object, found type {schema['type']!r}")
+        found.append((name, schema))
     return found
 
 
-def _call(value: Any, names: frozenset[str]) -> Call | None:
-    """The call that a JSON value is; None for none."""
-    if not isinstance(value, dict) or not isinstance(value.get(NAME), str) or value[NAME] not in names:
-        return None
-    if set(value) - {NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type"}:
-        return None
-    arguments = value.get(ARGUMENTS, value.get(LLAMAS_ARGUMENTS, {}))
-    if isinstance(arguments, str):
-        arguments = _loaded(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    return Call(f"call_{secrets.token_hex(12)}", value[NAME], json.dumps(arguments))
+# ------------------------------------------------------------------------------------------ readers of the parts of JSON
 
 
-def _loaded(text: str) -> Any:
-    """JSON within JSON, as some models write it; None for anything else."""
-    try:
-        return DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return None
+def _space(char: str) -> Reader:
+    """Space, if there is any. char: the first character, here and below."""
+    while char in SPACE:
+        char = yield
+    return char
 
 
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+def _exactly(text: str) -> Generator[None, str, None]:
+    """Just this text."""
+    for expected in text:
+        if (yield) != expected:
+            raise NoCall
 
 
-DECODER = json.JSONDecoder(parse_constant=_refused)
-"""Takes no NaN and no infinity."""
+def _one_of(options: Sequence[str]) -> Reader:
+    """One of some texts and the quote behind it. Returns the text."""
+    text = ""
+    while (char := (yield)) != '"':
+        text += char
+        if not any(one.startswith(text) for one in options):
+            raise NoCall
+    if text not in options:
+        raise NoCall
+    return text
 
 
-def schema_of(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of a call of any of these."""
-    return {"anyOf": [_schema_of(one.function, f"#/anyOf/{place}/properties/{ARGUMENTS}/") for place, one in enumerate(tools)]}
+def _colon(char: str) -> Reader:
+    """A colon between spaces."""
+    if (yield from _space(char)) != ":":
+        raise NoCall
+    return (yield from _space((yield)))
 
 
-def _schema_of(function: Function, place: str) -> dict[str, Any]:
-    arguments = _moved(function.parameters or {"type": "object"}, place)
-    return {
-        "type": "object",
-        "properties": {NAME: {"const": function.name}, ARGUMENTS: arguments},
-        "required": [NAME, ARGUMENTS],
-        "additionalProperties": False,
-    }
+def _value(char: str) -> Reader:
+    """Any value."""
+    if char in "{[":
+        yield from _container(char)
+        return (yield)
+    return (yield from _scalar(char))
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at a place of another one: what it refers to in itself stands there, too."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    if isinstance(target := moved.get("$ref"), str) and target.startswith("#/"):
-        moved["$ref"] = place + target[2:]
-    return moved
+def _container(char: str) -> Generator[None, str, None]:
+    """An object or an array behind its first character, with all that it contains. It keeps a stack of its own, as models nest
+    deeper than functions can."""
+    closings = list[str]()
+    while True:
+        if char in "{[":
+            closings.append("}" if char == "{" else "]")
+            if (char := (yield from _space((yield)))) != closings[-1]:
+                char = yield from _item(char, closings[-1])
+                continue
+        else:
+            char = yield from _space((yield from _scalar(char)))
+        while char == closings[-1]:
+            closings.pop()
+            if not closings:
+                return
+            char = yield from _space((yield))
+        if char != ",":
+            raise NoCall
+        char = yield from _item((yield from _space((yield))), closings[-1])
+
+
+def _item(char: str, closing: str) -> Reader:
+    """The key of an object's value, nothing of an array's. Returns the value's first character."""
+    if closing == "]":
+        return char
+    if char != '"':
+        raise NoCall
+    yield from _string()
+    return (yield from _colon((yield)))
+
+
+def _scalar(char: str) -> Reader:
+    """A string, a number, true, false or null."""
+    if char == '"':
+        yield from _string()
+        return (yield)
+    for word in ("true", "false", "null"):
+        if char == word[0]:
+            yield from _exactly(word[1:])
+            return (yield)
+    return (yield from _number(char))
+
+
+def _string() -> Generator[None, str, None]:
+    """A string behind its first quote."""
+    while (char := (yield)) != '"':
+        if char < " ":
+            raise NoCall
+        if char != "\\":
+            continue
+        if (char := (yield)) == "u":
+            for _ in range(4):
+                if (yield) not in HEX:
+                    raise NoCall
+        elif char not in '"\\/bfnrt':
+            raise NoCall
+
+
+def _number(char: str) -> Reader:
+    if char == "-":
+        char = yield
+    char = (yield) if char == "0" else (yield from _digits(char))
+    if char == ".":
+        char = yield from _digits((yield))
+    if char in "eE":
+        char = yield
+        char = yield from _digits((yield) if char in "+-" else char)
+    return char
+
+
+def _digits(char: str) -> Reader:
+    """At least one digit."""
+    if char not in DIGITS:
+        raise NoCall
+    while char in DIGITS:
+        char = yield
+    return char
