@@ -57,7 +57,8 @@ def demo(
     """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost, and transformers beside."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
-    options.check_folder_of(svg)
+    options.check_writable(svg)
+    options.check_model(model)
     import torch
     from rich.console import Console
 

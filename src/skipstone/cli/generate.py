@@ -57,7 +57,10 @@ def generate(
     """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
-    asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
+    asked = options.asked_method(method, speculative_config)
+    options.check_model(model)
+    text = _prompt(prompt, prompt_file)
+    options.check_values(asked)
     with terminal.first_speaks() if tp_plan else nullcontext():
         _run(flags, asked, text)
 

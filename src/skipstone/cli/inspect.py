@@ -37,9 +37,12 @@ def inspect(
     suffixes = (".png", ".html") if replay is None else (".png", ".svg")
     if out is not None and out.suffix not in suffixes:
         raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
-    options.check_folder_of(out)
+    options.check_writable(out)
+    options.check_readable(replay)
     if replay is not None:
         return show_decisions(replay, as_json, out)
+    asked = options.texts_or_bundled(prompt)
+    options.check_model(model)
     import torch
 
     from skipstone.lens.lens import look, save, through
@@ -49,7 +52,7 @@ def inspect(
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
-    asked, prompts = options.texts_or_bundled(prompt, tokenizer)
+    prompts = options.ids_of(asked, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]  # [L][n], every layer's best tokens
     final = [str(tokenizer.decode([token])) for token in lens.tokens]  # [n], those that were generated

@@ -15,8 +15,7 @@ LOG_FORMATS = ("text", "json")  # those of skipstone.serving.logs, which would i
 
 
 def _known_format(log_format: str) -> str:
-    if log_format not in LOG_FORMATS:
-        raise ValueError(f"--log-format must be one of {', '.join(LOG_FORMATS)}, found {log_format!r}")
+    options.one_of("--log-format", log_format, LOG_FORMATS)
     return log_format
 
 
@@ -72,6 +71,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
     asked = options.asked_method(method, speculative_config)
+    if not ray:  # replicas may lie on machines that have other folders
+        options.check_model(model)
+        _expect_packages()
+    options.check_values(asked)
     setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, "trust_remote_code": trust_remote_code}
 
     def load() -> tuple[Any, Any]:
