@@ -35,6 +35,7 @@ def check(
     from skipstone.tasks.sets import named
 
     asked = options.asked_method(method, speculative_config)
+    options.check_readable(prompts)
     task = named("self" if prompts is None else str(prompts))
     rows = task.records(None)
     if len(rows) < num_prompts:

@@ -63,6 +63,7 @@ def demo(
     from rich.console import Console
 
     from skipstone.api import resolve_for
+    from skipstone.cli import runs
     from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side
     from skipstone.decoding.method import OWN_FIELD
@@ -86,7 +87,8 @@ def demo(
             theirs = by_transformers(job, run.tokens)
         else:
             comparison, theirs = side_by_side(console, job, method, scene.title, camera)
-        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs})
+        busy = runs.busy_warning(comparison.waited_share, theirs["waited_share"])
+        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs, "warning": busy})
     if svg is not None and camera is not None:
         picture = camera.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched

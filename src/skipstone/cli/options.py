@@ -215,6 +215,7 @@ def texts_or_bundled(texts: list[str] | None, files: list[Path] | None = None) -
 
     if texts and files:
         raise ValueError("give either --prompt or --prompts, found both")
+    check_readable(*(files or ()))
     if not texts:
         taken = [(named(str(file)), 1) for file in files or ()] or [(named("self"), 5)]
         texts = [task.ask(row)[0] for task, every in taken for row in task.records(None)[::every]]

@@ -1,5 +1,6 @@
 """What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
 
+import json
 import os
 import sys
 import warnings
@@ -105,6 +106,23 @@ def _quiet_libraries() -> Iterator[None]:
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout, readable where stdout can show its characters, escaped where it cannot."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(document)
+    print(text)
+
+
+def forgive_characters() -> None:
+    """stdout shows "?" for a character that it cannot show, and the run goes on."""
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
 
 
 def console(stderr: bool = False) -> "Console":

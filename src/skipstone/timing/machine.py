@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,47 @@ from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
+
+
+MOST_WAITED = 0.1  # share of its time that a process waits for a processor on a machine that is its own
+
+
+class ProcessorWatch:
+    """How long the threads of this process waited for a processor that something else used, from the beginning of a `with`
+    block to its end.
+
+    waited_share: of the time that they ran or waited; None where the system does not tell (only Linux does).
+    """
+
+    waited_share: float | None = None
+
+    def __enter__(self) -> Self:
+        self._began = _thread_times()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        known = self._began
+        spent = [
+            (ran - known.get(thread, (0, 0))[0], waited - known.get(thread, (0, 0))[1])
+            for thread, (ran, waited) in _thread_times().items()
+        ]
+        ran, waited = (sum(one) for one in zip(*spent, strict=True)) if spent else (0, 0)
+        self.waited_share = waited / (ran + waited) if ran + waited else None
+
+
+def was_busy(waited_share: float | None) -> bool:
+    """Whether a machine did so much else while something was measured that the figures say little."""
+    return waited_share is not None and waited_share > MOST_WAITED
+
+
+def _thread_times() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that every thread of this process has run, and has waited for a processor."""
+    found = {}
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that ends meanwhile
+            ran, waited, _ = map(int, file.read_text().split())
+            found[file.parent.name] = ran, waited
+    return found
 
 
 def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
