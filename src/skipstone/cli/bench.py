@@ -194,7 +194,7 @@ def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] |
     if plan is not None:
         mapping(plan)
     for text in methods or ():
-        options.check_method(text, method_table.METHODS | method_table.PEERS, labels=("label",), several=True)
+        options.check_method(text, {**method_table.known_methods(), **method_table.PEERS}, labels=("label",), several=True)
     for task in tasks or ():
         named(task)
     options.one_of("--protocol", protocol, tuple(PROTOCOLS))
@@ -204,9 +204,8 @@ def _check_results(files: list[Path]) -> None:
     """OSError or ValueError for what is no file of results."""
     from skipstone.bench import journal
 
+    options.check_readable(*files)
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(2, "no such file", str(file))
         journal.check(file, journal.read(file))
 
 

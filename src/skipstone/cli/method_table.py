@@ -4,7 +4,13 @@ A misspelt name is refused by this table before torch is imported. A test compar
 say.
 """
 
-from skipstone.decoding.method_text import MethodNames
+import ast
+import sys
+from pathlib import Path
+
+from skipstone.decoding.method_text import Known, MethodNames
+
+REGISTRY = Path(__file__).parents[1] / "methods" / "__init__.py"
 
 
 def _names(settings: str, aliases: str = "", lossless: bool = True) -> MethodNames:
@@ -78,3 +84,20 @@ PEERS = {
     "llama-cpp": _names("file=text python=text drafts=text|none num_draft_tokens=int confidence_threshold=float"),
 }
 """What only `skipstone bench` compares with."""
+
+
+def known_methods() -> Known:
+    """The table, or what the classes say where they are imported already or where a new one has no row here yet."""
+    if "skipstone.methods" not in sys.modules and _registered() <= set(METHODS):
+        return METHODS
+    from skipstone import methods
+
+    return {name: methods.names_of(kind) for name, kind in methods.METHODS.items()}
+
+
+def _registered() -> set[str]:
+    """The keys of `skipstone.methods.METHODS`, read from its source."""
+    for statement in ast.parse(REGISTRY.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "METHODS":
+            return set(ast.literal_eval(ast.Tuple(statement.value.keys)))  # type: ignore[union-attr]
+    raise AssertionError(f"{REGISTRY} has no METHODS")

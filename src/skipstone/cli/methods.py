@@ -20,7 +20,7 @@ def methods(
 ) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
     if name is not None:
-        expect_method(name, method_table.METHODS)
+        expect_method(name, method_table.known_methods())
     from skipstone.methods import METHODS, find
 
     found = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]

@@ -236,15 +236,15 @@ def ids_of(texts: list[str], tokenizer: Any) -> list[Any]:
 def asked_method(text: str | None, config: str | None = None) -> Any:
     """What --method and --speculative-config ask for. ValueError for names and types that are wrong whatever the model is:
     torch is not imported for them."""
-    from skipstone.cli.method_table import METHODS
+    from skipstone.cli.method_table import known_methods
 
     if config is None:
         if text is not None:
-            check_method(text, METHODS)
+            check_method(text, known_methods())
         return text
-    merged = _merged(text, config)
+    merged = _merged(text, config, known_methods())
     with suppress(MethodMissing):
-        method_text.check_names(merged, METHODS)
+        method_text.check_names(merged, known_methods())
     return merged
 
 
@@ -265,10 +265,8 @@ def check_values(asked: Any) -> None:
         resolve(asked)
 
 
-def _merged(text: str | None, config: str) -> dict[str, Any]:
+def _merged(text: str | None, config: str, known: Known) -> dict[str, Any]:
     """--speculative-config, with what --method says besides. Where they contradict one another, neither wins silently."""
-    from skipstone.cli.method_table import METHODS
-
     try:
         merged = json.loads(config)
     except json.JSONDecodeError as error:
@@ -276,7 +274,7 @@ def _merged(text: str | None, config: str) -> dict[str, Any]:
     if not isinstance(merged, dict):
         raise ValueError(f'--speculative-config must be an object such as {{"method": "layerskip"}}, found {config!r}')
     own = merged.get("method")
-    said = {} if text is None else method_text.parse(text, METHODS, own if isinstance(own, str) and own in METHODS else None)
+    said = {} if text is None else method_text.parse(text, known, own if isinstance(own, str) and own in known else None)
     for key, value in said.items():
         if merged.setdefault(key, value) != value:
             name = "" if key == "method" else f"{key}="

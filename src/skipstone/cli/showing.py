@@ -82,9 +82,9 @@ def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stat
         console.print(explained(run.steps) if run.stats.drafters else f"{method.name} decides nothing: there is no choice")
     if comparison is not None:
         console.print(comparison.table())
-        console.print(Text(comparison.verdict()), soft_wrap=True)
         if (warning := busy_warning(comparison.waited_share)) is not None:
             console.print(Text(warning), soft_wrap=True)
+        console.print(Text(comparison.verdict()), soft_wrap=True)
 
 
 def figures(job: Job, method: Method, run: Run) -> list[str]:

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -24,26 +25,27 @@ MOST_WAITED = 0.1  # share of its time that a process waits for a processor on a
 
 
 class ProcessorWatch:
-    """How long the threads of this process waited for a processor that something else used, from the beginning of a `with`
-    block to its end.
+    """How long the threads of this process waited for a processor that another process used, in a `with` block.
 
-    waited_share: of the time that they ran or waited; None where the system does not tell (only Linux does).
+    waited_share: of the time that they ran or waited, and at most the share of the processors' time that others used: threads
+    of one process wait for each other, too. None where the system does not tell (only Linux does).
     """
 
     waited_share: float | None = None
 
     def __enter__(self) -> Self:
-        self._began = _thread_times()
+        self._threads, self._machine, self._own = _thread_seconds(), _machine_seconds(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        known = self._began
-        spent = [
-            (ran - known.get(thread, (0, 0))[0], waited - known.get(thread, (0, 0))[1])
-            for thread, (ran, waited) in _thread_times().items()
-        ]
-        ran, waited = (sum(one) for one in zip(*spent, strict=True)) if spent else (0, 0)
-        self.waited_share = waited / (ran + waited) if ran + waited else None
+        machine, own = _machine_seconds(), time.process_time() - self._own
+        ran = waited = 0.0
+        for thread, seconds in _thread_seconds().items():
+            before = self._threads.get(thread, (0.0, 0.0))
+            ran, waited = ran + seconds[0] - before[0], waited + seconds[1] - before[1]
+        if ran + waited > 0 and machine is not None and self._machine is not None:
+            others = max(machine - self._machine - own, 0.0)
+            self.waited_share = min(waited / (ran + waited), others / (others + own) if others else 0.0)
 
 
 def was_busy(waited_share: float | None) -> bool:
@@ -51,14 +53,24 @@ def was_busy(waited_share: float | None) -> bool:
     return waited_share is not None and waited_share > MOST_WAITED
 
 
-def _thread_times() -> dict[str, tuple[int, int]]:
-    """Nanoseconds that every thread of this process has run, and has waited for a processor."""
+def _thread_seconds() -> dict[str, tuple[float, float]]:
+    """Seconds that every thread of this process has run, and has waited for a processor."""
     found = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # a thread that ends meanwhile
-            ran, waited, _ = map(int, file.read_text().split())
-            found[file.parent.name] = ran, waited
+            ran, waited, _ = file.read_text().split()
+            found[file.parent.name] = int(ran) / 1e9, int(waited) / 1e9
     return found
+
+
+def _machine_seconds() -> float | None:
+    """Seconds that all processors of this machine have worked; None where nobody tells."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+    except OSError:
+        return None
+    user, nice, system, _, _, interrupts, soft, stolen = map(int, first.split()[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def bandwidth(device: torch.device, megabytes: int | None = None) -> float:

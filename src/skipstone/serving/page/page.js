@@ -240,7 +240,7 @@ async function race(signal) {
   runs[1].plainRate = wholeRate(runs[0]);
   showMap(runs[1]);
   state.sampled = body.temperature !== 0;
-  const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.steps[0].at));
+  const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.sent));
   $("slower").value = [1, 2, 4, 8].find((factor) => factor * long >= REPLAY) ?? 16;
   verdict(...runs);
   replay();
@@ -264,7 +264,7 @@ function difference(off, chosen) {
   return `Token ${place + 1} is ${one} with plain decoding, ${other} with ${nameOf(chosen)}.${why}`;
 }
 
-// Both texts side by side, every step when it came after the first token of its text.
+// Both texts side by side, every step when it came after the request.
 function replay() {
   cancelAnimationFrame(state.frame);
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -281,9 +281,9 @@ function replay() {
 
 function replayed(view, time) {
   const { steps } = view.run;
-  const came = steps.findIndex((step) => step.at - steps[0].at > time);
+  const came = steps.findIndex((step) => step.at - view.run.sent > time);
   draw(view, came < 0 ? steps.length : came);
-  const now = Math.min(time, steps.at(-1).at - steps[0].at);
+  const now = Math.min(time, steps.at(-1).at - view.run.sent);
   view.title.textContent = `${nameOf(view.run)}: ${number(now / 1000, 2)} s`;
 }
 
