@@ -56,9 +56,7 @@ def chat(
     for name in ("top_p", "seed"):
         if temperature == 0 and getattr(flags, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
-    asked = options.asked_method(method, speculative_config)
-    options.check_model(model)
-    options.check_values(asked)
+    asked = options.checked_method(model, method, speculative_config)
     setup = {name: getattr(flags, name) for name in ("engine", "quantize", "kv_dtype", "trust_remote_code")}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.hf.call import resolve_for

@@ -34,14 +34,12 @@ def check(
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     from skipstone.tasks.sets import named
 
-    asked = options.asked_method(method, speculative_config)
     options.check_readable(prompts)
     task = named("self" if prompts is None else str(prompts))
     rows = task.records(None)
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
-    options.check_model(model)
-    options.check_values(asked)
+    asked = options.checked_method(model, method, speculative_config)
     from skipstone.api import resolve_for
     from skipstone.check.check import Checker, Scale
     from skipstone.models.layered import LayeredModel

@@ -53,7 +53,8 @@ def generate(
     color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
+    """Continue a prompt: --prompt, --prompt-file, or standard input, whose last newline is left out. The text goes to stdout,
+    all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked = options.asked_method(method, speculative_config)

@@ -34,11 +34,7 @@ def inspect(
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
-    if out is not None and out.suffix not in suffixes:
-        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
-    options.check_writable(out)
-    options.check_readable(replay)
+    _check_files(replay, out)
     if replay is not None:
         return show_decisions(replay, as_json, out)
     asked = options.texts_or_bundled(prompt)
@@ -69,6 +65,15 @@ def inspect(
         return None
     show_layers(lens)
     return None if seen is None else show_heads(seen)
+
+
+def _check_files(replay: Path | None, out: Path | None) -> None:
+    """OSError or ValueError for files that cannot be read or written."""
+    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
+    if out is not None and out.suffix not in suffixes:
+        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
+    options.check_writable(out)
+    options.check_readable(replay)
 
 
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:

@@ -248,6 +248,14 @@ def asked_method(text: str | None, config: str | None = None) -> Any:
     return merged
 
 
+def checked_method(model: str | None, text: str | None, config: str | None = None) -> Any:
+    """As `asked_method`, before the model is loaded: the model is looked for as well, and then values are checked."""
+    asked = asked_method(text, config)
+    check_model(model)
+    check_values(asked)
+    return asked
+
+
 def check_method(text: str, known: Known, labels: tuple[str, ...] = (), several: bool = False) -> None:
     """ValueError where a method's text has names or types that are wrong whatever the model is."""
     with suppress(MethodMissing):  # the model's own may be meant

@@ -70,11 +70,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    asked = options.asked_method(method, speculative_config)
-    if not ray:  # replicas may lie on machines that have other folders
-        options.check_model(model)
-        _expect_packages()
-    options.check_values(asked)
+    asked = options.checked_method(None if ray else model, method, speculative_config)  # replicas may have other folders
     setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, "trust_remote_code": trust_remote_code}
 
     def load() -> tuple[Any, Any]:
