@@ -21,6 +21,7 @@ from skipstone.loading import BUNDLED
 from skipstone.methods import METHODS
 from skipstone.train.heads.recipe import PRESETS
 from skipstone.train.layerskip.shapes import SHAPES
+from tests.helpers.commandline import run
 
 RUN_ALL = """
 import contextlib, io, json, sys
@@ -65,6 +66,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("chat --method layerskp", "'layerskip'"),
     ("check ./nowhere", "nowhere"),
     ("check --prompts nowhere.jsonl", "nowhere.jsonl"),
+    ("check --prompts good.yaml", ".jsonl"),
+    ("tune --prompts good.yaml", ".jsonl"),
     ("check --method layerskp", "'layerskip'"),
     ("demo ./nowhere", "nowhere"),
     ("demo --svg nowhere/picture.svg", "nowhere"),
@@ -175,6 +178,13 @@ def _words(text: str) -> list[str]:
         else:
             words.append(word)
     return words
+
+
+@pytest.mark.parametrize("group", ["bench", "train"])
+def test_a_group_without_a_verb_shows_its_help_and_nothing_else(group: str) -> None:
+    result = run(group)
+    assert "Usage" in result.output
+    assert "skipstone: " not in result.output
 
 
 def test_help_imports_no_torch(place: Path) -> None:

@@ -34,7 +34,7 @@ def check(
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     from skipstone.tasks.sets import named
 
-    options.check_readable(prompts)
+    options.check_prompts(prompts)
     task = named("self" if prompts is None else str(prompts))
     rows = task.records(None)
     if len(rows) < num_prompts:

@@ -144,6 +144,14 @@ def check_readable(*files: Path | None) -> None:
             file.open("rb").close()
 
 
+def check_prompts(*files: Path | None) -> None:
+    """OSError or ValueError for what is no file of JSON lines."""
+    check_readable(*files)
+    for file in files:
+        if file is not None and file.suffix != ".jsonl":
+            raise ValueError(f"--prompts takes JSON lines, a file that ends in .jsonl, found {file}")
+
+
 def check_writable(*files: Path | None) -> None:
     """OSError where a file that is to be written cannot be."""
     check_folder_of(*files)
@@ -215,7 +223,7 @@ def texts_or_bundled(texts: list[str] | None, files: list[Path] | None = None) -
 
     if texts and files:
         raise ValueError("give either --prompt or --prompts, found both")
-    check_readable(*(files or ()))
+    check_prompts(*(files or ()))
     if not texts:
         taken = [(named(str(file)), 1) for file in files or ()] or [(named("self"), 5)]
         texts = [task.ask(row)[0] for task, every in taken for row in task.records(None)[::every]]

@@ -27,6 +27,8 @@ def report(error: Exception) -> int:
     code = USER_ERROR
     if hasattr(error, "format_message"):  # a usage error of typer's
         message = _usage(error)
+        if not error.format_message():  # a group without a verb, whose help has been printed
+            return code
     elif isinstance(error, OSError) and error.strerror and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     elif isinstance(error, (ValueError, OSError)) or type(error) is ImportError:  # ours: an extra is missing
