@@ -25,10 +25,11 @@ def one_line(text: object) -> str:
 def report(error: Exception) -> int:
     """Say what went wrong in one line on stderr. Returns the exit code."""
     code = USER_ERROR
-    if hasattr(error, "format_message"):  # a usage error of typer's
-        message = _usage(error)
-        if not error.format_message():  # a group without a verb, whose help has been printed
+    usage: Any = getattr(error, "format_message", None)  # of a usage error of typer's
+    if usage is not None:
+        if not usage():  # a group without a verb, whose help has been printed
             return code
+        message = _usage(error)
     elif isinstance(error, OSError) and error.strerror and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     elif isinstance(error, (ValueError, OSError)) or type(error) is ImportError:  # ours: an extra is missing
