@@ -40,6 +40,13 @@ def hub_name(name: str | Path) -> HubName | None:
     return None if found is None else HubName(found[1], found[2])
 
 
+def expect_repository(name: str) -> None:
+    """ValueError for what is no ORG/NAME."""
+    meant = hub_name(name)
+    if meant is None or "/" not in meant.repo or meant.revision is not None:
+        raise ValueError(f"a repository is ORG/NAME, found {name!r} (a branch is named by --revision)")
+
+
 @cache
 def fetch(name: str, *files: str) -> Path:
     """The folder in the hub's cache with some files of a repository, all of one commit.

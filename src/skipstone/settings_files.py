@@ -1,6 +1,8 @@
 """Checked settings, as files of YAML hold them: what is unknown, given twice or of the wrong type is an error that says so."""
 
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ class Part(BaseModel):
     @classmethod
     def _known(cls, values: Any) -> Any:
         if isinstance(values, dict) and (unknown := [name for name in values if name not in cls.model_fields]):
-            raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(cls.model_fields)}")
+            meant = did_you_mean(unknown[0], cls.model_fields)
+            raise ValueError(f"unknown setting {unknown[0]!r}{meant}: expected one of {', '.join(cls.model_fields)}")
         return values
 
 
@@ -72,3 +75,10 @@ def first_fault(error: ValidationError) -> str:
     said = first["msg"].removeprefix("Value error, ")
     found = "" if first["type"] == "value_error" else f" (found {first.get('input')!r:.80})"  # our own sentences say it
     return f"{where}: {said}{found}".removeprefix(": ")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A clause that names the known word most like an unknown one; nothing where none is like it."""
+    plain = {one.lower().replace("_", "-"): one for one in known}
+    close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1)
+    return f" (did you mean {plain[close[0]]!r}?)" if close else ""

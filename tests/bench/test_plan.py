@@ -109,7 +109,7 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"methods": ["layerskip exit_layer=[1,2]"]}, "exit_layer takes int|none, found '[1'"),
         ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
         ({"methods": ['{"exit_layer": 3}']}, "names itself"),
-        ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; there are self, humaneval"),
+        ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k' (did you mean 'gsm8k'?); there are self, humaneval"),
         ({"tasks": []}, "expected a list of tasks"),
         ({"tasks": ["gsm8k"], "protocol": "layerskip"}, "protocol layerskip has no task 'gsm8k'"),
         ({"num_prompts": 0}, "num_prompts: Input should be greater than or equal to 1 (found 0)"),
@@ -118,7 +118,7 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"methods": ["layerskip exit_layer=3 exit-layer=4"]}, "exit_layer is given twice after layerskip"),
         ({"samples": 5}, "5 samples at temperature 0 would all be the same text"),
         ({"dtype": "int8"}, "expected one of auto, float32, bfloat16, float16, found 'int8'"),
-        ({"prompts": 5}, "unknown setting 'prompts': expected one of"),
+        ({"prompts": 5}, "unknown setting 'prompts' (did you mean 'num_prompts'?): expected one of"),
     ],
 )
 def test_mistakes_are_one_sentence(given: dict[str, Any], said: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from skipstone.assets import NANO
 from skipstone.bench.report import groups as report
 from tests.helpers.served import Process, serving
 
@@ -26,6 +27,15 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 """Of a Chromium's program."""
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
 METHOD = "layerskip exit_layer=6 confidence_threshold=0.3"
+CLIPPED = """() => [...document.querySelectorAll("input[placeholder]")].filter((one) => {
+  const style = getComputedStyle(one);
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = style.font;
+  const spinner = one.type === "number" ? 18 : 0;
+  const room = one.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - spinner;
+  return pen.measureText(one.placeholder).width > room;
+}).map((one) => one.id)"""
+"""Inputs whose placeholder is wider than they are."""
 LONG = 60_000
 """Milliseconds that a machine with much else to do may take for a text."""
 
@@ -191,12 +201,18 @@ def test_a_race_says_how_much_faster_and_that_the_texts_are_the_same(page: Any) 
     page.click("#race")
     expect(page.locator("#status")).to_have_text(re.compile(r"^Race done"), timeout=LONG)
     assert re.fullmatch(r"\d+\.\d\d x, identical", text_of(page, "#ratio"))
-    expect(page.locator("#left_title")).to_contain_text("off:")
+    expect(page.locator("#left_title")).to_contain_text("plain decoding:")
     expect(page.locator("#against_by")).to_have_text("by this race")
+    ratio = text_of(page, "#ratio").partition(",")[0]
+    speeds = re.search(r"(\d+) and (\d+) tokens/s", text_of(page, "#difference"))
+    assert speeds
+    assert float(ratio.removesuffix(" x")) == pytest.approx(int(speeds[2]) / int(speeds[1]), rel=0.02)
     tokens = page.locator("#right_text .token")
     expect(tokens).to_have_count(40, timeout=LONG)
     expect(page.locator("#left_text")).to_have_text(page.locator("#right_text").text_content(), timeout=LONG)
     assert text_of(page, "#left_text") == text_of(page, "#right_text") != ""
+    assert text_of(page, "#against") == ratio, "there is one speed-up"
+    assert abs(int(text_of(page, "#all")) - int(speeds[2])) <= 1
 
 
 def test_a_text_is_stopped_and_its_row_is_free(page: Any, server: Process) -> None:
@@ -270,12 +286,60 @@ def test_what_a_lossy_method_keeps_against_the_models_choice_is_marked(page: Any
     assert marked.first.evaluate("one => one.classList.contains('exit') && getComputedStyle(one).getPropertyValue('--early')")
 
 
-def test_auto_tells_what_it_chose_why_and_what_that_comes_to(page: Any) -> None:
+def test_auto_tells_what_it_chose_and_why(page: Any) -> None:
     ask(page, "auto", 120)
     written(page)
     assert re.match(r"Method: auto\. Step \d+: \S.* \(.+\)\.", text_of(page, "#choice"))
-    assert re.fullmatch(r"\d+\.\d\d x", text_of(page, "#against"))
-    assert text_of(page, "#against_by") == "by auto's timing"
+    assert not re.search(r"\d", text_of(page, "#against")), "only a race knows"
+
+
+def test_no_placeholder_is_clipped(page: Any) -> None:
+    for width in (380, 1000, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        clipped = page.evaluate(CLIPPED)
+        assert clipped == [], width
+
+
+def test_a_model_without_a_chat_template_offers_no_chat(page: Any) -> None:
+    expect(page.locator("#chat_switch")).to_be_hidden()
+    with page.expect_request("**/v1/completions") as asked:
+        ask(page, max_tokens=4)
+    assert asked.value.post_data_json["prompt"] == PROMPT
+    written(page)
+
+
+@pytest.fixture(scope="module")
+def instructed(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server of the bundled model with a chat template."""
+    folder = tmp_path_factory.mktemp("instructed") / "model"
+    shutil.copytree(NANO, folder)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(str(folder)) as process:
+        yield process
+
+
+def test_a_model_with_a_chat_template_is_asked_in_it_unless_that_is_switched_off(chromium: Any, instructed: Process) -> None:
+    page = Watched(chromium, instructed.url).page
+    expect(page.locator("#chat")).to_be_checked(timeout=LONG)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, max_tokens=20)
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": PROMPT}]
+    written(page)
+    assert page.locator("#right_text .token:not(.refused)").count() == 20
+    page.click("#python")
+    found = subprocess.run([sys.executable, "-c", page.input_value("#code")], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    page.uncheck("#chat")
+    with page.expect_request("**/v1/completions") as plain:
+        ask(page, max_tokens=20)
+    assert plain.value.post_data_json["prompt"] == PROMPT
+    written(page)
+    assert page.locator("#right_text .token:not(.refused)").count() == 20
+    page.check("#chat")
+    page.click("#race")
+    expect(page.locator("#status")).to_have_text(re.compile(r"^Race done: .*identical"), timeout=LONG)
+    page.context.close()
 
 
 def test_light_and_dark(chromium: Any, server: Process, page: Any) -> None:

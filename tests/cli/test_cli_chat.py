@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.cli import chat
+from skipstone.cli import chat, runs
 from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.conversation import Conversation, plain_text
@@ -94,6 +94,11 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[]
 
 def planted() -> None:
     raise KeyboardInterrupt
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 # answers
@@ -214,12 +219,64 @@ def test_a_second_ctrl_c_does_not_wait(hears_ctrl_c: None) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_at_the_prompt_ends_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_pipe_is_read_ends_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def waiting() -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat, "_piped_line", waiting)
     assert run("chat", folder, *LAYERSKIP).exit_code == 130
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *events: str | type[BaseException]) -> Screen:
+    """Somebody at a terminal who types lines, presses Ctrl-C (KeyboardInterrupt), and then Ctrl-D. Returns what they see."""
+    screen, coming = Screen(), iter(events)
+
+    def type_in(_: str) -> str:
+        event = next(coming, EOFError)
+        if isinstance(event, str):
+            return event
+        raise event
+
+    monkeypatch.setattr(sys, "stdin", Screen())
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(builtins, "input", type_in)
+    return screen
+
+
+def conversation(folder: Path) -> Conversation:
+    model, tokenizer = skipstone.load(folder)
+    return Conversation(LayeredModel(model), tokenizer, skipstone.Autoregressive(), {"do_sample": False}, 12)
+
+
+def test_ctrl_c_at_a_prompt_that_is_typed_keeps_the_conversation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing(monkeypatch, KeyboardInterrupt, "hi there", KeyboardInterrupt, KeyboardInterrupt, "and now?")
+    talk = conversation(folder)
+    chat.Chat(talk, None, False).talk("tiny")
+    assert [one["content"] for one in talk.messages[::2]] == ["hi there", "and now?"]
+    said = capsys.readouterr().err
+    assert said.count("Ctrl-D") >= 3
+    assert "/save" in said
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+@pytest.mark.parametrize("place", ["follow", "finish_reason"])
+def test_ctrl_c_right_after_an_answer_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The signal comes when the last token is there, or when the answer's end is told."""
+    own = getattr(runs, place)
+
+    def and_ctrl_c(*arguments: Any) -> Any:
+        found = own(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(runs, place, and_ctrl_c)
+    typing(monkeypatch, "hi there", "and now?")
+    talk = conversation(folder)
+    chat.Chat(talk, None, False).talk("tiny")
+    assert [one["role"] for one in talk.messages] == ["user", "assistant"] * 2
+    assert all(one["content"] for one in talk.messages)
 
 
 def _hears_ctrl_c() -> None:
@@ -337,11 +394,6 @@ def test_a_line_that_is_no_text_is_left_out(folder: Path) -> None:
     assert result.exit_code == 0
     assert "A line that is not UTF-8 was left out." in result.stderr
     assert result.stdout == piped(answered(folder, ["hi there"]))
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("no_color", [False, True])

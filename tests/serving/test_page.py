@@ -103,7 +103,9 @@ def test_only_what_asks_the_server_asks_anybody(texts: dict[str, str]) -> None:
     words = ("fetch(", "XMLHttpRequest", "WebSocket", "EventSource", "sendBeacon", "localStorage", "sessionStorage", "cookie")
     for path in SCRIPTS:
         assert [word for word in words if word in texts[path]] == (["fetch("] if path == "/page/page.js" else []), path
-    assert set(re.findall(r"""fetch\("([^"]+)\"""", texts["/page/page.js"])) == {"health", "v1/models", "v1/completions"}
+    asked = set(re.findall(r"""fetch\("([^"]+)\"""", texts["/page/page.js"]))
+    assert asked == {"health", "v1/models", "server_info"}
+    assert set(re.findall(r'"(v1/[a-z/]+)"', texts["/page/page.js"])) == {"v1/models", "v1/completions", "v1/chat/completions"}
 
 
 def test_every_element_that_the_scripts_look_up_exists_once(texts: dict[str, str]) -> None:

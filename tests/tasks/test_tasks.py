@@ -156,7 +156,7 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
         path.write_text(record + "\n")
         with pytest.raises(ValueError, match=said):
             task.records(Path("/"))
-    with pytest.raises(ValueError, match=r"unknown task 'gsm9k'; there are self, humaneval, "):
+    with pytest.raises(ValueError, match=r"unknown task 'gsm9k' \(did you mean 'gsm8k'\?\); there are self, humaneval, "):
         tasks.named("gsm9k")
     with pytest.raises(FileNotFoundError, match="no such file of prompts"):
         tasks.named(str(tmp_path / "other.jsonl"))

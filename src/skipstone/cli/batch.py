@@ -50,13 +50,17 @@ def batch(
     if not ray and (address is not None or actors is not None or cpus_per_actor != 1):
         raise ValueError("--address, --actors and --cpus-per-actor need --ray")
     asked = options.asked_method(method, speculative_config)
-    _expect_packages()
-    from skipstone.offline.batch import Chosen
     from skipstone.offline.journal import expect_free, whole
     from skipstone.offline.lines import Lines
 
     expect_free(output, resume=resume)
     lines = Lines(requests)
+    if not ray:  # actors may lie on machines that have other folders
+        options.check_model(model)
+    options.check_values(asked)
+    _expect_packages()
+    from skipstone.offline.batch import Chosen
+
     began = time.monotonic()
     if (failed := whole(output, lines)) is None:
         setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code

@@ -13,6 +13,8 @@ from skipstone.files import write_whole
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
 
+FORMATS, LAYOUTS = ("md", "csv", "json", "html"), ("own", "tasks", "layerskip", "swift", "adadecode", "adasd")
+"""Those of skipstone.bench.report, which would import torch."""
 OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
 Methods = Annotated[
@@ -61,12 +63,20 @@ def run(
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
     given = {name: value for name, value in locals().items() if value is not None and name not in OURS}
+    _check_plan(plan, methods, tasks, protocol)
+    if data_dir is not None and not data_dir.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(data_dir))
+    options.check_writable(out)
+    for name, value, values in (("--dtype", dtype, options.DTYPES), ("--engine", engine, options.ENGINES)):
+        options.one_of(name, value, values)
+    options.one_of("--quantize", quantize, options.QUANTIZED)
+    for model in models or ():
+        options.check_model(model)
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
     from skipstone.bench.run import run as measure
 
     chosen = plans.read(plan, {**given, **({"data_dir": str(data_dir)} if data_dir is not None else {})})
-    options.check_folder_of(out)
     measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
     show([out], terminal.console())
 
@@ -95,6 +105,11 @@ def surrogate(
     debug: options.Debug = False,
 ) -> None:
     """What speed-up this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
+    _check_plan(None, methods, None, None)
+    options.check_writable(out)
+    for name, value, values in (("--dtype", dtype, options.DTYPES[1:]), ("--engine", engine, options.ENGINES)):
+        options.one_of(name, value, values)
+    options.one_of("--quantize", quantize, options.QUANTIZED)
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
     from skipstone.synthetic.surrogate import parse, run_surrogate
@@ -115,7 +130,6 @@ def surrogate(
     given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
     given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "engine": engine, "quantize": quantize}
     chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
-    options.check_folder_of(out)
     run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)
     show([out], terminal.console())
 
@@ -132,15 +146,19 @@ def report(
     debug: options.Debug = False,
 ) -> None:
     """Tables and pictures of runs."""
+    form = form or (out.suffix.lstrip(".") if out is not None else None)
+    options.one_of("--format", form, FORMATS)
+    options.one_of("--layout", layout, LAYOUTS)
+    options.check_writable(out)
+    _check_results(files)
     from skipstone.bench.report import report as reports
 
     if pictures is not None:
-        if form or out or layout != "own":
+        if form is not None or out is not None or layout != "own":
             raise ValueError("--pictures writes pictures and nothing else: leave out --format, --layout and --out")
         for path in reports.pictures(files, pictures):
             typer.echo(path)
         return
-    form = form or (out.suffix.lstrip(".") if out is not None else None)
     if form is None:
         reports.show(files, terminal.console(), layout)
     elif out is None:
@@ -157,12 +175,38 @@ def compare(
     debug: options.Debug = False,
 ) -> None:
     """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
+    _check_results([before, after])
     from skipstone.bench.report import compare as comparing
 
     changes = comparing.compare(before, after)
     print(comparing.table(changes, tolerance).markdown())
     if any(change.worse(tolerance) for change in changes):
         raise typer.Exit(terminal.DEFECT)
+
+
+def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] | None, protocol: str | None) -> None:
+    """ValueError or OSError for what is wrong with a plan whatever the model is."""
+    from skipstone.cli import method_table
+    from skipstone.settings_files import mapping
+    from skipstone.tasks.protocols import PROTOCOLS
+    from skipstone.tasks.sets import named
+
+    if plan is not None:
+        mapping(plan)
+    for text in methods or ():
+        options.check_method(text, {**method_table.known_methods(), **method_table.PEERS}, labels=("label",), several=True)
+    for task in tasks or ():
+        named(task)
+    options.one_of("--protocol", protocol, tuple(PROTOCOLS))
+
+
+def _check_results(files: list[Path]) -> None:
+    """OSError or ValueError for what is no file of results."""
+    from skipstone.bench import journal
+
+    options.check_readable(*files)
+    for file in files:
+        journal.check(file, journal.read(file))
 
 
 def command_line() -> list[Any]:

@@ -27,7 +27,8 @@ HELP = """\
 /reset                   forget the conversation; --system stays
 /help                    print this list
 /quit                    leave, as Ctrl-D does
-Ctrl-C while an answer is written stops the answer. A message that begins with a slash needs a space before it."""
+Ctrl-C stops an answer that is being written, or clears the line that is typed.
+A message that begins with a slash needs a space before it."""
 
 
 def chat(
@@ -57,7 +58,7 @@ def chat(
     for name in ("top_p", "seed"):
         if temperature == 0 and getattr(flags, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
-    asked = options.asked_method(method, speculative_config)
+    asked = options.checked_method(model, method, speculative_config)
     names = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
@@ -91,11 +92,25 @@ class Chat:
             say(f"{name}, {self.conversation.method.name}. /help lists the commands, Ctrl-D ends.")
             with suppress(ImportError):  # not on Windows
                 import readline  # noqa: F401  # lets `input` edit a line and go back to earlier ones
-        while (line := next_line()) is not None and line.rstrip() != "/quit":
-            if line.startswith("/"):
-                self._obey(line)
-            elif line.strip():
-                self._answer(line)
+        is_over = False
+        while not is_over:
+            try:
+                is_over = self._turn()
+            except KeyboardInterrupt:
+                if sys.stdin is None or not sys.stdin.isatty():
+                    raise
+                say("Ctrl-D or /quit ends the conversation; /save FILE writes it to a file.")
+
+    def _turn(self) -> bool:
+        """Read one line and do what it says. Returns whether it was the last one."""
+        line = next_line()
+        if line is None or line.rstrip() == "/quit":
+            return True
+        if line.startswith("/"):
+            self._obey(line)
+        elif line.strip():
+            self._answer(line)
+        return False
 
     # ------------------------------------------------------------------------------------------------------ answers
 
@@ -112,15 +127,17 @@ class Chat:
         except ValueError as error:
             terminal.report(error)
             return
-        job, run = self._shown(asked, steps)
+        with Brake() as brake:  # until the answer is kept: Ctrl-C after its last token must not lose it
+            job, run = self._shown(asked, steps, brake)
+            if run.tokens or not run.interrupted:
+                self.conversation.keep(asked, run.tokens)
+                self.last = job, asked, run
         if run.interrupted and not run.tokens:
             say("Stopped before the first token: your message was taken back.")
             return
-        self.conversation.keep(asked, run.tokens)
-        self.last = job, asked, run
         self._say_why_it_ended(job, asked, run)
 
-    def _shown(self, asked: "Asked", steps: Any) -> "tuple[Job, Run]":
+    def _shown(self, asked: "Asked", steps: Any, brake: "Brake") -> "tuple[Job, Run]":
         """Print the steps of an answer as they are made."""
         import torch
 
@@ -136,7 +153,7 @@ class Chat:
             painter.show(step)
             brake.check()
 
-        with Brake() as brake, closing(steps):
+        with closing(steps):
             run = follow(lambda: steps, show)
         painter.end(legend=self.last is None)
         if not painter.on_terminal:

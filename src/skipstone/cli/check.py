@@ -32,17 +32,19 @@ def check(
     debug: options.Debug = False,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
-    from skipstone.api import resolve_for
-    from skipstone.check.check import Checker, Scale
-    from skipstone.models.layered import LayeredModel
-    from skipstone.tasks.dialogue import Conversation, Reader
     from skipstone.tasks.sets import named
 
+    options.check_prompts(prompts)
     task = named("self" if prompts is None else str(prompts))
     rows = task.records(None)
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
-    asked = options.asked_method(method, speculative_config)
+    asked = options.checked_method(model, method, speculative_config)
+    from skipstone.api import resolve_for
+    from skipstone.check.check import Checker, Scale
+    from skipstone.models.layered import LayeredModel
+    from skipstone.tasks.dialogue import Conversation, Reader
+
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     chosen = resolve_for(loaded, asked)
     reader = Reader(tokenizer, False, prompt_tokens)

@@ -29,6 +29,8 @@ def costs(
 ) -> None:
     """What steps, passes and drafts cost on this machine: measured once for a model, engine, dtype and number of threads, and
     kept."""
+    for name in (model, *(draft_model or ())):
+        options.check_model(name)
     from skipstone.loading import BUNDLED
     from skipstone.methods.shared.draft_model import draft_model_for
     from skipstone.models.layered import LayeredModel

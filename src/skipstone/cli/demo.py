@@ -57,11 +57,13 @@ def demo(
     """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost, and transformers beside."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
-    options.check_folder_of(svg)
+    options.check_writable(svg)
+    options.check_model(model)
     import torch
     from rich.console import Console
 
     from skipstone.api import resolve_for
+    from skipstone.cli import runs
     from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side
     from skipstone.decoding.method import OWN_FIELD
@@ -85,7 +87,8 @@ def demo(
             theirs = by_transformers(job, run.tokens)
         else:
             comparison, theirs = side_by_side(console, job, method, scene.title, camera)
-        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs})
+        busy = runs.busy_warning(comparison.waited_share, theirs["waited_share"])
+        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs, "warning": busy})
     if svg is not None and camera is not None:
         picture = camera.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched

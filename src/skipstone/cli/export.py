@@ -13,6 +13,7 @@ from skipstone.extras import installed
 if TYPE_CHECKING:
     from skipstone.export.layers import Kept
 
+BUNDLED = "skipstone-nano"  # as in skipstone.loading, which would import torch
 FORMATS = ("draft", "gguf")
 TYPES = ("F32", "F16", "BF16")  # those of skipstone.export.gguf.file, which would import torch
 RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, of skipstone.export.gguf.vocabulary
@@ -20,8 +21,7 @@ RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, of skipstone.expo
 
 def _known(name: str, values: tuple[str, ...]) -> Any:
     def check(value: str | None) -> str | None:
-        if value is not None and value not in values:
-            raise ValueError(f"{name} must be one of {', '.join(values)}, found {value!r}")
+        options.one_of(name, value, values)
         return value
 
     return check
@@ -58,12 +58,15 @@ def export(
         raise FileExistsError(17, "there already, and an export overwrites nothing", str(out))
     if to != "gguf" and (weight_type or pre_tokenizer):
         raise ValueError(f"--{'type' if weight_type else 'pre-tokenizer'} is for --to gguf")
+    asked = options.asked_method(method)
+    options.check_model(None if model == BUNDLED else model)
     if to == "gguf":
         installed("gguf", "GGUF files need gguf", "export")
+    options.check_values(asked)
     from skipstone.export.layers import kept
 
     loaded, tokenizer = _load(model, dtype)
-    keeps = kept(loaded, options.asked_method(method, None), exit_layer)
+    keeps = kept(loaded, asked, exit_layer)
     if to == "draft":
         _draft(loaded, tokenizer, keeps, model, out)
     else:
@@ -85,7 +88,6 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
 def _place(name: str) -> str:
     """Where a model is that any engine finds: the bundled one lies in a folder."""
     from skipstone.assets import NANO
-    from skipstone.loading import BUNDLED
 
     return str(NANO) if name == BUNDLED else name
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from skipstone.cli import terminal
+from skipstone.settings_files import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
 SPELT = {"gpt-sw3": "gpt2"}
@@ -20,10 +21,11 @@ def families(
     """The model types: tested, derived (verified when one is first loaded) or refused, and why."""
     rows = described()
     if name is not None:
+        meant = did_you_mean(name, [row["type"] for row in rows])
         rows = [row for row in rows if row["type"] == name]
         if not rows:
             raise ValueError(
-                f"transformers has no model type {name!r} that decodes text, causal or around a causal one; "
+                f"transformers has no model type {name!r}{meant} that decodes text, causal or around a causal one; "
                 "`skipstone families` lists those that it has"
             )
     if as_json:

@@ -1,6 +1,5 @@
 """`skipstone generate`: continue a prompt. The text goes to stdout as it is made, everything else to stderr."""
 
-import json
 import secrets
 import sys
 from contextlib import nullcontext
@@ -56,10 +55,14 @@ def generate(
     color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
+    """Continue a prompt: --prompt, --prompt-file, or standard input, whose last newline is left out. The text goes to stdout,
+    all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
-    asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
+    asked = options.asked_method(method, speculative_config)
+    options.check_model(model)
+    text = _prompt(prompt, prompt_file)
+    options.check_values(asked)
     with terminal.first_speaks() if tp_plan else nullcontext():
         _run(flags, asked, text)
 
@@ -79,9 +82,9 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     show = painter and painter.show
     run, comparison = compared(job, chosen, flags.repeat, show) if flags.compare else (decode(job, chosen, show), None)
     if painter is None:
-        print(json.dumps(document(flags.model, job, chosen, run, comparison), ensure_ascii=False))
+        terminal.print_json(document(flags.model, job, chosen, run, comparison))
     else:
-        painter.end()
+        painter.end(more=flags.stats or flags.explain or flags.compare)
         tell(job, chosen, run, comparison, flags.stats, flags.explain)
     _leave()
     if run.interrupted:
@@ -117,7 +120,8 @@ def _refuse_contradictions(flags: Any) -> None:
 
 
 def _prompt(text: str | None, file: Path | None) -> str:
-    """The prompt's text, exactly as it was given. An empty one is refused later, where it has no token either."""
+    """The prompt's text. Piped text loses the newline at its end, which `echo` adds. ValueError for an empty file or pipe; an
+    empty --prompt is refused later, if the model has no token that begins a text."""
     if text is not None:
         data, source = text.encode(errors="surrogateescape"), "--prompt"
     elif file is not None:
@@ -126,6 +130,9 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise ValueError("no prompt: pass --prompt or --prompt-file, or pipe a text in")
     else:
         data, source = sys.stdin.buffer.read(), "standard input"
+        data = data.removesuffix(b"\n").removesuffix(b"\r") if data.endswith(b"\r\n") else data.removesuffix(b"\n")
+    if text is None and not data:
+        raise ValueError(f"the prompt is empty: {source} holds no text")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

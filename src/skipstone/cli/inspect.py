@@ -34,12 +34,11 @@ def inspect(
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
-    if out is not None and out.suffix not in suffixes:
-        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
-    options.check_folder_of(out)
+    _check_files(replay, out)
     if replay is not None:
         return show_decisions(replay, as_json, out)
+    asked = options.texts_or_bundled(prompt)
+    options.check_model(model)
     import torch
 
     from skipstone.lens.lens import look, save, through
@@ -49,7 +48,7 @@ def inspect(
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
-    asked, prompts = options.texts_or_bundled(prompt, tokenizer)
+    prompts = options.ids_of(asked, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]  # [L][n], every layer's best tokens
     final = [str(tokenizer.decode([token])) for token in lens.tokens]  # [n], those that were generated
@@ -66,6 +65,15 @@ def inspect(
         return None
     show_layers(lens)
     return None if seen is None else show_heads(seen)
+
+
+def _check_files(replay: Path | None, out: Path | None) -> None:
+    """OSError or ValueError for files that cannot be read or written."""
+    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
+    if out is not None and out.suffix not in suffixes:
+        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
+    options.check_writable(out)
+    options.check_readable(replay)
 
 
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from skipstone.cli import terminal
+from skipstone.cli import method_table, terminal
+from skipstone.decoding.method_text import expect_method
 
 TEXT = {True: "exact", False: "lossy"}  # whether a method keeps it
 
@@ -18,6 +19,8 @@ def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
+    if name is not None:
+        expect_method(name, method_table.known_methods())
     from skipstone.methods import METHODS, find
 
     found = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]

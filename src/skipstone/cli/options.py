@@ -1,6 +1,7 @@
 """The options that several verbs have, and what they stand for: a model, a method, a quiet or a talkative run."""
 
 import json
+import os
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from skipstone.cli import terminal
+from skipstone.decoding import method_text
+from skipstone.decoding.method_text import Known, MethodMissing
+from skipstone.settings_files import did_you_mean
 
+CONFIG = "config.json"  # what every folder and repository of a model has
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINES = ("auto", "eager", "native", "compiled")  # those of skipstone.models, which would import torch
 KV_DTYPES = ("float32", "bfloat16")  # likewise
@@ -37,8 +42,7 @@ Model = Annotated[str | None, typer.Argument(help="A folder or a hub id. Default
 
 
 def _known_dtype(dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    one_of("--dtype", dtype, DTYPES)
     return dtype
 
 
@@ -50,15 +54,13 @@ QUANTIZED = ("none", "int8", "int4")  # those of skipstone.models, too
 
 def known_quantize(quantize: str) -> str:
     """What weights are quantised to. ValueError for any other text."""
-    if quantize not in QUANTIZED:
-        raise ValueError(f"--quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    one_of("--quantize", quantize, QUANTIZED)
     return quantize
 
 
 def known_engine(engine: str) -> str:
     """The name of an engine. ValueError for any other text."""
-    if engine not in ENGINES:
-        raise ValueError(f"--engine must be one of {', '.join(ENGINES)}, found {engine!r}")
+    one_of("--engine", engine, ENGINES)
     return engine
 
 
@@ -75,8 +77,7 @@ Quantize = Annotated[
 
 def known_kv(kv_dtype: str | None) -> str | None:
     """The name of a dtype of keys and values, or None. ValueError for any other text."""
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ValueError(f"--kv-dtype must be one of {', '.join(KV_DTYPES)}, found {kv_dtype!r}")
+    one_of("--kv-dtype", kv_dtype, KV_DTYPES)
     return kv_dtype
 
 
@@ -157,6 +158,56 @@ OverrideGenerationConfig = Annotated[
 ]
 
 
+def check_model(name: str | None) -> None:
+    """OSError where there is no model of this name: the mistake is told before torch is imported."""
+    if name is None:
+        return
+    from skipstone.fetching import fetch, hub_name
+    from skipstone.models.gguf import expect_gguf
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        expect_gguf(path)
+    elif path.exists():
+        if not (path / CONFIG).exists():
+            raise FileNotFoundError(2, f"it has no {CONFIG}; a model is such a folder, a .gguf file or a hub id", name)
+    elif hub_name(name) is None:
+        raise FileNotFoundError(2, "no such folder, and not a hub id either", name)
+    else:
+        fetch(name, CONFIG)
+
+
+def one_of(name: str, value: str | None, values: tuple[str, ...]) -> None:
+    """ValueError for a value of an option that is not among the known ones."""
+    if value is not None and value not in values:
+        raise ValueError(f"{name} must be one of {', '.join(values)}, found {value!r}{did_you_mean(value, values)}")
+
+
+def check_readable(*files: Path | None) -> None:
+    """OSError for a file that is to be read and cannot be."""
+    for file in files:
+        if file is not None:
+            file.open("rb").close()
+
+
+def check_prompts(*files: Path | None) -> None:
+    """OSError or ValueError for what is no file of JSON lines."""
+    check_readable(*files)
+    for file in files:
+        if file is not None and file.suffix != ".jsonl":
+            raise ValueError(f"--prompts takes JSON lines, a file that ends in .jsonl, found {file}")
+
+
+def check_writable(*files: Path | None) -> None:
+    """OSError where a file that is to be written cannot be."""
+    check_folder_of(*files)
+    for file in files:
+        if file is not None and file.is_dir():
+            raise IsADirectoryError(21, "a folder; name a file", str(file))
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise PermissionError(13, "no permission to write it", str(file))
+
+
 def load(
     model: str | None,
     dtype: str,
@@ -223,39 +274,73 @@ RayAddress = Annotated[
 ]
 
 
-def texts_or_bundled(texts: list[str] | None, tokenizer: Any, files: list[Path] | None = None) -> tuple[list[str], list[Any]]:
-    """The texts of --prompt or of the files of --prompts, or every fifth bundled one; and their token ids, [T] int64 each.
-    ValueError where both are given."""
-    import torch
-
-    from skipstone.api import token_ids
+def texts_or_bundled(texts: list[str] | None, files: list[Path] | None = None) -> list[str]:
+    """The texts of --prompt or of the files of --prompts, or every fifth bundled one. ValueError where both are given, and for
+    an empty text."""
     from skipstone.tasks.sets import named
 
     if texts and files:
         raise ValueError("give either --prompt or --prompts, found both")
+    check_prompts(*(files or ()))
     if not texts:
         taken = [(named(str(file)), 1) for file in files or ()] or [(named("self"), 5)]
         texts = [task.ask(row)[0] for task, every in taken for row in task.records(None)[::every]]
-    return texts, [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+    if "" in texts:
+        raise ValueError("a prompt is empty: there is no token to start from")
+    return texts
 
 
-def asked_method(text: str | None, config: str | None) -> Any:
-    """What --method and --speculative-config ask for. ValueError for what is wrong whatever the model is."""
-    if text is None and config is None:
-        return None  # the model's own one: methods are not imported, which takes seconds
-    from skipstone.methods import MethodMissing, resolve
+def ids_of(texts: list[str], tokenizer: Any) -> list[Any]:
+    """The token ids of texts, [T] int64 each."""
+    import torch
 
-    asked = text if config is None else _merged(text, config)
-    with warnings.catch_warnings(), suppress(MethodMissing):
-        warnings.simplefilter("ignore")  # it is resolved again with the model's own method, and warns then
-        resolve(asked)
+    from skipstone.api import token_ids
+
+    return [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+
+
+def asked_method(text: str | None, config: str | None = None) -> Any:
+    """What --method and --speculative-config ask for. ValueError for names and types that are wrong whatever the model is:
+    torch is not imported for them."""
+    from skipstone.cli.method_table import known_methods
+
+    if config is None:
+        if text is not None:
+            check_method(text, known_methods())
+        return text
+    merged = _merged(text, config, known_methods())
+    with suppress(MethodMissing):
+        method_text.check_names(merged, known_methods())
+    return merged
+
+
+def checked_method(model: str | None, text: str | None, config: str | None = None) -> Any:
+    """As `asked_method`, before the model is loaded: the model is looked for as well, and then values are checked."""
+    asked = asked_method(text, config)
+    check_model(model)
+    check_values(asked)
     return asked
 
 
-def _merged(text: str | None, config: str) -> dict[str, Any]:
-    """--speculative-config, with what --method says besides. Where they contradict one another, neither wins silently."""
-    from skipstone.methods import METHODS, parse
+def check_method(text: str, known: Known, labels: tuple[str, ...] = (), several: bool = False) -> None:
+    """ValueError where a method's text has names or types that are wrong whatever the model is."""
+    with suppress(MethodMissing):  # the model's own may be meant
+        method_text.check_names(method_text.parse(text, known, None, labels, several), known, labels)
 
+
+def check_values(asked: Any) -> None:
+    """ValueError for values of settings that are wrong whatever the model is, before it is loaded."""
+    if asked is None:
+        return
+    from skipstone.methods import resolve
+
+    with warnings.catch_warnings(), suppress(MethodMissing):
+        warnings.simplefilter("ignore")  # it is resolved again with the model's own method, and warns then
+        resolve(asked)
+
+
+def _merged(text: str | None, config: str, known: Known) -> dict[str, Any]:
+    """--speculative-config, with what --method says besides. Where they contradict one another, neither wins silently."""
     try:
         merged = json.loads(config)
     except json.JSONDecodeError as error:
@@ -263,7 +348,7 @@ def _merged(text: str | None, config: str) -> dict[str, Any]:
     if not isinstance(merged, dict):
         raise ValueError(f'--speculative-config must be an object such as {{"method": "layerskip"}}, found {config!r}')
     own = merged.get("method")
-    said = {} if text is None else parse(text, own=METHODS.get(own) if isinstance(own, str) else None)
+    said = {} if text is None else method_text.parse(text, known, own if isinstance(own, str) and own in known else None)
     for key, value in said.items():
         if merged.setdefault(key, value) != value:
             name = "" if key == "method" else f"{key}="

@@ -26,13 +26,18 @@ def push(
 ) -> None:
     """Upload a model, exit heads or a profile in one commit, with a card of what was recorded: base model, recipe, data,
     metrics, hashes."""
+    path = path.expanduser()
+    if not path.exists():
+        raise FileNotFoundError(2, "no such file or folder", str(path))
+    from skipstone.fetching import expect_repository
+
+    expect_repository(repo_id)
     from skipstone.hub.parcel import parcel_of
-    from skipstone.hub.push import card_of, check_name
+    from skipstone.hub.push import card_of
     from skipstone.hub.push import push as upload
 
     if dry_run:
-        check_name(repo_id)
-        parcel = parcel_of(path.expanduser())
+        parcel = parcel_of(path)
         typer.echo(f"{parcel.kind}, to {repo_id}:")
         for name, (size, sha) in parcel.digests.items():
             typer.echo(f"  {name}  {size:,} bytes  {sha}")

@@ -18,6 +18,7 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.timing.machine import ProcessorWatch, was_busy
 from skipstone.timing.measure import measure, warm_up
 
 Show = Callable[[Step], None] | None  # what is called with every step of a run
@@ -149,7 +150,8 @@ class Divergence:
 @dataclass(frozen=True)
 class Comparison:
     """plain and other: the pooled runs, run i of plain decoding next to run i of the method. law_only: the same text was not to
-    be expected, so none was looked for; else divergence says where the texts part, None where they are identical."""
+    be expected, so none was looked for; else divergence says where the texts part, None where they are identical. waited_share:
+    of the time of the runs, as `ProcessorWatch` has it."""
 
     job: Job
     method: Method
@@ -158,6 +160,7 @@ class Comparison:
     other: dict[str, Any]
     law_only: bool
     divergence: Divergence | None
+    waited_share: float | None = None
 
     @property
     def speed_up(self) -> float:
@@ -188,6 +191,7 @@ class Comparison:
             "divergence": None if self.divergence is None else asdict(self.divergence),
             "plain": self.plain,
             "method": self.other,
+            "waited_share": self.waited_share,
         }
 
     def table(self) -> Table:
@@ -215,7 +219,7 @@ def compared(
                 pass
     except KeyboardInterrupt:
         return Run(interrupted=True), None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ProcessorWatch() as watch:
         warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # here it is measured
         for number in range(repeat):
             for one, shown, kept in zip((plain, method), (show_plain, show), runs, strict=True):
@@ -226,7 +230,19 @@ def compared(
                     return first, None
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
     divergence = None if law_only else first_divergence(job, *runs)
-    return runs[1][0], Comparison(job, method, repeat, pooled(runs[0]), pooled(runs[1]), law_only, divergence)
+    both = pooled(runs[0]), pooled(runs[1])
+    return runs[1][0], Comparison(job, method, repeat, *both, law_only, divergence, watch.waited_share)
+
+
+def busy_warning(*waited_shares: float | None) -> str | None:
+    """What is to be said beside figures that were measured while the machine had other work to do; None where it had none."""
+    most = max((share for share in waited_shares if share is not None), default=None)
+    if most is None or not was_busy(most):
+        return None
+    return (
+        f"the machine was busy: this process waited {100 * most:.0f} % of the time for a processor, so the speeds mean little; "
+        "measure again on an idle machine"
+    )
 
 
 def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
@@ -234,13 +250,15 @@ def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
     with."""
     peer: Any = HFGenerate()
     warm_up(job.model, [peer], job.ids[0], job.options)
-    found = measure(job.model, peer, job.ids[0], job.options, job.seed)
+    with ProcessorWatch() as watch:
+        found = measure(job.model, peer, job.ids[0], job.options, job.seed)
     pace = len(found.tokens) / found.seconds
     return {
         "tokens": len(found.tokens),
         "seconds": found.seconds,
         "tokens_per_second": pace,
         "identical": found.tokens == tokens,
+        "waited_share": watch.waited_share,
     }
 
 

@@ -39,20 +39,19 @@ def search(
     debug: options.Debug = False,
 ) -> None:
     """Find the layers that drafting can leave out, for the methods self_speculative and swift (their setting `profile`)."""
-    options.check_folder_of(out, picture)
-    for path in (out, picture):
-        if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder; name a file")
+    options.check_writable(out, picture)
     if skip_ratio is not None and not 0 < skip_ratio < 1:
         raise ValueError(f"--skip-ratio must lie between 0 and 1, found {skip_ratio}")
     if picture is not None:
         installed("matplotlib.figure", "pictures need matplotlib")
+    asked = options.texts_or_bundled(prompt, prompts)
+    options.check_model(model)
     from skipstone.loading import BUNDLED
     from skipstone.methods.shared.layer_sets import save_profile
     from skipstone.search import search as searching
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    _, texts = options.texts_or_bundled(prompt, tokenizer, prompts)
+    texts = options.ids_of(asked, tokenizer)
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
     settings = searching.SearchSettings(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
     with _progress(budget_seconds) as done:

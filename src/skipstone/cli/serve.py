@@ -16,8 +16,7 @@ LOG_FORMATS = ("text", "json")  # those of skipstone.serving.logs, which would i
 
 
 def _known_format(log_format: str) -> str:
-    if log_format not in LOG_FORMATS:
-        raise ValueError(f"--log-format must be one of {', '.join(LOG_FORMATS)}, found {log_format!r}")
+    options.one_of("--log-format", log_format, LOG_FORMATS)
     return log_format
 
 
@@ -83,7 +82,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    asked = options.asked_method(method, speculative_config)
+    asked = options.checked_method(None if ray else model, method, speculative_config)  # replicas may have other folders
     setup = {name: value for name, value in locals().items() if name in OF_LOADING}
 
     def load() -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
-from skipstone.cli.runs import Comparison, Job, Run, by_transformers, compared, dtype_name, finish_reason
+from skipstone.cli.runs import Comparison, Job, Run, busy_warning, by_transformers, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.methods import spell
@@ -41,27 +41,30 @@ class Painter:
         self.color = wanted if color is None else color
         self.detokenizer = Detokenizer(job.tokenizer)
         self.origin = ""
-        reconfigure: Any = getattr(self.out, "reconfigure", None)
-        if reconfigure is not None:  # a terminal that cannot show a character shows "?", and the run goes on
-            reconfigure(errors="replace")
+        self.is_mid_line = False
 
     def show(self, step: Step) -> None:
         for token, self.origin in zip(step.tokens[0], step.origin[0], strict=True):
             self._write(self.detokenizer.add(token))
         self.out.flush()
 
-    def end(self, legend: bool = True) -> None:
+    def end(self, legend: bool = True, more: bool = False) -> None:
         """Write what was held back, and on a terminal end the line. Elsewhere stdout holds the text and nothing else. legend:
-        say what the marks mean, where there are any."""
+        say what the marks mean, where there are any. more: further lines follow on stderr, which may be the same place."""
         self._write(self.detokenizer.rest())
         if self.on_terminal:
             self.out.write("\n")
         self.out.flush()
-        if self.color and legend:
+        has_legend = self.color and legend
+        if (has_legend or more) and self.is_mid_line and not self.on_terminal:
+            print(file=sys.stderr)
+        if has_legend:
             sample = ACCEPTED.render("accepted draft", color_system=ColorSystem.STANDARD)
             print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
 
     def _write(self, piece: str) -> None:
+        if piece:
+            self.is_mid_line = not piece.endswith("\n")
         if self.on_terminal or self.color:
             piece = terminal.harmless(piece)
         if self.color and self.origin == "draft":
@@ -79,6 +82,8 @@ def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stat
         console.print(explained(run.steps) if run.stats.drafters else f"{method.name} decides nothing: there is no choice")
     if comparison is not None:
         console.print(comparison.table())
+        if (warning := busy_warning(comparison.waited_share)) is not None:
+            console.print(Text(warning), soft_wrap=True)
         console.print(Text(comparison.verdict()), soft_wrap=True)
 
 
@@ -224,18 +229,25 @@ def side_by_side(
         live.update(picture(), refresh=True)
     if not console.is_terminal:
         console.print(picture())
-    plain, own, drafts = comparison.plain, comparison.other, "nothing drafted"
-    if own["acceptance_rate"] is not None:
-        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
     theirs = by_transformers(job, run.tokens)
-    speeds = [side["tokens_per_second"] for side in (theirs, plain, own)]
-    said = (
-        f"tokens/s: transformers {speeds[0]:.0f}, plain {speeds[1]:.0f}, {method.name} {speeds[2]:.0f}; {method.name} is "
-        f"{speeds[2] / speeds[0]:.1f} x transformers, {comparison.speed_up:.2f} x plain; {drafts}; {comparison.verdict()}"
-        f"{'' if theirs['identical'] else ' (transformers wrote another text)'}"
-    )
+    said = _described(comparison, theirs)
     console.print(said)
     if camera is not None:
         camera.rule(title)
         camera.print(picture(), said, sep="\n")
     return comparison, theirs
+
+
+def _described(comparison: Comparison, theirs: dict[str, Any]) -> str:
+    """A scene's figures in one sentence. theirs: transformers'."""
+    plain, own, drafts, name = comparison.plain, comparison.other, "nothing drafted", comparison.method.name
+    if own["acceptance_rate"] is not None:
+        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
+    speeds = [side["tokens_per_second"] for side in (theirs, plain, own)]
+    said = (
+        f"tokens/s: transformers {speeds[0]:.0f}, plain {speeds[1]:.0f}, {name} {speeds[2]:.0f}; {name} is "
+        f"{speeds[2] / speeds[0]:.1f} x transformers, {comparison.speed_up:.2f} x plain; {drafts}; {comparison.verdict()}"
+        f"{'' if theirs['identical'] else ' (transformers wrote another text)'}"
+    )
+    warning = busy_warning(comparison.waited_share, theirs["waited_share"])
+    return said if warning is None else f"{said}; {warning}"

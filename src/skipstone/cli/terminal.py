@@ -1,5 +1,6 @@
 """What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
 
+import json
 import os
 import sys
 import warnings
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 LONGEST = 400  # libraries wrap whole tables into their messages
 
 
@@ -23,7 +25,10 @@ def one_line(text: object) -> str:
 def report(error: Exception) -> int:
     """Say what went wrong in one line on stderr. Returns the exit code."""
     code = USER_ERROR
-    if hasattr(error, "format_message"):  # a usage error of typer's
+    usage: Any = getattr(error, "format_message", None)  # of a usage error of typer's
+    if usage is not None:
+        if not usage():  # a group without a verb, whose help has been printed
+            return code
         message = _usage(error)
     elif isinstance(error, OSError) and error.strerror and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
@@ -47,12 +52,11 @@ def _usage(error: Any) -> str:
         return error.format_message()
     name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
     if name and any("--method" in parameter.opts for parameter in context.command.params):
-        from skipstone.decoding.settings import settings_of
-        from skipstone.methods import METHODS
+        from skipstone.cli.method_table import METHODS
 
-        owners = [kind for kind in METHODS.values() if name in settings_of(kind)]
+        owners = [method for method, about in METHODS.items() if name in about.settings]
         if owners:
-            owner = max(owners, key=lambda kind: kind().lossless).name  # the first of those that keep the text
+            owner = max(owners, key=lambda method: METHODS[method].lossless)  # the first of those that keep the text
             return f'{error.format_message()}; settings are part of the method: --method "{owner} {name}=..."'
     return f"{error.format_message()} (see {context.command_path} --help)"
 
@@ -75,6 +79,21 @@ def first_speaks() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Our own warnings as one line each, everybody else's not at all."""
+    with warnings.catch_warnings(), _quiet_libraries():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"skipstone(\.|$)")
+        warnings.showwarning = _show_warning
+        yield
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hugging Face's libraries log errors only, and draw no progress bars."""
+    if "transformers" not in sys.modules:  # it reads these when it is imported, which a mistake in a command does not wait for
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        yield
+        return
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
@@ -83,11 +102,7 @@ def quiet() -> Iterator[None]:
     hub.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("default", module=r"skipstone(\.|$)")
-            warnings.showwarning = _show_warning
-            yield
+        yield
     finally:
         logging.set_verbosity(verbosity)
         hub.set_verbosity(hubs)
@@ -97,6 +112,23 @@ def quiet() -> Iterator[None]:
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout, readable where stdout can show its characters, escaped where it cannot."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(document)
+    print(text)
+
+
+def forgive_characters() -> None:
+    """stdout shows "?" for a character that it cannot show, and the run goes on."""
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
 
 
 def console(stderr: bool = False) -> "Console":

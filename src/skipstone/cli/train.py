@@ -10,9 +10,11 @@ import typer
 
 from skipstone.cli import options
 from skipstone.cli.options import grouped, option
+from skipstone.settings_files import mapping
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
 DRY = "Before a run"  # heading of the flags of an estimate
+SHAPES, PRESETS = ("1B", "8B", "70B"), ("quick", "paper")  # those of skipstone.train, which would import torch
 PACKAGES = ("accelerate", "jinja2", "yaml", "tqdm")
 
 Output = Annotated[Path | None, option("Folder of the run, instead of the recipe's.")]
@@ -34,7 +36,8 @@ def layerskip(
     debug: options.Debug = False,
 ) -> None:
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
-    _check_inputs([recipe], data_dir, "no such recipe")
+    _check_inputs([recipe], data_dir, "no such recipe", is_recipe=True)
+    options.one_of("--shape", shape, SHAPES)
     asked = {"gpus": gpus, "size": shape, "mfu": mfu, "peak_tflops": peak_tflops}
     given = {name: value for name, value in asked.items() if value is not None}
     if dry_run:
@@ -74,7 +77,10 @@ def heads(
         raise ValueError("give either --recipe or --prompts: the texts whose answers the heads learn from")
     if recipe is None and output is None:
         raise ValueError("--prompts needs --output, the folder of the run")
-    _check_inputs([recipe] if recipe else prompts or [], data_dir, "no such file")
+    options.one_of("--preset", preset, PRESETS)
+    options.one_of("--dtype", dtype, options.DTYPES)
+    _check_inputs([recipe] if recipe else prompts or [], data_dir, "no such file", is_recipe=recipe is not None)
+    options.check_model(model)
     from skipstone.train.heads.answers import GIB
     from skipstone.train.heads.recipe import of_prompts, read
     from skipstone.train.heads.training import run
@@ -98,11 +104,14 @@ def _estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json:
     typer.echo(json.dumps(estimating.as_json(found)) if as_json else "\n".join(estimating.told(found)))
 
 
-def _check_inputs(files: list[Path], data_dir: Path | None, missing: str) -> None:
-    """FileNotFoundError for what is to be read and is not there, ValueError for packages that training needs."""
+def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_recipe: bool) -> None:
+    """FileNotFoundError for what is to be read and is not there, ValueError for a recipe that is no YAML and for packages that
+    training needs."""
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(2, missing, str(file))
+        if is_recipe:
+            mapping(file)
     if data_dir is not None and not data_dir.is_dir():
         raise FileNotFoundError(2, "no such folder", str(data_dir))
     if absent := [name for name in PACKAGES if find_spec(name) is None]:

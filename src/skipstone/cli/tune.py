@@ -34,8 +34,11 @@ def tune(
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
-    """Decode your own prompts with `auto`, say what every candidate brings, and keep costs, calibrations and rates for later
-    runs."""
+    """Decode your own prompts with `auto`, say what every candidate brings, and keep what was measured for later runs."""
+    for one in method or ():
+        options.asked_method(one)
+    asked = options.texts_or_bundled(prompt, prompts)
+    options.check_model(model)
     from skipstone.loading import BUNDLED
     from skipstone.methods import resolve
     from skipstone.methods.auto.memory import remember
@@ -44,10 +47,9 @@ def tune(
 
     more = [resolve(one) for one in method or ()]
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    _, texts = options.texts_or_bundled(prompt, tokenizer, prompts)
+    texts = options.ids_of(asked, tokenizer)
     fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        fields["temperature"] = temperature
+    fields |= {"temperature": temperature} if temperature > 0 else {}
     found = None
     for found in tuning.tune(loaded, texts, more, budget_seconds, fields):
         typer.echo(f"{found.texts} texts: {found.speed_up:.2f} x plain decoding", err=True)

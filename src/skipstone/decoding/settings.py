@@ -5,16 +5,17 @@ import json
 import math
 import shlex
 import warnings
-from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from skipstone.models.layered import LayeredModel
+if TYPE_CHECKING:  # the command line reads settings before it imports torch
+    from skipstone.models.layered import LayeredModel
 
 RejectionRule = Literal["standard", "coupled"]
 
 ANY_NUMBER = (-math.inf, math.inf)  # the lowest and the highest value where there is no limit
+LAYERS, METHODS = "int,...", "method;..."  # types of settings that are lists
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -56,18 +57,13 @@ class Setting:
             if get_origin(member) is Literal:
                 words += map(str, get_args(member))
             else:
-                several = ["method;..."] if get_origin(member) is tuple else names.get(member, [])
-                words += ["int,..."] if _is_list(member) else several
+                several = [METHODS] if get_origin(member) is tuple else names.get(member, [])
+                words += [LAYERS] if _is_list(member) else several
         return "|".join(words)
 
     def parse(self, text: str) -> Any:
         """The value that a text means: `none`, `0.4`, `adaptive`; lists as `3,6` or `[3,6]`. ValueError names the type."""
-        for member in sorted(self.members, key=lambda member: member is not NoneType):
-            try:
-                return _value(member, text)
-            except ValueError:
-                continue
-        raise ValueError(f"{self.name} takes {self.type}, found {text!r}")
+        return parse_value(self.name, self.type, text)
 
     def check(self, value: Any) -> None:
         """ValueError for a value that the setting cannot have. What texts, lists, objects and values of mixed types (`int |
@@ -103,6 +99,16 @@ def settings_of(kind: type) -> dict[str, Setting]:
     return found
 
 
+def parse_value(name: str, types: str, text: str) -> Any:
+    """The value that a text means for a setting of these types, written as in `Setting.type`. ValueError names them."""
+    for word in sorted(types.split("|"), key=lambda word: word != "none"):
+        try:
+            return _value(word, text)
+        except (ValueError, KeyError):
+            continue
+    raise ValueError(f"{name} takes {types}, found {text!r}")
+
+
 def spell_value(value: Any) -> str:
     """A value as it stands in a spelled text, strings with spaces in quotes."""
     if isinstance(value, str):
@@ -115,33 +121,26 @@ def _is_list(member: Any) -> bool:
     return get_origin(member) is tuple and get_args(member)[0] is int
 
 
-def _value(member: Any, text: str) -> Any:
-    """A text as a value of one type. ValueError where it is none."""
-    if get_origin(member) is Literal:
-        choices = {str(choice): choice for choice in get_args(member)}
-    elif member is bool:
-        choices, text = _BOOLEANS, text.lower()
-    elif member is NoneType:
-        choices, text = {"none": None, "null": None}, text.lower()
-    elif get_origin(member) is tuple and not _is_list(member):
-        return text  # methods, whose names `skipstone.methods` knows
-    elif get_origin(member) is tuple:
+def _value(word: str, text: str) -> Any:
+    """A text as a value of one type. ValueError or KeyError where it is none."""
+    if word in ("true", "false"):
+        return _BOOLEANS[text.lower()]
+    if word == "none":
+        return {"none": None, "null": None}[text.lower()]
+    if word == LAYERS:
         return json.loads(text) if text.startswith("[") else [int(one) for one in text.split(",")]
-    else:
-        readers: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
-        if member not in readers:
-            raise ValueError
-        return readers[member](text)
-    if text not in choices:
-        raise ValueError
-    return choices[text]
+    if word in ("text", METHODS):  # names of methods are checked where they are known
+        return text
+    if word in ("int", "float"):
+        return int(text) if word == "int" else float(text)
+    return {word: word}[text]
 
 
 TRAINED_EXITS = "trained_exit_layers"
 """Field of a model's config that training writes: the exits E, counted from 1, that its early-exit loss covered."""
 
 
-def check_exit_layer(value: Any, model: LayeredModel) -> None:
+def check_exit_layer(value: Any, model: "LayeredModel") -> None:
     """ValueError unless an exit layer E is an int in [1, L-1]; a warning where the model's training says that it covered others
     only."""
     layer_in_range("exit_layer", value, model)
@@ -154,7 +153,7 @@ def check_exit_layer(value: Any, model: LayeredModel) -> None:
         )
 
 
-def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
+def layer_in_range(name: str, value: Any, model: "LayeredModel") -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors, hf_hub_download
 
 from skipstone import __version__
-from skipstone.fetching import HTTP_ERROR, hub_name, why
+from skipstone.fetching import HTTP_ERROR, expect_repository, why
 from skipstone.hub.card import MARK, README, licence_in, written
 from skipstone.hub.parcel import INDEX, MARKS, MODEL, Parcel, parcel_of
 
@@ -33,7 +33,7 @@ def push(
     repository that holds something of another kind, and for private where it is public; OSError where the hub refuses or cannot
     be reached.
     """
-    check_name(repo_id)
+    expect_repository(repo_id)
     parcel, made, hub = parcel_of(Path(path).expanduser()), False, HfApi(library_name="skipstone", library_version=__version__)
     try:
         there = _there(hub, repo_id, revision)
@@ -58,13 +58,6 @@ def card_of(parcel: Parcel, repo_id: str, revision: str | None = None, licence: 
     if isinstance(own, Path):
         return own.read_text(encoding="utf-8")
     return written(parcel.about, repo_id if revision is None else f"{repo_id}@{revision}", parcel.digests, licence)
-
-
-def check_name(repo_id: str) -> None:
-    """ValueError for what is no ORG/NAME."""
-    meant = hub_name(repo_id)
-    if meant is None or "/" not in meant.repo or meant.revision is not None:
-        raise ValueError(f"a repository is ORG/NAME, found {repo_id!r} (a branch is named by --revision)")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ A method is said in one way everywhere: as text, `layerskip exit_layer=4 confide
 `{"method": "layerskip", "exit_layer": 4}`. Python code may also give the mapping or the Method itself.
 """
 
-import json
-import shlex
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from skipstone.decoding import method_text
 from skipstone.decoding.method import OWN_FIELD, DraftingMethod, Method
+from skipstone.decoding.method_text import MethodMissing as MethodMissing
+from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import Setting, settings_of
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
@@ -46,10 +48,6 @@ METHODS: dict[str, type[Method]] = {
 MethodLike = Method | str | Mapping[str, Any] | None
 """How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own, which is
 `auto` where it names none."""
-
-
-class MethodMissing(ValueError):
-    """Settings without a method, so that only a model's own default can say which one is meant."""
 
 
 def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None) -> Method:
@@ -99,39 +97,20 @@ def _several(given: Any) -> tuple[Method, ...] | None:
 def parse(
     text: str, kinds: Mapping[str, type] = METHODS, own: type | None = None, labels: tuple[str, ...] = (), several: bool = False
 ) -> dict[str, Any]:
-    """{"method": name, setting: value} from a spelled text or a JSON object.
+    """As `method_text.parse`, by the classes of methods."""
+    name: Any = None if own is None else getattr(own, "name")  # noqa: B009  # any class that `kinds` may hold
+    return method_text.parse(text, _known(kinds), name, labels, several)
 
-    kinds: the classes by name; the types of their fields tell how values are read. own: the class that a text without a name
-    sets, as in `exit_layer=4`. labels: keys that are no settings and stay texts. several: `exit_layer=3,6` is a list of values
-    to choose from. Values with spaces stand in quotes. ValueError for anything else.
-    """
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a method that begins with a brace is a JSON object ({error}), found {text!r}") from None
-    words = _words(text)
-    if not words:
-        raise ValueError("a method is a name with settings, such as `layerskip exit_layer=4`; found nothing")
-    kind: Any = own if "=" in words[0] else find(words.pop(0), kinds)
-    if kind is None:
-        raise MethodMissing(f"{text!r} names no method; there are {', '.join(kinds)}")
-    found: dict[str, Any] = {"method": kind.name}
-    for word in words:
-        key, _, value = word.partition("=")
-        key = key.replace("-", "_")
-        if not value:
-            how = "key=value or key=value,value" if several else "key=value"
-            raise ValueError(f"settings of a method are {how}; found {word!r} after {kind.name}")
-        if key in found:
-            raise ValueError(f"{key} is given twice after {kind.name}")
-        if key in labels:
-            found[key] = value
-            continue
-        setting = find_setting(kind, key)
-        values = value.split(",") if several and not setting.is_list else [value]
-        found[key] = [setting.parse(one) for one in values] if len(values) > 1 else setting.parse(value)
-    return found
+
+def _known(kinds: Mapping[str, type]) -> dict[str, MethodNames]:
+    return {name: names_of(kind) for name, kind in kinds.items()}
+
+
+@cache
+def names_of(kind: Any) -> MethodNames:
+    """What the text of a method may say, from its class."""
+    types = {setting.name: setting.type for setting in settings_of(kind).values()}
+    return MethodNames(types, getattr(kind, "aliases", {}))
 
 
 def spell(method: Method) -> str:
@@ -141,21 +120,13 @@ def spell(method: Method) -> str:
 
 def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:
     """The class of a name. ValueError names those that exist. place: where the name was found, for errors."""
-    kind = kinds.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ValueError(f"unknown method {name!r}{'' if place == 'method' else f' in {place}'}; there are {', '.join(kinds)}")
-    return kind
+    return kinds[method_text.expect_method(name, _known(kinds), place)]
 
 
 def find_setting(kind: Any, key: str) -> Setting:
     """A setting by its own name or another package's. ValueError says which there are, and which methods have this one."""
-    known = settings_of(kind)
-    name = getattr(kind, "aliases", {}).get(key, key)
-    if name not in known:
-        owners = ", ".join(other for other in METHODS if name in settings_of(METHODS[other]))
-        hint = f" ({name} is a setting of {owners})" if owners else ""
-        raise ValueError(f"{kind.name} has no setting {key!r}; it has {', '.join(known) or 'none'}{hint}")
-    return known[name]
+    known = _known({**METHODS, kind.name: kind})
+    return settings_of(kind)[method_text.expect_setting(kind.name, key, known)]
 
 
 def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type[Method], dict[str, Any]]:
@@ -178,13 +149,3 @@ def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type
             raise ValueError(f"{name} is given twice")
         named[name] = value
     return kind, named
-
-
-def _words(text: str) -> list[str]:
-    """The words of a text, split at spaces outside quotes."""
-    lexer = shlex.shlex(text, posix=True)
-    lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""  # a backslash may stand in a path
-    try:
-        return list(lexer)
-    except ValueError:
-        raise ValueError(f"a quote is not closed in {text!r}") from None

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from skipstone.extras import installed
 
 SUFFIX = ".gguf"
@@ -18,15 +16,20 @@ TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
 """What NumPy says where an array has fewer bytes than it was to have."""
 
 
-def options(path: Path) -> dict[str, Any]:
-    """What `from_pretrained` has to be told, besides the folder, of a file. OSError for one that is no GGUF file, ImportError
-    without the packages that read such a file."""
+def expect_gguf(path: Path) -> None:
+    """OSError for a file that is no GGUF file."""
     if path.suffix != SUFFIX:
         raise NotADirectoryError(errno.ENOTDIR, f"a model is a folder, this is a file that does not end in {SUFFIX}", str(path))
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     if start != MAGIC:
         raise OSError(errno.EINVAL, f"not a GGUF file, it begins with {start!r}, expected {MAGIC!r}", str(path))
+
+
+def options(path: Path) -> dict[str, Any]:
+    """What `from_pretrained` has to be told, besides the folder, of a file. OSError for one that is no GGUF file, ImportError
+    without the packages that read such a file."""
+    expect_gguf(path)
     for package in ("gguf", "accelerate"):
         installed(package, f"GGUF files need {package}", "quantised")
     return {"gguf_file": path.name}
@@ -34,6 +37,8 @@ def options(path: Path) -> dict[str, Any]:
 
 def unpacked() -> dict[str, Any]:
     """What makes transformers unpack all weights while it loads, whatever kernels are installed: older versions always do."""
+    import transformers  # the command line checks names of files before it imports torch
+
     config: Any = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 

@@ -237,5 +237,6 @@ def _about(app: FastAPI, server: Server) -> None:
             "engine": layered.engine.name,
             "quantize": layered.engine.quantize,
             "max_model_len": asking.capacity,
+            "has_chat_template": asking.chats,
             "max_num_seqs": server.settings.rows,
         }

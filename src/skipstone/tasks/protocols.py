@@ -5,6 +5,8 @@ What a paper does not state is marked `ours`, with what is taken instead.
 
 from dataclasses import dataclass
 
+from skipstone.settings_files import did_you_mean
+
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -69,7 +71,7 @@ PROTOCOLS: dict[str, dict[str, TaskSettings]] = {
 def settings(protocol: str, task: str) -> TaskSettings:
     """How a paper asks a task. ValueError for a protocol that does not exist, or does not have the task."""
     if protocol not in PROTOCOLS:
-        raise ValueError(f"unknown protocol {protocol!r}; there are {', '.join(PROTOCOLS)}")
+        raise ValueError(f"unknown protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}; there are {', '.join(PROTOCOLS)}")
     if task not in PROTOCOLS[protocol]:
         raise ValueError(f"protocol {protocol} has no task {task!r}; it has {', '.join(PROTOCOLS[protocol])}")
     return PROTOCOLS[protocol][task]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from skipstone.assets import PROMPTS
 from skipstone.records import OnHub
+from skipstone.settings_files import did_you_mean
 from skipstone.tasks import scores
 from skipstone.tasks.sandbox import run
 from skipstone.tasks.task import Record, Score, Source, Task
@@ -184,7 +185,8 @@ def named(name: str) -> Task:
         return Task(SELF, Source(None, str(PROMPTS)), ("prompt",), "Apache-2.0", _own)
     path = Path(name).expanduser()
     if path.suffix != ".jsonl":
-        raise ValueError(f"unknown task {name!r}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
+        meant = did_you_mean(name, (SELF, *TASKS))
+        raise ValueError(f"unknown task {name!r}{meant}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
     return Task(

@@ -4,7 +4,7 @@ import { $, number } from "./dom.js";
 
 const RECENT = 16; // The steps that "tokens/s now" looks back on.
 
-export const nameOf = (run) => run.method || "the model's own method";
+export const nameOf = (run) => (run.method === "off" ? "plain decoding" : run.method || "the model's own method");
 
 // Tokens a second from one step, which is not counted, to another.
 function rate(steps, from, to) {
@@ -12,10 +12,8 @@ function rate(steps, from, to) {
   return count && (1000 * count) / (steps[to].at - steps[from].at);
 }
 
-// The same of a whole text, by the server's own clock.
-export function decodingRate(run) {
-  return (1000 * (run.figures.count - run.steps[0].tokens.length)) / run.figures.generation_time_ms;
-}
+// The same of a whole text: its tokens over the time from the request to the last token, by the server's own clock.
+export const wholeRate = (run) => run.figures.tokens_per_second;
 
 export function showFigures(run, upto = run.steps.length) {
   const steps = run.steps.slice(0, upto);
@@ -24,12 +22,13 @@ export function showFigures(run, upto = run.steps.length) {
   const decoding = steps.filter((step) => step.step > 0).length;
   const drafted = sum((step) => step.drafted), accepted = sum((step) => step.accepted);
   const draft = sum((step) => step.draft_ms), verify = sum((step) => step.verify_ms);
-  const whole = run.figures && upto === run.steps.length && last > 0;
-  const all = last > 0 ? (whole ? decodingRate(run) : rate(steps, 0, last)) : NaN;
+  const whole = run.figures && upto === run.steps.length;
+  const count = sum((step) => step.tokens.length);
+  const all = whole ? wholeRate(run) : last >= 0 ? (1000 * count) / (steps[last].at - run.sent) : NaN;
   $("now").textContent = last > 0 ? number(rate(steps, Math.max(0, last - RECENT), last), 0) : "–";
   $("all").textContent = number(all, 0);
-  $("against").textContent = run.plain && last > 0 ? `${number(all / run.plain.rate, 2)} x` : "–";
-  $("against_by").textContent = run.plain ? run.plain.by : "";
+  $("against").textContent = run.plainRate ? `${number(wholeRate(run) / run.plainRate, 2)} x` : "–";
+  $("against_by").textContent = run.plainRate ? "by this race" : "a race tells";
   $("mean_length").textContent = number(1 + accepted / decoding, 2);
   $("accepted").textContent = drafted ? `${number((100 * accepted) / drafted, 0)} %` : "–";
   $("drafted").textContent = drafted ? `${accepted} of ${drafted}` : "";

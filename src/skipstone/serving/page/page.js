@@ -1,9 +1,9 @@
-// The playground: it sends prompts to this server's v1/completions and shows what drafted every token.
+// The playground: it sends prompts to this server's v1/completions, or v1/chat/completions, and shows what drafted every token.
 // Text of the model becomes part of the page through textContent only.
 
 import { listenToBench } from "./bench.js";
 import { $, number } from "./dom.js";
-import { decodingRate, nameOf, showFigures } from "./figures.js";
+import { nameOf, showFigures, wholeRate } from "./figures.js";
 import { showMap } from "./map.js";
 import { draw, listenToView, newView, showRefused } from "./view.js";
 
@@ -24,9 +24,13 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
+const isChat = () => $("chat").checked;
+const routeOf = (body) => (body.messages ? "v1/chat/completions" : "v1/completions");
+
 // The settings of the form. What is left empty is left out, so that it is the model's own.
 function settings() {
-  const found = { prompt: $("prompt").value };
+  const prompt = $("prompt").value;
+  const found = isChat() ? { messages: [{ role: "user", content: prompt }] } : { prompt };
   for (const name of ["max_tokens", "temperature", "top_p", "seed"]) {
     if ($(name).value !== "") found[name] = Number($(name).value);
   }
@@ -91,8 +95,18 @@ async function models() {
   } else {
     state.model = (await response.json()).data[0].id;
     $("model").textContent = state.model;
+    await offerChat();
     if (!state.busy) say("good", "Ready.");
   }
+}
+
+// A model with a chat template is asked in it, unless somebody switches that off.
+async function offerChat() {
+  if (!$("chat_switch").hidden) return;
+  const response = await fetch("server_info", { headers: headers() });
+  if (!response.ok || !(await response.json()).has_chat_template) return;
+  $("chat_switch").hidden = false;
+  $("chat").checked = true;
 }
 
 function buttons() {
@@ -103,15 +117,15 @@ function buttons() {
 // ------------------------------------------------------------------------------------------------------- a text
 
 // All that is known of one text. Times are in milliseconds; that of a step is when it arrived.
-// plain: what plain decoding's tokens a second are, and who says so; null where nobody knows. layers: which of them draft.
+// plainRate: tokens a second of plain decoding in a race; null without one. layers: which of them draft.
 function newRun(method) {
   const run = { method, steps: [], tokens: [], open: [], text: "", sent: performance.now(), figures: null, reason: "" };
-  return { ...run, plain: null, layers: null };
+  return { ...run, plainRate: null, layers: null };
 }
 
 async function write(run, body, signal, arrived = () => {}) {
   const request = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
-  const response = await fetch("v1/completions", request);
+  const response = await fetch(routeOf(body), request);
   if (!response.ok) throw new Error(await failure(response));
   for await (const chunk of events(response)) {
     if (chunk.error) throw new Error(`${chunk.error.code}: ${chunk.error.message}`);
@@ -125,7 +139,8 @@ function take(run, chunk) {
   const choice = chunk.choices[0];
   if (!choice) return;
   run.reason = choice.finish_reason ?? run.reason;
-  run.text += choice.text;
+  const text = choice.text ?? choice.delta?.content ?? ""; // Of a text, or of a chat.
+  run.text += text;
   const told = chunk.speculative;
   if (told) {
     const accepted = told.tokens.filter((one) => one.origin === "draft").length;
@@ -133,10 +148,9 @@ function take(run, chunk) {
     run.steps.push(step);
     run.tokens.push(...told.tokens);
     run.layers = told.layers ?? run.layers;
-    if (told.plain_ms) run.plain = { rate: 1000 / told.plain_ms, by: "by auto's timing" };
   }
-  if (told || run.open.length) run.open = spread([...run.open, ...(told?.tokens ?? [])], choice.text);
-  else if (run.tokens.length) run.tokens.at(-1).shown += choice.text;
+  if (told || run.open.length) run.open = spread([...run.open, ...(told?.tokens ?? [])], text);
+  else if (run.tokens.length) run.tokens.at(-1).shown += text;
 }
 
 // Gives every token its part of the text, which is more than its own text where that lacks a space or is a part of a
@@ -223,21 +237,19 @@ async function race(signal) {
     runs.push(run);
   }
   state.race = runs;
-  runs[1].plain = { rate: decodingRate(runs[0]), by: "by this race" };
+  runs[1].plainRate = wholeRate(runs[0]);
   showMap(runs[1]);
   state.sampled = body.temperature !== 0;
-  const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.steps[0].at));
+  const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.sent));
   $("slower").value = [1, 2, 4, 8].find((factor) => factor * long >= REPLAY) ?? 16;
   verdict(...runs);
   replay();
 }
 
 function verdict(off, chosen) {
-  const rates = [off, chosen].map(decodingRate), same = off.text === chosen.text;
-  const ratio = rates[1] / rates[0]; // Not a number where there is one token only.
-  const times = Number.isFinite(ratio) ? `${number(ratio, 2)} x` : "too short to time";
-  $("ratio").textContent = `${times}, ${same ? "identical" : "different"}`;
-  const speeds = `${number(rates[0], 0)} and ${number(rates[1], 0)} tokens/s after the first token, one run each.`;
+  const rates = [off, chosen].map(wholeRate), same = off.text === chosen.text;
+  $("ratio").textContent = `${number(rates[1] / rates[0], 2)} x, ${same ? "identical" : "different"}`;
+  const speeds = `${number(rates[0], 0)} and ${number(rates[1], 0)} tokens/s from the request to the last token, one run each.`;
   $("difference").textContent = same ? speeds : `${difference(off, chosen)} ${speeds}`;
   $("verdict").hidden = $("left").hidden = false;
   say("good", `Race done: ${$("ratio").textContent}.`);
@@ -249,10 +261,10 @@ function difference(off, chosen) {
   const place = at < 0 ? first.length : at;
   const [one, other] = [first, second].map((tokens) => (tokens[place] ? JSON.stringify(tokens[place].text) : "the end"));
   const why = state.sampled ? " Sampled texts may differ: what methods share is the distribution." : "";
-  return `Token ${place + 1} is ${one} with off, ${other} with ${nameOf(chosen)}.${why}`;
+  return `Token ${place + 1} is ${one} with plain decoding, ${other} with ${nameOf(chosen)}.${why}`;
 }
 
-// Both texts side by side, every step when it came after the first token of its text.
+// Both texts side by side, every step when it came after the request.
 function replay() {
   cancelAnimationFrame(state.frame);
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -269,9 +281,9 @@ function replay() {
 
 function replayed(view, time) {
   const { steps } = view.run;
-  const came = steps.findIndex((step) => step.at - steps[0].at > time);
+  const came = steps.findIndex((step) => step.at - view.run.sent > time);
   draw(view, came < 0 ? steps.length : came);
-  const now = Math.min(time, steps.at(-1).at - steps[0].at);
+  const now = Math.min(time, steps.at(-1).at - view.run.sent);
   view.title.textContent = `${nameOf(view.run)}: ${number(now / 1000, 2)} s`;
 }
 
@@ -279,8 +291,9 @@ function replayed(view, time) {
 
 function asCurl() {
   const key = $("key").value ? ` \\\n  -H "Authorization: Bearer $SKIPSTONE_API_KEY"` : "";
-  const body = JSON.stringify(streamed(settings(), wanted())).replaceAll("'", `'\\''`);
-  const url = new URL("v1/completions", document.baseURI);
+  const asked = streamed(settings(), wanted());
+  const body = JSON.stringify(asked).replaceAll("'", `'\\''`);
+  const url = new URL(routeOf(asked), document.baseURI);
   return `curl -N ${url} -H "Content-Type: application/json"${key} \\\n  -d '${body}'`;
 }
 
@@ -293,11 +306,11 @@ function asPython() {
   return `${before}from openai import OpenAI
 
 client = OpenAI(base_url="${new URL("v1", document.baseURI)}", api_key=${key})
-answer = client.completions.create(
+answer = client.${isChat() ? "chat." : ""}completions.create(
 ${options.join("\n")}
     extra_body=${extra},
 )
-print(answer.choices[0].text)
+print(answer.choices[0].${isChat() ? "message.content" : "text"})
 print(answer.metrics["speculative_decoding"])
 `;
 }

@@ -1,0 +1,103 @@
+"""The names of methods and of their settings, apart from the classes, which take seconds to import.
+
+A misspelt name is refused by this table before torch is imported. A test compares it with the classes and prints what it has to
+say.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+from skipstone.decoding.method_text import Known, MethodNames
+
+REGISTRY = Path(__file__).parents[1] / "methods" / "__init__.py"
+
+
+def _names(settings: str, aliases: str = "", lossless: bool = True) -> MethodNames:
+    """settings: NAME=TYPE, as `skipstone methods NAME` shows the types. aliases: OTHER=NAME."""
+    types, others = (dict(pair.split("=", 1) for pair in text.split()) for text in (settings, aliases))
+    return MethodNames(types, others, lossless)
+
+
+METHODS = {
+    "auto": _names(
+        "candidates=method;...|none own=method;...|none slack=float log=text|none remembers=true|false profile=text|none"
+    ),
+    "autoregressive": _names(""),
+    "early_exit": _names("exit_layer=int|none", "assistant_early_exit=exit_layer", lossless=False),
+    "layerskip": _names(
+        "exit_layer=int|none num_speculative_tokens=int confidence_threshold=float|adaptive|none "
+        "reuse_cache=true|false rejection_sample_method=standard|coupled guard=true|false "
+        "draft_vocabulary=int|text|none",
+        "assistant_early_exit=exit_layer num_assistant_tokens=num_speculative_tokens "
+        "num_speculations=num_speculative_tokens assistant_confidence_threshold=confidence_threshold",
+    ),
+    "swift": _names(
+        "skip_ratio=float num_speculative_tokens=int confidence_threshold=float|adaptive|none context_window=int "
+        "search=linear_ts|swift|random|uniform bayes_interval=int max_steps=int patience=int enough=float "
+        "dynamic_verification=true|false profile=text|none search_seed=int guard=true|false "
+        "draft_vocabulary=int|text|none",
+        "num_assistant_tokens=num_speculative_tokens",
+    ),
+    "self_speculative": _names(
+        "skip_attention=int,... skip_mlp=int,... profile=text|none num_speculative_tokens=int "
+        "stop_threshold=float|adaptive|none guard=true|false draft_vocabulary=int|text|none "
+        "draft_quantize=text|none",
+        "num_assistant_tokens=num_speculative_tokens",
+    ),
+    "adadecode": _names(
+        "heads=text|none threshold=float max_pending=int exit_layers=int,... verification=true|false "
+        "recheck=true|false rejection_sample_method=standard|coupled guard=true|false "
+        "draft_vocabulary=int|text|none",
+        "confidence_threshold=threshold num_speculative_tokens=max_pending num_assistant_tokens=max_pending",
+    ),
+    "speculative": _names(
+        "draft_model=text|none num_speculative_tokens=int schedule=constant|heuristic|confidence "
+        "confidence_threshold=float|adaptive|none guard=true|false draft_device=text|none draft_dtype=text|none "
+        "draft_quantize=text|none rejection_sample_method=standard|coupled draft_vocabulary=int|text|none",
+        "model=draft_model assistant_model=draft_model num_assistant_tokens=num_speculative_tokens "
+        "num_assistant_tokens_schedule=schedule assistant_confidence_threshold=confidence_threshold",
+    ),
+    "adasd": _names(
+        "draft_model=text|none max_window=int relaxed=true|false adaptive_length=true|false fixed_window=int "
+        "variant=A|B|C|none guard=true|false draft_device=text|none draft_dtype=text|none "
+        "draft_quantize=text|none rejection_sample_method=standard|coupled draft_vocabulary=int|text|none",
+        "model=draft_model assistant_model=draft_model",
+        lossless=False,
+    ),
+    "prompt_lookup": _names(
+        "prompt_lookup_max=int prompt_lookup_min=int num_speculative_tokens=int prefer=recent|first guard=true|false",
+        "prompt_lookup_num_tokens=num_speculative_tokens max_matching_ngram_size=prompt_lookup_max",
+    ),
+    "jacobi": _names("block=int guard=true|false", "num_speculative_tokens=block"),
+    "lookahead": _names("window=int ngram=int guesses=int guard=true|false"),
+    "recycle": _names("nodes=int candidates=int guard=true|false"),
+}
+
+PEERS = {
+    "hf-generate": _names(""),
+    "hf-generate-static": _names(""),
+    "hf-early-exit": _names("exit_layer=int num_assistant_tokens=int confidence_threshold=float"),
+    "hf-prompt-lookup": _names("prompt_lookup_num_tokens=int"),
+    "hf-assisted": _names("assistant=text num_assistant_tokens=int confidence_threshold=float"),
+    "draft-alone": _names("draft_model=text|none", lossless=False),
+    "llama-cpp": _names("file=text python=text drafts=text|none num_draft_tokens=int confidence_threshold=float"),
+}
+"""What only `skipstone bench` compares with."""
+
+
+def known_methods() -> Known:
+    """The table, or what the classes say where they are imported already or where a new one has no row here yet."""
+    if "skipstone.methods" not in sys.modules and _registered() <= set(METHODS):
+        return METHODS
+    from skipstone import methods
+
+    return {name: methods.names_of(kind) for name, kind in methods.METHODS.items()}
+
+
+def _registered() -> set[str]:
+    """The keys of `skipstone.methods.METHODS`, read from its source."""
+    for statement in ast.parse(REGISTRY.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "METHODS":
+            return set(ast.literal_eval(ast.Tuple(statement.value.keys)))  # type: ignore[union-attr]
+    raise AssertionError(f"{REGISTRY} has no METHODS")
