@@ -12,6 +12,7 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
 from skipstone.hf.call import prepare_call
+from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import Job
@@ -115,7 +116,7 @@ class Conversation:
 
     def keep(self, asked: Asked, tokens: list[int]) -> None:
         """Remember what was asked, and the tokens that answered it."""
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = detokenize(self.tokenizer, tokens, asked.job.ids)
         self.messages = [*asked.messages, {"role": "assistant", "content": text}]
 
 

@@ -1,0 +1,39 @@
+"""The tokens of a text as its log-probabilities tell them: texts, bytes, and where each begins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from skipstone.hf.detokenizer import Detokenizer
+
+
+class TokenReader:
+    """Reads the tokens of a text one after another. prompt: ids before the first. ends: ids that end it and are no text.
+    special: whether special tokens are text.
+
+    offset: characters of the text before the next token. A token that goes on with a character begins where that begins."""
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), ends: frozenset[int] = frozenset(), *, special: bool = False
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, special=special)
+        self._tokenizer, self._ends = tokenizer, ends
+        self.offset = 0
+
+    def add(self, token: int) -> None:
+        """Go on behind a token."""
+        if token not in self._ends:
+            self.offset += len(self._detokenizer.add(token))
+
+    def text(self, token: int) -> str:
+        """Of a token that may come next; U+FFFD for a part of a character. A token that is no text has its name."""
+        found = self.bytes(token)
+        return found.decode(errors="replace") if found else str(self._tokenizer.decode([token]))
+
+    def bytes(self, token: int) -> bytes | None:
+        """What a token that may come next adds to the text; None where the tokenizer does not tell."""
+        return b"" if token in self._ends else self._detokenizer.bytes_of(token)
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """As a chat tells it."""
+        found = self.bytes(token)
+        return {"token": self.text(token), "logprob": logprob, "bytes": None if found is None else list(found)}
