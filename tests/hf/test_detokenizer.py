@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from os.path import commonprefix
 from typing import Any
 
 import pytest
@@ -65,5 +64,6 @@ def test_the_pieces_are_what_the_tokenizer_decodes_the_whole_to(name: str, speci
     if name in CLEANED:  # of a boundary that is cleaned up, both sides are said
         prompt += tokenizer.convert_tokens_to_ids(["hello"])
     whole, before = decoded(prompt + tokens), decoded(prompt)
-    expected = whole[len(commonprefix([before, whole])) :]
-    assert pieces(Detokenizer(tokenizer, prompt, special=special), tokens) == expected
+    while not whole.startswith(before):  # the tokens have changed the end, such as the bytes of a character
+        before = before[:-1]
+    assert pieces(Detokenizer(tokenizer, prompt, special=special), tokens) == whole[len(before) :]

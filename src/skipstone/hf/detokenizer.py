@@ -8,7 +8,6 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -32,8 +31,8 @@ CONTEXT = 8
 
 
 class Detokenizer:
-    """Tokens to text, piece by piece. A character that is not complete yet is held back, three bytes at most; so is the beginning
-    of what the tokenizer's clean-up replaces.
+    """Tokens to text, piece by piece. Held back are the bytes of a character that is not complete, three at most, and the
+    beginning of what the tokenizer's clean-up replaces.
 
     prompt: the ids before the first token. A character that the prompt begins and the tokens end is text of the tokens.
     special: whether special tokens are text, too. echo: whether the text follows the prompt's own, so that `prompt_end` is
@@ -68,6 +67,10 @@ class Detokenizer:
             text = replacement.add(text) + replacement.rest()
         return text
 
+    def held(self) -> str:
+        """The text of bytes that are held back, if they do not become a character."""
+        return self._decoder.held()
+
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token, if it were added next; none of a special token that is no text. None where the tokenizer does
         not tell the bytes of a part of a character."""
@@ -87,7 +90,7 @@ class Detokenizer:
         """Without the end of the prompt's text, where no token has changed it."""
         if not (self._dropped and text):
             return text
-        size = len(commonprefix([self._dropped, text]))
+        size = _shared(self._dropped, text)
         self._dropped = self._dropped[size:] if size == len(text) else ""
         return text[size:]
 
@@ -239,8 +242,8 @@ class _FallbackCharacters:
 
 
 class _AnyDecoder:
-    """For any other tokenizer: decodes the last tokens anew with every token. Text is certain if a further token leaves it as it
-    is, and if it does not end with a sign for unreadable bytes, which may become a character."""
+    """For any other tokenizer: decodes the last tokens anew with every token. Text is certain if a further token does not
+    change it, and if it does not end with a sign for unreadable bytes, which may become a character."""
 
     def __init__(self, tokenizer: Any, special: bool) -> None:
         self._tokenizer, self._special = tokenizer, special
@@ -254,7 +257,7 @@ class _AnyDecoder:
             return ""
         self._window.append(token)
         text = self._decoded(self._window)
-        certain = commonprefix([text, self._decoded([*self._window, token])])
+        certain = text[: _shared(text, self._decoded([*self._window, token]))]
         certain = certain[: len(certain) - _unreadable_at_end(certain)]
         piece = certain[self._shown :]
         self._shown += len(piece)
@@ -273,7 +276,7 @@ class _AnyDecoder:
 
     def bytes_of(self, token: int) -> bytes | None:
         before, text = self._decoded(self._window), self._decoded([*self._window, token])
-        text = text[len(commonprefix([before, text])) :]
+        text = text[_shared(before, text) :]
         return None if UNREADABLE in text else text.encode()
 
     def is_text(self, token: int) -> bool:
@@ -284,6 +287,12 @@ class _AnyDecoder:
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=not self._special, **self._raw)) if tokens else ""
+
+
+def _shared(first: str, second: str) -> int:
+    """How many characters at the beginning of two texts are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _unreadable_at_end(text: str) -> int:

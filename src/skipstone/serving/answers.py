@@ -114,7 +114,8 @@ class Answer:
             count = choice.writer.count - start
             found["choices"][0]["logprobs"] = self._logprobs(choice, piece.likely[:count], piece.tokens[:count])
         if speculative and piece is not None:
-            found["speculative"] = self._step(choice, piece)
+            choice.steps = choice.steps or self._reader(choice)
+            found["speculative"] = self._step(piece, choice.steps)
         return found
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
@@ -122,14 +123,15 @@ class Answer:
         head = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         return {**self._head(chunk=True), "choices": [{**head, **content}]}
 
-    def _reader(self, choice: Choice, prompt: Sequence[int]) -> TokenReader:
-        return TokenReader(self.tokenizer, prompt, choice.writer.ends, special=choice.writer.special)
+    def _reader(self, choice: Choice) -> TokenReader:
+        """Has read a choice's prompt."""
+        return TokenReader(self.tokenizer, choice.job.ids, choice.writer.ends, special=choice.writer.special)
 
-    def _step(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """What a page colours tokens by, and its details where it asks for them."""
+    def _step(self, piece: Piece, reader: TokenReader | None = None) -> dict[str, Any]:
+        """What a page colours tokens by, and its details where it asks for them. reader: has read the tokens before."""
         details = piece.details
         seen: Sequence[Seen | None] = [None] * len(piece.tokens) if details is None else details.tokens
-        reader = choice.steps = choice.steps or self._reader(choice, choice.job.ids)
+        reader = reader or TokenReader(self.tokenizer)
         refused = [] if details is None else _refused(details, reader)
         tokens = []
         for token, origin, one in zip(piece.tokens, piece.origin, seen, strict=True):
@@ -154,25 +156,26 @@ class Answer:
     def _read(self, choice: Choice) -> dict[str, Any]:
         """Log-probabilities of a prompt's tokens. Nothing comes before the first, which has none."""
         first, *rest = choice.job.ids
-        choice.told = self._reader(choice, ())
+        choice.told = TokenReader(self.tokenizer)
         before = {"tokens": choice.told.text(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
         choice.told.add(first)
         told = self._logprobs(choice, choice.job.read or [], rest)
+        choice.told.ends = choice.writer.ends
         return {name: [before[name], *each] for name, each in told.items()}
 
     def _logprobs(self, choice: Choice, likely: Sequence[Likely], tokens: Sequence[int]) -> dict[str, Any]:
-        reader = choice.told = choice.told or self._reader(choice, choice.job.ids)
+        reader = choice.told = choice.told or self._reader(choice)
         content: list[dict[str, Any]] = []
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(tokens, likely, strict=True):
             if self.chat:
                 top = [reader.entry(other, value) for other, value in one.top]
                 content.append({**reader.entry(token, one.own), "top_logprobs": top})
+                reader.add(token)
             else:
-                told = reader.text(token), one.own, _likeliest(one, reader), reader.offset
+                told = reader.text(token), one.own, _likeliest(one, reader), reader.add(token)
                 for name, value in zip(found, told, strict=True):
                     found[name].append(value)
-            reader.add(token)
         return {"content": content, "refusal": None} if self.chat else found
 
     def ending(self, metrics: bool) -> dict[str, Any]:

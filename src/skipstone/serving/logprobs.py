@@ -8,21 +8,23 @@ from skipstone.hf.detokenizer import Detokenizer
 
 class TokenReader:
     """Reads the tokens of a text one after another. prompt: ids before the first. ends: ids that end it and are no text.
-    special: whether special tokens are text.
-
-    offset: characters of the text before the next token. A token that goes on with a character begins where that begins."""
+    special: whether special tokens are text."""
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int] = (), ends: frozenset[int] = frozenset(), *, special: bool = False
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt, special=special)
-        self._tokenizer, self._ends = tokenizer, ends
-        self.offset = 0
+        self._tokenizer, self.ends = tokenizer, ends
+        self._length = 0
 
-    def add(self, token: int) -> None:
-        """Go on behind a token."""
-        if token not in self._ends:
-            self.offset += len(self._detokenizer.add(token))
+    def add(self, token: int) -> int:
+        """Go on behind a token. Returns its place in the text, in characters; of a token that goes on with a character that of
+        the character."""
+        if token in self.ends:
+            return self._length
+        held, text, place = self._detokenizer.held(), self._detokenizer.add(token), self._length
+        self._length += len(text)
+        return place + (len(held) if text.startswith(held) else 0)
 
     def text(self, token: int) -> str:
         """Of a token that may come next; U+FFFD for a part of a character. A token that is no text has its name."""
@@ -31,7 +33,7 @@ class TokenReader:
 
     def bytes(self, token: int) -> bytes | None:
         """What a token that may come next adds to the text; None where the tokenizer does not tell."""
-        return b"" if token in self._ends else self._detokenizer.bytes_of(token)
+        return b"" if token in self.ends else self._detokenizer.bytes_of(token)
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         """As a chat tells it."""
