@@ -89,7 +89,7 @@ def mixed() -> PreTrainedTokenizerFast:
 def added() -> PreTrainedTokenizerFast:
     """Bytes, with tokens that were added later."""
     made = byte_level("llama-bpe")
-    made.add_tokens(["ünï", "two words", AddedToken("你好", special=False)])
+    made.add_tokens(["ünï", "two words", "你好"])
     made.add_special_tokens({"additional_special_tokens": ["<|sonder|>", "é spécial"]})
     return made
 

@@ -152,6 +152,7 @@ class TestUsers:
         prompts = [self.PROMPT, "b" + self.PROMPT]
         output = skipstone.generate(model, prompts, "autoregressive", tokenizer=tokenizer, seed=1, **options)
         ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        assert output.new_tokens is not None
         assert output.text == [self.expected(*both) for both in zip(ids, output.new_tokens, strict=True)]
 
     def test_command_line(self, model: Any, options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,8 +171,8 @@ class _FastDecoder:
     def bytes_of(self, token: int) -> bytes:
         written = self._backend.id_to_token(token)
         if self._byte_level:
-            known = [BYTE_OF.get(letter) for letter in written]
-            return written.encode() if None in known else bytes(known)
+            known = all(letter in BYTE_OF for letter in written)
+            return bytes(BYTE_OF[letter] for letter in written) if known else written.encode()
         byte = self._byte_fallback and BYTE_TOKEN.fullmatch(written)
         if byte and self._before:
             return bytes.fromhex(byte[1])
@@ -222,16 +222,15 @@ class _FallbackCharacters:
             text, self._broken = self.rest() + given.decode(), False
             return text
         self._held += given
-        try:
-            text = "" if self._broken else self._held.decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                return ""
-            self._broken = True
-        if self._broken:
-            return self.rest()
-        self._held = b""
-        return text
+        if not self._broken:
+            try:
+                text, self._held = self._held.decode(), b""
+                return text
+            except UnicodeDecodeError as error:
+                if error.reason == "unexpected end of data":
+                    return ""
+                self._broken = True
+        return self.rest()
 
     def rest(self) -> str:
         text, self._held = self.held(), b""
