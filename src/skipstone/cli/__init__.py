@@ -31,7 +31,7 @@ from skipstone.cli import (
     train,
     tune,
 )
-from skipstone.cli.terminal import INTERRUPTED, report
+from skipstone.cli.terminal import INTERRUPTED, keep_writing, report
 
 
 class Verbs(TyperGroup):
@@ -41,6 +41,7 @@ class Verbs(TyperGroup):
         """Run, then leave with 0, or 2 for a user's mistake, 1 for a defect or a machine's limits, 130 after Ctrl-C."""
         state: dict[str, Any] = {"debug": False}
         extra |= {"standalone_mode": False, "prog_name": "skipstone", "obj": state}
+        keep_writing()
         try:
             code = super().main(*args, **extra)
         except (KeyboardInterrupt, typer.Abort):

@@ -1,6 +1,5 @@
 """`skipstone generate`: continue a prompt. The text goes to stdout as it is made, everything else to stderr."""
 
-import json
 import secrets
 import sys
 from contextlib import nullcontext
@@ -76,7 +75,7 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     show = painter and painter.show
     run, comparison = compared(job, chosen, flags.repeat, show) if flags.compare else (decode(job, chosen, show), None)
     if painter is None:
-        print(json.dumps(document(flags.model, job, chosen, run, comparison), ensure_ascii=False))
+        terminal.print_json(document(flags.model, job, chosen, run, comparison))
     else:
         painter.end()
         tell(job, chosen, run, comparison, flags.stats, flags.explain)

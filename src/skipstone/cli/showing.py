@@ -41,9 +41,6 @@ class Painter:
         self.color = wanted if color is None else color
         self.detokenizer = Detokenizer(job.tokenizer, job.ids[0].tolist())
         self.origin = ""
-        reconfigure: Any = getattr(self.out, "reconfigure", None)
-        if reconfigure is not None:  # a terminal that cannot show a character shows "?", and the run goes on
-            reconfigure(errors="replace")
 
     def show(self, step: Step) -> None:
         for token, self.origin in zip(step.tokens[0], step.origin[0], strict=True):

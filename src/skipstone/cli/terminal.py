@@ -1,5 +1,6 @@
 """What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
 
+import json
 import os
 import sys
 import warnings
@@ -35,6 +36,23 @@ def report(error: Exception) -> int:
     which = f" (process {process()})" if process() else ""
     print(f"skipstone{which}: {one_line(message)}", file=sys.stderr)
     return code
+
+
+def keep_writing() -> None:
+    """From now on a character that stdout cannot encode is a "?", and the run goes on."""
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout. Characters that stdout cannot encode are written as JSON's escapes."""
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(document)
+    print(text)
 
 
 def _usage(error: Any) -> str:
