@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import ByT5Tokenizer, CTRLTokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, CodeGenTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from tests.helpers.byte_level import byte_level
@@ -113,6 +113,7 @@ def slow_marks() -> Any:
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "gpt-2": lambda: byte_level("gpt-2"),
     "llama-3": lambda: byte_level("llama-bpe", begins=True),
+    "codegen": lambda: CodeGenTokenizer(tokenizer_object=byte_level("gpt-2").backend_tokenizer),
     "added": added,
     "llama-2": llama,
     "gemma": gemma,

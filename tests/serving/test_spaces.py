@@ -95,7 +95,7 @@ def test_tokens_of_a_completion_are_told_with_their_spaces(server: InThread, pie
 # -------------------------------------------------------------------------------------------------- bytes of tokens
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-3", "added", "llama-2", "gemma"])
+@pytest.mark.parametrize("name", ["gpt-2", "llama-3", "codegen", "added", "llama-2", "gemma"])
 def test_bytes_of_all_tokens_are_those_of_the_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     text = "Hello world! é 你好 😀, a b\n"

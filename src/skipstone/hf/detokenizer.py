@@ -121,7 +121,8 @@ def _decoder_of(tokenizer: Any, special: bool) -> _Decoder:
     kind = type(tokenizer)
     if not isinstance(tokenizer, TokenizersBackend):
         return _AnyDecoder(tokenizer, special)
-    plain = (kind._decode, kind.decode) == (TokenizersBackend._decode, PreTrainedTokenizerBase.decode)
+    # transformers' own classes override `decode` alone only for further options, such as CodeGen's
+    plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
     kinds = _kinds(tokenizer.backend_tokenizer.decoder)
     mixed = "ByteLevel" in kinds and not kinds <= {"ByteLevel", "Sequence", "Fuse"}
     return _FastDecoder(tokenizer, special, kinds) if plain and not mixed else _AnyDecoder(tokenizer, special)
@@ -147,12 +148,14 @@ class _FastDecoder:
         self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         self._characters = _ByteLevelCharacters() if self._byte_level else _FallbackCharacters()
         self._before: list[int] = []  # the last token, if there is any
+        self._text_before = ""
 
     def add(self, token: int) -> str:
         if not self.is_text(token):
             return ""
         text = self._characters.add(self.bytes_of(token), whole=not self.is_byte(token))
         self._before = [token]
+        self._text_before = "" if self._byte_level else self._decoded(self._before)
         return text
 
     def rest(self) -> str:
@@ -179,7 +182,7 @@ class _FastDecoder:
         text = self._decoded([*self._before, token])
         if byte and text:  # the first space of a text may be dropped
             return bytes.fromhex(byte[1])
-        return text[len(self._decoded(self._before)) :].encode() if self._before else text.encode()
+        return text[len(self._text_before) :].encode()
 
     def _decoded(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)

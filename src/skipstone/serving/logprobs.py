@@ -28,14 +28,15 @@ class TokenReader:
 
     def text(self, token: int) -> str:
         """Of a token that may come next; U+FFFD for a part of a character. A token that is no text has its name."""
-        found = self.bytes(token)
-        return found.decode(errors="replace") if found else str(self._tokenizer.decode([token]))
-
-    def bytes(self, token: int) -> bytes | None:
-        """What a token that may come next adds to the text; None where the tokenizer does not tell."""
-        return b"" if token in self.ends else self._detokenizer.bytes_of(token)
+        return self._text(token, self._bytes(token))
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """As a chat tells it."""
-        found = self.bytes(token)
-        return {"token": self.text(token), "logprob": logprob, "bytes": None if found is None else list(found)}
+        """As a chat tells a token that may come next. bytes: None where the tokenizer does not tell."""
+        found = self._bytes(token)
+        return {"token": self._text(token, found), "logprob": logprob, "bytes": None if found is None else list(found)}
+
+    def _text(self, token: int, found: bytes | None) -> str:
+        return found.decode(errors="replace") if found else str(self._tokenizer.decode([token]))
+
+    def _bytes(self, token: int) -> bytes | None:
+        return b"" if token in self.ends else self._detokenizer.bytes_of(token)
