@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipstone.api import Detokenizer as Detokenizer
     from skipstone.api import generate as generate
     from skipstone.api import stream as stream
     from skipstone.decoding.batch import Request as Request
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from skipstone.decoding.sampling import Sampling as Sampling
     from skipstone.decoding.session import Session as Session
     from skipstone.decoding.stats import Stats as Stats
+    from skipstone.hf.detokenizer import Detokenizer as Detokenizer
     from skipstone.hf.enable import custom_generate as custom_generate
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": ("Detokenizer", "generate", "stream"),
+    "api": ("generate", "stream"),
     "decoding.batch": ("Request",),
     "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder",),
@@ -53,6 +53,7 @@ _NAMES = {
     "decoding.sampling": ("Sampling",),
     "decoding.session": ("Session",),
     "decoding.stats": ("Stats",),
+    "hf.detokenizer": ("Detokenizer",),
     "hf.enable": ("custom_generate", "disable", "enable"),
     "hf.generation": ("Output",),
     "hub.push": ("push",),

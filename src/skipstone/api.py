@@ -10,6 +10,7 @@ from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
+from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.generation import Output
 from skipstone.models.host import left_padded
 
@@ -46,7 +47,8 @@ def generate(
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
     output = generation.complete(chosen, call, streamer, record)
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
-        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
+        rows = zip(call.prompts, output.new_tokens or [], strict=True)
+        texts = [detokenize(tokenizer, tokens, prompt.tolist()) for prompt, tokens in rows]
         output.text = texts[0] if _single(inputs) and len(texts) == 1 else texts
     return output
 
@@ -119,30 +121,3 @@ def _said(error: Exception) -> str:
     """What a chat template said, or how it failed."""
     said = str(error).strip() or "no reason was given"
     return said if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {said}"
-
-
-class Detokenizer:
-    """Tokens to text, piece by piece, holding back bytes of a character that is not complete yet. special: whether special
-    tokens are text, too."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> None:
-        self.tokenizer, self.special = tokenizer, special
-        self.tokens: list[int] = []
-        self.shown = 0
-        self.anchor = 0
-
-    def add(self, token: int) -> str:
-        """The text that one more token completes; may be empty."""
-        self.tokens.append(token)
-        before, after = self._text(self.anchor, self.shown), self._text(self.anchor, None)
-        if after.endswith("�"):
-            return ""
-        self.anchor, self.shown = self.shown, len(self.tokens)
-        return after[len(before) :]
-
-    def rest(self) -> str:
-        """What is still held back at the end."""
-        return self._text(self.anchor, None)[len(self._text(self.anchor, self.shown)) :]
-
-    def _text(self, start: int, stop: int | None) -> str:
-        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=not self.special))

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from skipstone.cli import terminal
 from skipstone.cli.showing import Painter
 from skipstone.decoding.draft import Step
 from tests.helpers import wrapped
-from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, program, succeed
 from tests.helpers.support import alone, tokenizer
 
 
@@ -127,6 +128,17 @@ def test_color_underlines_accepted_drafts_and_changes_no_character(folder: Path)
 def test_no_color_where_stdout_is_no_terminal(folder: Path) -> None:
     result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
     assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_what_stdout_cannot_encode_loses_no_result() -> None:
+    asked = ["generate", "--prompt", "é", "--max-new-tokens", "4", "--method", "autoregressive"]
+    right = document(*asked)["text"]
+    assert not right.isascii()
+    told = CliRunner(charset="ascii").invoke(program(), [*asked, "--json"])
+    assert told.stdout.isascii()
+    assert json.loads(told.stdout)["text"] == right
+    shown = CliRunner(charset="ascii").invoke(program(), asked)
+    assert (shown.exit_code, shown.stdout) == (0, right.encode("ascii", "replace").decode())
 
 
 class Screen(io.StringIO):

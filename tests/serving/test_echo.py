@@ -40,8 +40,9 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_the_model(nano: InThread
     assert told["token_logprobs"][1:-1] == pytest.approx(own.tolist(), abs=1e-3)
     best = [max(each.values()) for each in told["top_logprobs"][1:-1]]
     assert best == pytest.approx(right.max(-1).values.tolist(), abs=1e-3)
-    offsets = [len("".join(told["tokens"][:place])) for place in range(len(ids) + 1)]
-    assert told["text_offset"] == offsets
+    special = loaded[1].all_special_tokens  # are no text
+    texts = ["" if text in special else text for text in told["tokens"]]
+    assert told["text_offset"] == [len("".join(texts[:place])) for place in range(len(ids) + 1)]
 
 
 def test_the_answer_begins_with_its_prompt_and_goes_on_as_without(nano: InThread) -> None:
@@ -52,6 +53,39 @@ def test_the_answer_begins_with_its_prompt_and_goes_on_as_without(nano: InThread
         prompts = [text for text in body["prompt"] for _ in range(2)]
         assert [one["text"] for one in echoed] == [text + one["text"] for text, one in zip(prompts, plain, strict=True)]
     assert nano.at_work() == 0
+
+
+MARKED = "é x 你好 😀\n"
+"""A text whose characters are of several tokens each."""
+
+
+def test_offsets_are_places_in_the_text(nano: InThread, loaded: Any) -> None:
+    """Of a token that goes on with a character: the character's."""
+    tokenizer = loaded[1]
+    ids = tokenizer(MARKED)["input_ids"]
+    assert ids[0] in tokenizer.all_special_ids
+    assert len(ids) > len(MARKED) + 1
+    body = {"prompt": MARKED, "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+    choice = nano.http.post("/v1/completions", json=body).json()["choices"][0]
+    decoded = [tokenizer.decode(ids[:place], skip_special_tokens=True).rstrip("\ufffd") for place in range(len(ids) + 1)]
+    assert choice["logprobs"]["text_offset"][: len(ids) + 1] == [len(text) for text in decoded]
+    new = zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True)
+    assert all(choice["text"][place:].startswith(text) for place, text in list(new)[len(ids) :])
+
+
+def test_a_character_that_the_prompt_begins_and_the_answer_ends_is_whole(nano: InThread, loaded: Any) -> None:
+    tokenizer = loaded[1]
+    *begin, first, last = tokenizer("a 你")["input_ids"]
+    assert tokenizer.decode([first]) == tokenizer.decode([last]) == "\ufffd"
+    for token, completed, place in ((last, "你", 2), (tokenizer.convert_tokens_to_ids("b"), "b", 3)):
+        body = {"prompt": [*begin, first], "max_tokens": 1, "temperature": 0, "logit_bias": {str(token): 100}}
+        plain = nano.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert plain == completed
+        echoed = {**body, "echo": True, "logprobs": 0}
+        choice = nano.http.post("/v1/completions", json=echoed).json()["choices"][0]
+        assert choice["text"] == tokenizer.decode([*begin, first, token], skip_special_tokens=True)
+        assert "".join(chunk["text"] for chunk in streamed(nano, echoed)) == choice["text"]
+        assert choice["logprobs"]["text_offset"][-1] == place
 
 
 def test_a_prompt_of_one_token_has_nothing_to_tell(nano: InThread) -> None:

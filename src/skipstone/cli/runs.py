@@ -17,6 +17,7 @@ from skipstone.bench.peers.hf import HFGenerate
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
+from skipstone.hf.detokenizer import detokenize
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.timing.machine import ProcessorWatch, was_busy
 from skipstone.timing.measure import measure, warm_up
@@ -53,7 +54,8 @@ class Job:
         return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **options)
 
     def text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """Of new tokens."""
+        return detokenize(self.tokenizer, tokens, self.ids[0].tolist())
 
 
 @dataclass

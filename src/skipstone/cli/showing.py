@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from skipstone import __version__
-from skipstone.api import Detokenizer
 from skipstone.cli import terminal
 from skipstone.cli.runs import Comparison, Job, Run, busy_warning, by_transformers, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
 from skipstone.models.layered import LayeredModel
 
@@ -39,7 +39,7 @@ class Painter:
         self.on_terminal = self.out.isatty()
         wanted = self.on_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self.color = wanted if color is None else color
-        self.detokenizer = Detokenizer(job.tokenizer)
+        self.detokenizer = Detokenizer(job.tokenizer, job.ids[0].tolist())
         self.origin = ""
         self.is_mid_line = False
 
@@ -185,8 +185,9 @@ class Column:
     """One side of the demo: the text so far, accepted drafts marked. changed: called with every step."""
 
     def __init__(self, job: Job, title: str, changed: Callable[[], None]) -> None:
-        self.title, self.changed, self.detokenizer = title, changed, Detokenizer(job.tokenizer)
-        self.text = Text().append(terminal.harmless(job.text(job.ids[0].tolist())), style="dim")
+        self.title, self.changed, prompt = title, changed, job.ids[0].tolist()
+        self.detokenizer = Detokenizer(job.tokenizer, prompt)
+        self.text = Text().append(terminal.harmless(detokenize(job.tokenizer, prompt)), style="dim")
 
     def show(self, step: Step) -> None:
         for token, origin in zip(step.tokens[0], step.origin[0], strict=True):

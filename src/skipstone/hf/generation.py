@@ -30,8 +30,9 @@ class Output(GenerateDecoderOnlyOutput):
 
     sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
     for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
-    when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True. engine: what ran the model,
-    "eager", "native" or "compiled". engine_reason: why it was not the native one, where that was left to skipstone.
+    as it goes on behind the prompt, when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with
+    record=True. engine: what ran the model, "eager", "native" or "compiled". engine_reason: why it was not the native one,
+    where that was left to skipstone.
     quantize: "int8" or "int4", what the engine has quantised the weights to; None where they are as stored.
     """
 

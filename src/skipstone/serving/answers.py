@@ -8,6 +8,7 @@ from typing import Any
 
 from skipstone.serving.details import Details, Seen
 from skipstone.serving.jobs import STOP, Figures, Job, Likely, Piece
+from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.tools import Calls
 from skipstone.serving.writing import Writer
 
@@ -18,8 +19,8 @@ CALLED = "tool_calls"
 @dataclass
 class Choice:
     """One text while it is written. calls: where tools are offered. reason: why it has ended, None until then. first: seconds
-    until its first token. text: that is shown. offset: characters of all tokens that were told one by one. echoed: whether a
-    stream has told its prompt."""
+    until its first token. text: that is shown. told: reads the tokens whose log-probabilities are told. steps: reads those of
+    the steps that are told. echoed: whether a stream has told its prompt."""
 
     index: int
     job: Job
@@ -31,7 +32,8 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     likely: list[Likely] = field(default_factory=list)
     text: str = ""
-    offset: int = 0
+    told: TokenReader | None = None
+    steps: TokenReader | None = None
     echoed: bool = False
 
     def shown(self, text: str) -> str:
@@ -112,7 +114,8 @@ class Answer:
             count = choice.writer.count - start
             found["choices"][0]["logprobs"] = self._logprobs(choice, piece.likely[:count], piece.tokens[:count])
         if speculative and piece is not None:
-            found["speculative"] = self._step(piece)
+            choice.steps = choice.steps or self._reader(choice)
+            found["speculative"] = self._step(piece, choice.steps)
         return found
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
@@ -120,75 +123,60 @@ class Answer:
         head = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         return {**self._head(chunk=True), "choices": [{**head, **content}]}
 
-    def _step(self, piece: Piece) -> dict[str, Any]:
-        """What a page colours tokens by, and its details where it asks for them."""
+    def _reader(self, choice: Choice) -> TokenReader:
+        """Has read a choice's prompt."""
+        return TokenReader(self.tokenizer, choice.job.ids, choice.writer.ends, special=choice.writer.special)
+
+    def _step(self, piece: Piece, reader: TokenReader | None = None) -> dict[str, Any]:
+        """What a page colours tokens by, and its details where it asks for them. reader: has read the tokens before."""
         details = piece.details
         seen: Sequence[Seen | None] = [None] * len(piece.tokens) if details is None else details.tokens
+        reader = reader or TokenReader(self.tokenizer)
+        refused = [] if details is None else _refused(details, reader)
+        tokens = []
+        for token, origin, one in zip(piece.tokens, piece.origin, seen, strict=True):
+            tokens.append({"id": token, "text": reader.text(token), "origin": origin} | ({} if one is None else _seen(one)))
+            reader.add(token)
         found: dict[str, Any] = {
             "step": piece.step,
-            "tokens": [
-                {"id": token, "text": self.token_text(token), "origin": origin} | ({} if one is None else _seen(one))
-                for token, origin, one in zip(piece.tokens, piece.origin, seen, strict=True)
-            ],
+            "tokens": tokens,
             "drafted": piece.drafted,
             "drafter": piece.drafter,
             "reason": piece.reason,
             "draft_ms": round(piece.milliseconds[0], 3),
             "verify_ms": round(piece.milliseconds[1], 3),
         }
-        return found if details is None else found | self._details(details)
-
-    def _details(self, details: Details) -> dict[str, Any]:
-        """Refused drafts by the place at which they were; layers and a plain step's time, where there is something new."""
-        refused = [{"at": branch.place, "tokens": [self._refused(one) for one in branch.tokens]} for branch in details.refused]
-        found: dict[str, Any] = {"refused": refused, "left_out": details.left_out}
-        if details.layers is not None:
-            found["layers"] = details.layers
-        if details.plain_milliseconds is not None:
-            found["plain_ms"] = round(details.plain_milliseconds, 4)
-        return found
-
-    def _refused(self, one: Seen) -> dict[str, Any]:
-        return {"id": one.token, "text": self.token_text(one.token)} | _seen(one)
-
-    def token_text(self, token: int) -> str:
-        """Of one token alone."""
-        return str(self.tokenizer.decode([token]))
+        return found if details is None else found | {"refused": refused} | _details(details)
 
     def _prompt(self, choice: Choice) -> str:
         """The text of a prompt, which an answer begins with that echoes it."""
-        return str(self.tokenizer.decode(choice.job.ids, skip_special_tokens=True))
+        text = str(self.tokenizer.decode(choice.job.ids, skip_special_tokens=True))
+        return text.removesuffix(choice.writer.prompt_end)
 
     def _read(self, choice: Choice) -> dict[str, Any]:
         """Log-probabilities of a prompt's tokens. Nothing comes before the first, which has none."""
         first, *rest = choice.job.ids
-        text = self.token_text(first)
-        choice.offset = len(text)
+        choice.told = TokenReader(self.tokenizer)
+        before = {"tokens": choice.told.text(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        choice.told.add(first)
         told = self._logprobs(choice, choice.job.read or [], rest)
-        before = {"tokens": text, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        choice.told.ends = choice.writer.ends
         return {name: [before[name], *each] for name, each in told.items()}
 
     def _logprobs(self, choice: Choice, likely: Sequence[Likely], tokens: Sequence[int]) -> dict[str, Any]:
-        texts = [self.token_text(token) for token in tokens]
-        if self.chat:
-            content = [
-                {**_entry(text, one.own), "top_logprobs": [_entry(self.token_text(token), value) for token, value in one.top]}
-                for text, one in zip(texts, likely, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = []
-        for text in texts:
-            offsets.append(choice.offset)
-            choice.offset += len(text)
-        top = [self._likeliest(one) for one in likely]
-        return {"tokens": texts, "token_logprobs": [one.own for one in likely], "top_logprobs": top, "text_offset": offsets}
-
-    def _likeliest(self, one: Likely) -> dict[str, float]:
-        """By text: tokens that are parts of characters may have the same, which then is that of the likeliest."""
-        found: dict[str, float] = {}
-        for token, value in one.top:
-            found.setdefault(self.token_text(token), value)
-        return found
+        reader = choice.told = choice.told or self._reader(choice)
+        content: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, one in zip(tokens, likely, strict=True):
+            if self.chat:
+                top = [reader.entry(other, value) for other, value in one.top]
+                content.append({**reader.entry(token, one.own), "top_logprobs": top})
+                reader.add(token)
+            else:
+                told = reader.text(token), one.own, _likeliest(one, reader), reader.add(token)
+                for name, value in zip(found, told, strict=True):
+                    found[name].append(value)
+        return {"content": content, "refusal": None} if self.chat else found
 
     def ending(self, metrics: bool) -> dict[str, Any]:
         """The chunk with the usage."""
@@ -272,5 +260,30 @@ def _seen(one: Seen) -> dict[str, Any]:
     return found | ({"overruled": True} if one.overruled else {})
 
 
-def _entry(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+def _details(details: Details) -> dict[str, Any]:
+    """How many refused drafts are left out; layers and a plain step's time, where there is something new."""
+    found: dict[str, Any] = {"left_out": details.left_out}
+    if details.layers is not None:
+        found["layers"] = details.layers
+    if details.plain_milliseconds is not None:
+        found["plain_ms"] = round(details.plain_milliseconds, 4)
+    return found
+
+
+def _refused(details: Details, reader: TokenReader) -> list[dict[str, Any]]:
+    """Refused drafts by the place at which they were."""
+    return [
+        {
+            "at": branch.place,
+            "tokens": [{"id": one.token, "text": reader.text(one.token)} | _seen(one) for one in branch.tokens],
+        }
+        for branch in details.refused
+    ]
+
+
+def _likeliest(one: Likely, reader: TokenReader) -> dict[str, float]:
+    """By text: tokens that are parts of characters may have the same, which then is that of the likeliest."""
+    found: dict[str, float] = {}
+    for token, value in one.top:
+        found.setdefault(reader.text(token), value)
+    return found

@@ -10,6 +10,7 @@ from skipstone.api import token_ids
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
+from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.requests import build_request
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import Job
@@ -111,7 +112,7 @@ class Conversation:
 
     def keep(self, asked: Asked, tokens: list[int]) -> None:
         """Remember what was asked, and the tokens that answered it."""
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = detokenize(self.tokenizer, tokens, asked.job.ids)
         self.messages = [*asked.messages, {"role": "assistant", "content": text}]
 
 

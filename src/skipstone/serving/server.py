@@ -210,11 +210,11 @@ class Server:
 
     def _choice(self, index: int, job: Job, body: Any) -> Choice:
         if not (isinstance(body, ChatBody) and body.offered):
-            return Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos))
+            return Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos, prompt=job.ids, echo=job.echo))
         names, most = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
-        writer = Writer(self.tokenizer, body.stops, job.request.eos | hidden, special=True)
+        writer = Writer(self.tokenizer, body.stops, job.request.eos | hidden, prompt=job.ids, special=True)
         return Choice(index, job, writer, Calls(names, most=most))
 
     def abandon(self, answer: Answer) -> None:

@@ -1,27 +1,29 @@
 """Tokens to text, as a client reads it: whole characters, and nothing from a stop string on."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from skipstone.api import Detokenizer
-
-
-@dataclass
-class Written:
-    """Text that became certain. text: of it. tokens: that completed it, as numbers of the job's tokens."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
+from skipstone.hf.detokenizer import Detokenizer, incomplete
 
 
 class Writer:
     """The text of one job. stops: strings that end it, which it does not have. ends: token ids that end it and are no text.
-    special: whether special tokens are, as the marks of a tool's call may be.
+    prompt, special, echo: as of a `Detokenizer`; marks of a tool's call may be special tokens.
 
     count: tokens up to now, that which completed a stop string too. stopped: whether one was met."""
 
-    def __init__(self, tokenizer: Any, stops: list[str], ends: frozenset[int] = frozenset(), *, special: bool = False) -> None:
-        self._detokenizer, self._stops, self._ends = Detokenizer(tokenizer, special=special), stops, ends
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: list[str],
+        ends: frozenset[int] = frozenset(),
+        *,
+        prompt: Sequence[int] = (),
+        special: bool = False,
+        echo: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, special=special, echo=echo)
+        self._stops, self.ends, self.special = stops, ends, special
         self._held = ""  # may be the beginning of a stop string
         self.text = ""  # all that is certain
         self.count = 0
@@ -34,9 +36,14 @@ class Writer:
             if self.stopped:
                 break
             self.count += 1
-            if token not in self._ends:
+            if token not in self.ends:
                 self._take(self._detokenizer.add(token))
         return self.text[began:]
+
+    @property
+    def prompt_end(self) -> str:
+        """The end of the prompt's text that is part of this one, with `echo`."""
+        return self._detokenizer.prompt_end
 
     def rest(self) -> str:
         """What is still held back at the end."""
@@ -57,10 +64,5 @@ class Writer:
             self.stopped = True
             self.text, self._held = self.text + held[: min(found)], ""
             return
-        keep = max(_begun(held, stop) for stop in self._stops)
+        keep = max(incomplete(held, stop) for stop in self._stops)
         self.text, self._held = self.text + held[: len(held) - keep], held[len(held) - keep :]
-
-
-def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop string."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

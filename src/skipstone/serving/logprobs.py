@@ -1,0 +1,42 @@
+"""The tokens of a text as its log-probabilities tell them: texts, bytes, and where each begins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from skipstone.hf.detokenizer import Detokenizer
+
+
+class TokenReader:
+    """Reads the tokens of a text one after another. prompt: ids before the first. ends: ids that end it and are no text.
+    special: whether special tokens are text."""
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), ends: frozenset[int] = frozenset(), *, special: bool = False
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, special=special)
+        self._tokenizer, self.ends = tokenizer, ends
+        self._length = 0
+
+    def add(self, token: int) -> int:
+        """Go on behind a token. Returns its place in the text, in characters; of a token that goes on with a character that of
+        the character."""
+        if token in self.ends:
+            return self._length
+        held, text, place = self._detokenizer.held(), self._detokenizer.add(token), self._length
+        self._length += len(text)
+        return place + (len(held) if text.startswith(held) else 0)
+
+    def text(self, token: int) -> str:
+        """Of a token that may come next; U+FFFD for a part of a character. A token that is no text has its name."""
+        return self._text(token, self._bytes(token))
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """As a chat tells a token that may come next. bytes: None where the tokenizer does not tell."""
+        found = self._bytes(token)
+        return {"token": self._text(token, found), "logprob": logprob, "bytes": None if found is None else list(found)}
+
+    def _text(self, token: int, found: bytes | None) -> str:
+        return found.decode(errors="replace") if found else str(self._tokenizer.decode([token]))
+
+    def _bytes(self, token: int) -> bytes | None:
+        return b"" if token in self.ends else self._detokenizer.bytes_of(token)
