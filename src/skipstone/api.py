@@ -10,7 +10,7 @@ from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
-from skipstone.hf.generation import Output
+from skipstone.hf.generation import Output, RowError
 from skipstone.models.host import left_padded
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
@@ -39,12 +39,22 @@ def generate(
     and kv_dtype, as in `skipstone.load`, found like `engine` (the environment variable is SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
-    ValueError for anything that is not supported, before any work is done.
+    ValueError for anything that is not supported, before any work is done. RowError, a ValueError, where there was no token to
+    choose for some rows: its `output` has the texts of all.
     """
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
-    output = generation.complete(chosen, call, streamer, record)
+    try:
+        return _with_text(generation.complete(chosen, call, streamer, record), inputs, tokenizer)
+    except RowError as error:
+        if error.output is not None:
+            _with_text(error.output, inputs, tokenizer)
+        raise
+
+
+def _with_text(output: Output, inputs: Inputs, tokenizer: Any) -> Output:
+    """The output with the text of every row, where text came in."""
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
         texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
         output.text = texts[0] if _single(inputs) and len(texts) == 1 else texts
@@ -62,7 +72,8 @@ def stream(
     engine: str | None = None,
     **options: Any,
 ) -> Iterator[Step]:
-    """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
+    """Like `generate`, one `Step` at a time. Errors are raised at the call, and a RowError behind the last step; closing the
+    iterator early is safe."""
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options, engine), record)

@@ -12,7 +12,7 @@ from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.details import Details, details_of
-from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
+from skipstone.serving.jobs import FAILED, LENGTH, STOP, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
 
 LEAST_REUSED = 16
@@ -92,7 +92,7 @@ class Lane:
         step = self.decoder.step()
         self._look()
         for row, job in enumerate(self.jobs):
-            if job is None or not step.tokens[row]:
+            if job is None or not (step.tokens[row] or row in step.errors):
                 continue
             job.figures.add(step, row)
             job.figures.predicted = self.decoder.session.predicted(row)
@@ -100,7 +100,10 @@ class Lane:
             tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
             drafted = step.drafted[row], step.drafter, step.reason
             self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds, self._told(row, step)))
-            if row in step.finished:
+            if row in step.errors:
+                self._leave(row, [])
+                self.tell(job, Ended(FAILED, step.errors[row]))
+            elif row in step.finished:
                 state = states[row]
                 assert state is not None
                 written, request = state.tokens, job.request
