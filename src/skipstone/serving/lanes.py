@@ -92,14 +92,10 @@ class Lane:
         step = self.decoder.step()
         self._look()
         for row, job in enumerate(self.jobs):
-            if job is None or not (step.tokens[row] or row in step.errors):
+            if job is None:
                 continue
-            job.figures.add(step, row)
-            job.figures.predicted = self.decoder.session.predicted(row)
-            milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
-            tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
-            drafted = step.drafted[row], step.drafter, step.reason
-            self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds, self._told(row, step)))
+            if step.tokens[row]:
+                self._tell_tokens(job, row, step)
             if row in step.errors:
                 self._leave(row, [])
                 self.tell(job, Ended(FAILED, step.errors[row]))
@@ -111,6 +107,15 @@ class Lane:
                 self._leave(row, [*job.ids, *written][:-1])
                 self.tell(job, Ended(LENGTH if over else STOP))
         return step
+
+    def _tell_tokens(self, job: Job, row: int, step: Step) -> None:
+        """Tell a job the tokens of a step."""
+        job.figures.add(step, row)
+        job.figures.predicted = self.decoder.session.predicted(row)
+        milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
+        tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
+        drafted = step.drafted[row], step.drafter, step.reason
+        self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds, self._told(row, step)))
 
     def _told(self, row: int, step: Step) -> Details | None:
         """The details of a row's step, where its job asks for them."""

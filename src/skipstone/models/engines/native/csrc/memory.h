@@ -45,7 +45,7 @@ class Buffer {
   T* reserve(int64_t count) {
     needed_ = std::max(needed_, count);
     if (int64_t(held_.size()) < count) {
-      held_ = {};
+      free();
       held_.resize(size_t(count));
     }
     return held_.data();
@@ -54,11 +54,13 @@ class Buffer {
   const T* data() const { return held_.data(); }
   // Gives the memory back if less than half of it was reserved since the last trim.
   void trim() {
-    if (int64_t(held_.size()) / 2 > needed_) held_ = {};
+    if (int64_t(held_.size()) / 2 > needed_) free();
     needed_ = 0;
   }
 
  private:
+  void free() { std::vector<T, Aligned<T>>().swap(held_); }
+
   std::vector<T, Aligned<T>> held_;
   int64_t needed_ = 0;
 };
