@@ -57,9 +57,9 @@ def test_only_the_request_that_met_nan_fails(server: InThread) -> None:
 
 def test_a_stream_tells_of_the_error(server: InThread) -> None:
     async def told() -> list[str]:
-        async with caller(server.url) as http:
-            async with http.stream("POST", "/v1/completions", json=body([5, 6, BAD], stream=True)) as response:
-                return [line async for line in response.aiter_lines() if line.startswith("data: {")]
+        asked = {"json": body([5, 6, BAD], stream=True)}
+        async with caller(server.url) as http, http.stream("POST", "/v1/completions", **asked) as response:
+            return [line async for line in response.aiter_lines() if line.startswith("data: {")]
 
     assert "not finite" in json.loads(asyncio.run(told())[-1][6:])["error"]["message"]
 

@@ -90,7 +90,7 @@ class Verdict:
     """What the target says of a draft.
 
     path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
-    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token, NO_TOKEN where there is none to choose.
+    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token; NO_TOKEN where there is none.
     accepted: [B] int64. overruled: [B, n] bool, tokens accepted against the target's own choice (AdaSD), or None.
     notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
     """
@@ -214,7 +214,8 @@ class RowVerdict:
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
     drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
-    by the stopping rules. is_broken: it was cut before NO_TOKEN. notes: those of the verdict. against: 1 for what was accepted against the target's choice.
+    by the stopping rules. is_broken: it was cut before NO_TOKEN. notes: those of the verdict. against: 1 for what was accepted
+    against the target's choice.
     """
 
     path: list[int]

@@ -474,7 +474,7 @@ class Scores:
 
     @cached_property
     def best(self) -> Tensor:
-        """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first; NO_TOKEN where there is none."""
+        """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first; NO_TOKEN as of an engine."""
         if self._scored is None or "logits" in self.__dict__:
             return picks.likeliest(self.logits)
         return self._scored.likeliest()

@@ -121,14 +121,20 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
     layered = decoder.session.model
     output.engine, output.engine_reason, output.quantize = layered.engine.name, layered.engine_reason, layered.engine.quantize
+    _keep_scores(output, call, kept)
+    if errors:
+        raise RowError(errors, call.model, output)
+    return output
+
+
+def _keep_scores(output: Output, call: Call, kept: list[Step]) -> None:
+    """Logits and scores of every new token, where they are asked for."""
+    new = output.new_tokens or []
     width = max(map(len, new))
     if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)
     if call.config.output_scores:
         output.scores = _per_token([step.scores for step in kept], len(new), width)
-    if errors:
-        raise RowError(errors, call.model, output)
-    return output
 
 
 def _sequences(call: Call, new: list[list[int]]) -> Tensor:

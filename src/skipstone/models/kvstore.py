@@ -85,8 +85,8 @@ class KVStore:
             buffer[row, :, dst] = buffer[row, :, src]
 
     def clear(self, row: int) -> None:
-        """Zero what is behind the committed tokens of a row. NaN there would spoil what attends to the row later: a masked weight
-        of 0 times NaN is NaN."""
+        """Zero what is behind the committed tokens of a row. NaN there would spoil what attends to the row later: a masked
+        weight of 0 times NaN is NaN."""
         for buffer in (*self.keys, *self.values):
             if buffer is not None:
                 buffer[row, :, self.length[row] :].zero_()
