@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
     from skipstone.hf.generation import Output as Output
+    from skipstone.hf.generation import RowError as RowError
     from skipstone.hub.push import push as push
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
@@ -55,7 +56,7 @@ _NAMES = {
     "decoding.stats": ("Stats",),
     "hf.detokenizer": ("Detokenizer",),
     "hf.enable": ("custom_generate", "disable", "enable"),
-    "hf.generation": ("Output",),
+    "hf.generation": ("Output", "RowError"),
     "hub.push": ("push",),
     "loading": ("load",),
     "methods": (

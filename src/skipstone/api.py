@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.hf import generation
-from skipstone.hf.call import MethodLike, prepare_call, resolve_for
+from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
 from skipstone.hf.detokenizer import detokenize
-from skipstone.hf.generation import Output
+from skipstone.hf.generation import Output, RowError
 from skipstone.models.host import left_padded
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
@@ -40,12 +40,22 @@ def generate(
     and kv_dtype, as in `skipstone.load`, found like `engine` (the environment variable is SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
-    ValueError for anything that is not supported, before any work is done.
+    ValueError for anything that is not supported, before any work is done. RowError, a ValueError, where there was no token to
+    choose for some rows: its `output` has the texts of all.
     """
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
-    output = generation.complete(chosen, call, streamer, record)
+    try:
+        return _with_text(generation.complete(chosen, call, streamer, record), call, inputs, tokenizer)
+    except RowError as error:
+        if error.output is not None:
+            _with_text(error.output, call, inputs, tokenizer)
+        raise
+
+
+def _with_text(output: Output, call: Call, inputs: Inputs, tokenizer: Any) -> Output:
+    """The output with the text of every row, where text came in."""
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
         rows = zip(call.prompts, output.new_tokens or [], strict=True)
         texts = [detokenize(tokenizer, tokens, prompt.tolist()) for prompt, tokens in rows]
@@ -64,7 +74,8 @@ def stream(
     engine: str | None = None,
     **options: Any,
 ) -> Iterator[Step]:
-    """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
+    """Like `generate`, one `Step` at a time. Errors are raised at the call, and a RowError behind the last step; closing the
+    iterator early is safe."""
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options, engine), record)

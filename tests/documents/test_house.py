@@ -23,6 +23,7 @@ PUBLIC = {
         "Speculative",
         "PromptLookup",
         "Recycle",
+        "RowError",
         "Jacobi",
         "Lookahead",
         "METHODS",

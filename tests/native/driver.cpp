@@ -60,6 +60,7 @@ struct Library {
   decltype(&sk_norm) norm;
   decltype(&sk_head) head;
   decltype(&sk_test) test;
+  decltype(&sk_largest) largest;
   decltype(&sk_draw) draw;
   decltype(&sk_chain) chain;
 
@@ -80,6 +81,7 @@ struct Library {
     find(norm, "sk_norm");
     find(head, "sk_head");
     find(test, "sk_test");
+    find(largest, "sk_largest");
     find(draw, "sk_draw");
     find(chain, "sk_chain");
   }
@@ -258,7 +260,7 @@ struct Case {
     const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
     if (type <= FLOAT16) {
-      library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data());
+      CHECK(library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data()) == OK);
     } else {
       const int64_t stored = dice.from(FLOAT32, FLOAT16);
       void* source = weights(stored, outputs, inputs, stride);
@@ -356,7 +358,7 @@ struct Case {
     const Block<float> hidden = numbers(dice, n * m.hidden, 4);
     Block<float> normed(n * m.hidden), logits(n * m.vocabulary), again(n * m.vocabulary);
     Block<int64_t> best(n);
-    library.norm(&m, hidden.data(), n, normed.data());
+    CHECK(library.norm(&m, hidden.data(), n, normed.data()) == OK);
     hash.add(normed);
     const bool norm = dice.chance(50);
     CHECK(library.head(&m, nullptr, hidden.data(), n, norm, logits.data(), nullptr, 1) == OK);
@@ -376,17 +378,26 @@ struct Case {
     const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
     CHECK(library.head(&m, nullptr, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
     CHECK(logits == again);
-    CHECK(library.head(&m, nullptr, hidden.data(), -n, norm, again.data(), best.data(), 1) == OK);
+    CHECK(library.head(&m, nullptr, hidden.data(), -n, norm, again.data(), best.data(), 1) == (n > 0 ? BAD_ARGUMENT : OK));
     if (n > 0) {
       Block<float> broken(hidden);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
       const int64_t place = dice.from(0, broken.count - 1), which = dice.from(0, 3), broken_row = place / m.hidden;
       broken[place] = odd[which];
       CHECK(library.head(&m, nullptr, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
-      for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
+      for (int64_t r = 0; r < n; r++) {
+        const float* row = again.data() + r * m.vocabulary;
+        const bool known = std::none_of(row, row + m.vocabulary, [](float x) { return std::isnan(x); });
+        const int64_t expected = std::max_element(row, row + m.vocabulary) - row;
+        CHECK(best[r] == (known && row[expected] > -INFINITY ? expected : -1));
+      }
+      Block<int64_t> tested(n);
+      Block<float> likely(n);
+      CHECK(library.test(&m, nullptr, broken.data(), n, nullptr, tested.data(), likely.data(), threads()) == OK);
+      for (int64_t r = 0; r < n; r++) CHECK(likely[r] >= 0 && likely[r] <= 1 && (tested[r] >= 0 || likely[r] == 0));
       for (int64_t i = 0; i < again.count; i++) {
         if (i / m.vocabulary != broken_row) CHECK(std::memcmp(&again[i], &logits[i], sizeof(float)) == 0);
-        else if (which == 0 && m.logits_softcap == 0) CHECK(std::isnan(again[i]));
+        else if (which == 0) CHECK(std::isnan(again[i]));
       }
     }
   }
@@ -579,7 +590,7 @@ struct Case {
   // The final norm, then a matrix [hidden][hidden], by the engine's own order of summation.
   Block<float> transformed(const Block<float>& states, const Block<float>& weights, int64_t rows) const {
     Block<float> normed(states.count), made(states.count);
-    library.norm(&m, states.data(), rows, normed.data());
+    CHECK(library.norm(&m, states.data(), rows, normed.data()) == OK);
     for (int64_t i = 0; i < states.count; i++) {
       float sum = 0;
       const int64_t row = i / m.hidden, output = i % m.hidden;
@@ -611,7 +622,7 @@ struct Case {
     Block<float> weights = numbers(dice, m.hidden * m.hidden, 0.3f);
     if (dice.chance(40)) {
       Block<uint8_t> panels(library.packed_bytes(FLOAT32, m.hidden, m.hidden));
-      library.pack(FLOAT32, weights.data(), m.hidden, m.hidden, m.hidden, panels.data());
+      CHECK(library.pack(FLOAT32, weights.data(), m.hidden, m.hidden, m.hidden, panels.data()) == OK);
       square = {keep(panels), nullptr, m.hidden, m.hidden, FLOAT32};
       transform = &square;
     }
@@ -796,9 +807,73 @@ struct Case {
     if (!hostile) hash.add(tokens);
   }
 
+  void largest() {
+    const int64_t rows = dice.from(0, 3), n = dice.from(1, 200), k = dice.from(1, std::min<int64_t>(n, 100)), stride = n + dice.from(0, 2);
+    Block<float> logits = numbers(dice, rows * stride, 8);
+    Block<int64_t> tokens(rows * k);
+    const int64_t broken = hostile && rows > 0 && dice.chance(40) ? dice.from(0, rows - 1) : -1;
+    if (broken >= 0) logits[broken * stride + dice.from(0, n - 1)] = NAN;
+    CHECK(library.largest(logits.data(), rows, n, stride, k, tokens.data(), threads()) == OK);
+    for (int64_t r = 0; r < rows; r++) {
+      std::vector<int64_t> order(static_cast<size_t>(n));
+      for (int64_t i = 0; i < n; i++) order[size_t(i)] = i;
+      const float* row = &logits[r * stride];
+      if (r != broken) std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row[a] > row[b]; });
+      for (int64_t i = 0; i < k; i++) CHECK(tokens[r * k + i] == (r == broken ? -1 : order[size_t(i)]));
+    }
+    if (!hostile) return hash.add(tokens);
+    const int64_t wrong[] = {0, -1, n + 1, 101, INT64_MIN, INT64_MAX};
+    for (int64_t one : wrong) {
+      if (one >= 1 && one <= std::min<int64_t>(n, 100)) continue;
+      CHECK(library.largest(logits.data(), rows, n, stride, one, tokens.data(), 1) == BAD_ARGUMENT);
+    }
+  }
+
+  // What no caller may ask for: nothing is read or written, and the answer is an error.
+  void refused() {
+    float number[1] = {0};
+    int64_t whole[1] = {0};
+    for (int64_t size : {int64_t(-1), INT64_MIN, INT64_MAX, int64_t(1) << 62}) {
+      CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), size, m.hidden) == -1);
+      CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), m.hidden, size) == -1);
+      CHECK(library.pack(FLOAT32, number, m.hidden, size, m.hidden, number) == BAD_ARGUMENT);
+      CHECK(library.quantize(INT8, FLOAT32, number, m.hidden, m.hidden, size, number) == BAD_ARGUMENT);
+      CHECK(library.take(&m.head, whole, size, number) == BAD_ARGUMENT);
+      CHECK(library.embed(&m, whole, size, number) == BAD_ARGUMENT);
+      CHECK(library.norm(&m, number, size, number) == BAD_ARGUMENT);
+      CHECK(library.head(&m, nullptr, number, size, 1, nullptr, whole, 1) == BAD_ARGUMENT);
+      CHECK(library.test(&m, nullptr, number, size, nullptr, whole, number, 1) == BAD_ARGUMENT);
+      CHECK(library.largest(number, size, 1, 1, 1, whole, 1) == BAD_ARGUMENT);
+      CHECK(library.draw(number, size, 1, 1, number, whole, number, number, nullptr, 1, whole) == BAD_ARGUMENT);
+    }
+    for (int64_t type : {int64_t(-1), int64_t(INT4) + 1, INT64_MAX}) {
+      CHECK(library.packed_bytes(type, 1, 1) == -1);
+      CHECK(library.pack(type, number, 1, 1, 1, number) == BAD_ARGUMENT);
+      CHECK(library.quantize(type, FLOAT32, number, 1, 1, 1, number) == BAD_ARGUMENT);
+    }
+    CHECK(library.pack(INT8, number, 1, 1, 1, number) == BAD_ARGUMENT);
+    CHECK(library.quantize(FLOAT32, FLOAT32, number, 1, 1, 1, number) == BAD_ARGUMENT);
+    CHECK(library.quantize(INT4, INT8, number, 1, 1, 1, number) == BAD_ARGUMENT);
+    CHECK(library.pack(FLOAT32, nullptr, 1, 1, 1, number) == BAD_ARGUMENT);
+    CHECK(library.take(nullptr, whole, 1, number) == BAD_ARGUMENT);
+    CHECK(library.embed(nullptr, whole, 1, number) == BAD_ARGUMENT);
+    CHECK(library.norm(&m, nullptr, 1, number) == BAD_ARGUMENT);
+    CHECK(library.head(&m, nullptr, nullptr, 1, 1, nullptr, whole, 1) == BAD_ARGUMENT);
+    CHECK(library.run(nullptr, nullptr, nullptr, 0, 0, nullptr, number, 0, number, 0, 1) == BAD_ARGUMENT);
+    const Block<float> state = numbers(dice, m.hidden);
+    const Matrix small{m.head.panels, nullptr, m.head.outputs, m.hidden + 1, m.head.type};
+    CHECK(library.test(&m, nullptr, state.data(), 1, &small, whole, number, 1) == BAD_ARGUMENT);
+    Shortlist few{m.head, nullptr};  // without ids, then of more rows than there are logits
+    CHECK(library.head(&m, &few, state.data(), 1, 1, nullptr, whole, 1) == BAD_ARGUMENT);
+    few.ids = whole, few.head.outputs = m.vocabulary + 1;
+    CHECK(library.head(&m, &few, state.data(), 1, 1, nullptr, whole, 1) == BAD_ARGUMENT);
+  }
+
   void all() {
     embed();
     head();
+    largest();
+    if (hostile) refused();
     draw();
     for (int64_t i = dice.from(1, 3); i > 0; i--) run();
     chain();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -280,6 +281,31 @@ def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any
         job = Job(Request(ids, 12), method)
         assert decoded(job) == written(raw, method, ids, 12)
         assert job.figures.reused == reused
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any, method: Method) -> None:
+    ids, broken = [prompt(20, seed) for seed in range(4)], copy.deepcopy(raw)
+    seen = {token for one in ids for token in [*one.tolist(), *written(raw, method, one, 8)]}
+    bad = min(set(range(3, 90)) - seen)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[bad] = float("nan")
+    heard = Heard()
+    engine = Engine(LayeredModel(broken), 2, 128, 64, heard, chunk=8)
+    spoiled = [Job(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
+    good = [Job(Request(one, 8), method) for one in ids]
+    for pair in zip(spoiled, good, strict=True):  # a row is a good job's, then a spoiled one's, then a good one's again
+        engine.submit(list(pair))
+    heard.all_of([*spoiled, *good])
+    assert engine.stop()
+    for job in spoiled:
+        assert heard.ended[job].reason == FAILED
+        assert heard.ended[job].status == 500
+        assert "not finite" in heard.ended[job].message
+        assert job not in heard.tokens
+    for job in good:
+        assert heard.ended[job].reason == LENGTH
+        assert heard.tokens[job] == written(raw, method, job.request.prompt, 8)
 
 
 def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:

@@ -90,7 +90,7 @@ class Verdict:
     """What the target says of a draft.
 
     path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
-    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token.
+    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token; NO_TOKEN where there is none.
     accepted: [B] int64. overruled: [B, n] bool, tokens accepted against the target's own choice (AdaSD), or None.
     notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
     """
@@ -127,7 +127,7 @@ class Verdict:
 class Picked:
     """A verdict where every row is greedy: along a draft the target's picks decide, and the host walks it by itself.
 
-    picks: [B, n+1] int64, the target's pick after every node, the root's first. notes: as in `Verdict`.
+    picks: [B, n+1] int64, the target's pick after every node, the root's first; NO_TOKEN as in `Verdict`. notes: as there.
     """
 
     draft: Draft
@@ -214,7 +214,8 @@ class RowVerdict:
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
     drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
-    by the stopping rules. notes: those of the verdict. against: 1 for what was accepted against the target's choice.
+    by the stopping rules. is_broken: it was cut before NO_TOKEN. notes: those of the verdict. against: 1 for what was accepted
+    against the target's choice.
     """
 
     path: list[int]
@@ -225,6 +226,7 @@ class RowVerdict:
     nodes: int = 0
     draft_steps: int = 0
     finished: bool = False
+    is_broken: bool = False
     notes: list[int] = field(default_factory=list)
     against: list[int] = field(default_factory=list)
 
@@ -261,7 +263,8 @@ class Step:
     origin says for each token whether it is the "prefill"'s, an accepted "draft", the "recovered" or the "bonus" token.
     draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
     prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. drafter: what
-    drafted, where the session had the choice, and reason: why. finished: rows that ended in this step.
+    drafted, where the session had the choice, and reason: why. finished: rows that ended in this step. errors: of these, the
+    rows that failed, and why.
     Seconds are wall-clock; on CUDA those of searching, drafting and scoring are device time, and other is what is left of the
     step. seconds_search: spent for later steps (`Session.optimise`).
     """
@@ -282,6 +285,7 @@ class Step:
     seconds_score: float = 0.0
     seconds_other: float = 0.0
     finished: list[int] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
     records: list[list[TokenRecord]] | None = None
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None

@@ -16,8 +16,17 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import CPU_PREFILLED_TOGETHER, PREFILL_CHUNK, Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
+from skipstone.models.picks import NO_TOKEN, likeliest
 from skipstone.models.torch_threads import OneThread
 
+BROKEN = (
+    "the model's logits are not finite, NaN or all minus infinity: its weights may not be, or it overflows its dtype; load it "
+    "anew, or in float32"
+)
+FORBIDDEN = (
+    "no token is left to choose from: the logits processors forbid every one, or the scores are not finite after them; let "
+    "them allow a token"
+)
 NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
@@ -106,7 +115,8 @@ class Decoder:
         scores, ready = session.prefill(self.chunk)
         draft = Draft.empty(session.rows, session.root.device)
         if scores is None:
-            step = self._step([NOTHING] * session.rows, draft)
+            verdicts = [NOTHING] * session.rows
+            step = self._step(verdicts, draft)
         else:
             verdicts = self._settle(draft, session.verify(draft, scores), ready)
             for row in ready:
@@ -115,7 +125,7 @@ class Decoder:
             session.commit(None, verdicts)
         step.prefill = True
         step.seconds_score = time.perf_counter() - started  # a chunk that completes no prompt is not waited for
-        return self._retire(step)
+        return self._retire(step, verdicts)
 
     def _decode(self) -> Step:
         session = self.session
@@ -134,7 +144,7 @@ class Decoder:
         step.seconds_search, step.seconds_draft, step.seconds_score, other = clock.stop()
         step.seconds_other = max(0.0, other - self._recording)  # what is kept of a step is no cost of decoding
         session.clocked(step)
-        return self._retire(step)
+        return self._retire(step, verdicts)
 
     def _settle(self, draft: Draft, verdict: Verdict | Picked, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
@@ -157,6 +167,7 @@ class Decoder:
             overruled=[v.overruled for v in verdicts],
             verified_nodes=sum(v.nodes for v in verdicts),
             finished=[row for row, v in enumerate(verdicts) if v.finished],
+            errors={row: self._why(row, v, scores) for row, v in enumerate(verdicts) if v.is_broken and v.finished},
         )
         if self.recorder is not None and scores is not None:
             began = time.perf_counter()
@@ -164,10 +175,23 @@ class Decoder:
             self._recording = time.perf_counter() - began
         return step
 
-    def _retire(self, step: Step) -> Step:
+    def _why(self, row: int, verdict: RowVerdict, scores: Scores | None) -> str:
+        """Why there was no token to choose for a row."""
+        assert scores is not None, "a row fails by its scores"
+        node = verdict.path[-1] if verdict.path else -1
+        raw = scores.at(torch.full_like(self.session.root, node))[row]
+        state = self.rows[row]
+        assert state is not None
+        place = f"after {len(state.request.prompt)} tokens of prompt and {len(state.tokens)} new ones"
+        return f"{BROKEN if int(likeliest(raw)) == NO_TOKEN else FORBIDDEN} ({place})"
+
+    def _retire(self, step: Step, verdicts: list[RowVerdict]) -> Step:
         self.stats.add(step)
         for row in step.finished:
             self.session.release(row)
+        for row, verdict in enumerate(verdicts):
+            if verdict.is_broken:
+                self.session.store.clear(row)
         return step
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.models import host
+from skipstone.models import host, picks
 
 TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test
@@ -134,27 +134,29 @@ class Noise:
         return self._counter(position[:, None], stream)[:, 0]
 
     def draw(self, p: Tensor | Chances, position: Tensor, stream: int) -> Tensor:
-        """Sample from p [B, V] (need not be normalised); a one-hot row gives its token. Returns [B]."""
+        """Sample from p [B, V] (need not be normalised); a one-hot row gives its token, one of NaN or zeros NO_TOKEN. Returns
+        [B]."""
         if not isinstance(p, Tensor):
             return p.drawn(self, position, stream)
         if p.shape[0] == 1 and host.readable(p):
             return self._drawn_alone(None, p, position, stream)
-        return self.race(p, position, stream).argmax(-1)
+        return picks.likeliest(self.race(p, position, stream))
 
     def draw_among(self, tokens: Tensor, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """`draw` where only tokens [B, k] have a chance, p [B, k]."""
         if p.shape[0] == 1 and host.readable(p):
             return self._drawn_alone(tokens, p, position, stream)
-        winner = (self._uniform_at(tokens, position, stream).log_() / p).argmax(-1)
-        return tokens.gather(1, winner[:, None])[:, 0]
+        race = self._uniform_at(tokens, position, stream).log_() / p
+        best = race.max(-1, keepdim=True)
+        return picks.known(tokens.gather(1, best.indices), best.values)[:, 0]
 
     def _drawn_alone(self, tokens: Tensor | None, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """`draw` of one row on the host, where nobody who cannot win need run. p: [1, k], of tokens [1, k]; None: of all.
         Returns [1] int64."""
         chances = p[0].numpy()
         runners = (chances != 0).nonzero()[0]  # [k]
-        if not runners.size:
-            return torch.zeros(1, dtype=torch.int64)
+        if not runners.size or not np.isfinite(chances[runners]).all():
+            return torch.tensor([picks.NO_TOKEN])
         names = runners if tokens is None else tokens[0].numpy()[runners]
         bits = _mixed(names.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._begin(int(position), stream)))
         uniform = bits.view(np.int64) * _SCALE + 0.5  # as in `_unit`

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.noise import DRAFT, PLACE, TARGET, Chances, Noise, substream
-from skipstone.models import host
+from skipstone.models import host, picks
 from skipstone.models.engines.engine import EngineDraw, Warps
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
@@ -97,7 +97,8 @@ def _asked_of_engine(row: Sampling | None) -> int:
 def warp(logits: Tensor, rows: Warping) -> Tensor:
     """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V] or [B, n, V]. Returns p of the same shape.
 
-    Rows with temperature 0 become one-hot at their argmax. What a row gets does not depend on the rows beside it.
+    Rows with temperature 0 become one-hot at their argmax. What a row gets does not depend on the rows beside it: one that
+    there is nothing to choose from for (NaN, or only minus infinity) gets NaN or zeros.
     """
     if not rows.any_few or not _worth(logits):
         return _warped(logits, rows)
@@ -160,7 +161,8 @@ def _warped(logits: Tensor, rows: Warping) -> Tensor:
     if rows.any_min_p:
         p = _without_improbable(scores, p, rows.min_p.view(shape))
     if rows.any_greedy:
-        best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        best = picks.likeliest(logits)[..., None]
+        best = torch.zeros_like(p).scatter(-1, best.clamp_min(0), (best >= 0).to(p.dtype))  # zeros where there is no token
         p = torch.where(rows.greedy.view(shape), best, p)
     return p
 
@@ -363,7 +365,7 @@ class Sampler:
         """
         settings = self.settings[row]
         if self.greedy or settings is None:
-            return logits.argmax(-1)
+            return picks.likeliest(logits)
         alike = Warping([settings] * len(logits), self.device)
         noise = self.noise_type(on_device([settings.seed] * len(logits), self.device))
         return noise.draw(self._chances(logits, alike, True, lambda: warp(logits, alike)), positions, TARGET)
@@ -384,7 +386,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """The draw of `propose`, from processed logits [B, V]."""
         if self.greedy:
-            return scores.argmax(-1), None
+            return picks.likeliest(scores), None
         if coupled:
             return self.noise.draw(self.chances(scores, path, wanted), position, TARGET), None
         q = self.warped(scores, path, wanted)
@@ -472,9 +474,9 @@ class Scores:
 
     @cached_property
     def best(self) -> Tensor:
-        """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first."""
+        """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first; NO_TOKEN as of an engine."""
         if self._scored is None or "logits" in self.__dict__:
-            return self.logits.argmax(-1)
+            return picks.likeliest(self.logits)
         return self._scored.likeliest()
 
     def picks(self) -> Tensor | None:

@@ -6,27 +6,37 @@ import torch
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import RowVerdict
+from skipstone.models.picks import NO_TOKEN
 
 
 @dataclass
 class RunningRequest:
     """A request while it runs, with its new tokens on the host.
 
-    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens.
+    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens. is_doubted: the latest
+    step found no token to choose next to a draft, which may be the reason; the next one drafts nothing.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     is_stopped: bool = False
+    is_doubted: bool = False
 
     @property
     def room(self) -> int:
         """Most draft tokens of the next step: the token that verification adds must fit too."""
-        return self.request.max_new_tokens - len(self.tokens) - 1
+        return 0 if self.is_doubted else self.request.max_new_tokens - len(self.tokens) - 1
 
     def take(self, verdict: RowVerdict) -> None:
-        """Append the new tokens up to the first that ends the row, and cut the verdict there."""
+        """Append the new tokens up to the first that ends the row, and cut the verdict there. Where there is no token to choose
+        the verdict is cut before it: without a draft the row has failed, so every method fails at the same place."""
+        self.is_doubted = False
         for count, token in enumerate(verdict.tokens, 1):
+            if token == NO_TOKEN:
+                verdict.cut(count - 1)
+                verdict.is_broken, self.is_doubted = True, bool(verdict.nodes)
+                verdict.finished = not self.is_doubted
+                return
             self.tokens.append(token)
             self.is_stopped = token in self.request.eos or self._meets_criterion()
             if self.is_stopped or len(self.tokens) >= self.request.max_new_tokens:

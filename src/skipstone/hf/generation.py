@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from skipstone.decoding.batch import Request
@@ -17,6 +18,7 @@ from skipstone.decoding.record import Keeper
 from skipstone.decoding.stats import Stats
 from skipstone.hf.call import Call
 from skipstone.hf.requests import requests
+from skipstone.models.finite import first_not_finite
 from skipstone.models.layered import LayeredModel
 
 SLOWER = 0.95  # speed-ups below this are warned about
@@ -47,6 +49,19 @@ class Output(GenerateDecoderOnlyOutput):
     quantize: str | None = None
 
 
+class RowError(ValueError):
+    """Rows for which there was no token to choose. The other rows of the call were decoded to their ends.
+
+    errors: row -> why. output: of all rows, with what those had until then; None of `stream`.
+    """
+
+    def __init__(self, errors: dict[int, str], model: PreTrainedModel, output: Output | None = None) -> None:
+        said = "; ".join(f"row {row}: {why}" for row, why in sorted(errors.items()))
+        weight = first_not_finite(model)
+        super().__init__(said if weight is None else f"{said}. Its weight {weight} is not finite")
+        self.errors, self.output = errors, output
+
+
 def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
     layered = call.layered or LayeredModel(call.model)
@@ -65,18 +80,24 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
 
 
 def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
-    """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
+    """The loop as an iterator of Steps. Errors are raised at the call, not at the first step; a RowError behind the last."""
     decoder, _ = admitted(method, call, Keeper(record=True) if record else None)
 
     def watched() -> Iterator[Step]:
-        yield from run(decoder)
+        errors: dict[int, str] = {}
+        for step in run(decoder):
+            errors |= step.errors
+            yield step
         _warn_if_slower(method, decoder.stats, stacklevel=3)
+        if errors:
+            raise RowError(errors, call.model)
 
     return watched()
 
 
 def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
-    """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens."""
+    """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens.
+    RowError where a row failed, when all others have ended."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
@@ -84,9 +105,11 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     decoder, wanted = admitted(method, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
-    kept = []
+    kept: list[Step] = []
+    errors: dict[int, str] = {}
     new: list[list[int]] = [[] for _ in wanted]
     for step in run(decoder):
+        errors |= step.errors
         for tokens, more in zip(new, step.tokens, strict=True):
             tokens.extend(more)
         if streamer is not None and step.tokens[0]:
@@ -100,12 +123,20 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
     layered = decoder.session.model
     output.engine, output.engine_reason, output.quantize = layered.engine.name, layered.engine_reason, layered.engine.quantize
+    _keep_scores(output, call, kept)
+    if errors:
+        raise RowError(errors, call.model, output)
+    return output
+
+
+def _keep_scores(output: Output, call: Call, kept: list[Step]) -> None:
+    """Logits and scores of every new token, where they are asked for."""
+    new = output.new_tokens or []
     width = max(map(len, new))
     if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)
     if call.config.output_scores:
         output.scores = _per_token([step.scores for step in kept], len(new), width)
-    return output
 
 
 def _sequences(call: Call, new: list[list[int]]) -> Tensor:

@@ -68,7 +68,7 @@ class JacobiSession(Session):
         return Draft(tokens, valid, frontier)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        self._target_tokens = scores.best
+        self._target_tokens = scores.best.clamp_min(0)  # any token where there is none
         return super().verify(draft, scores)
 
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -131,7 +131,7 @@ class LookaheadSession(LookupSession):
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         verdict = super().verify(draft, scores)
-        verdict.notes = scores.best  # [B, n + 1]
+        verdict.notes = scores.best.clamp_min(0)  # [B, n + 1]; any token where there is none
         return verdict
 
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -26,6 +26,7 @@ from skipstone.decoding.settings import setting
 from skipstone.methods.shared import states
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.layered import LayeredModel
+from skipstone.models.picks import NO_TOKEN
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
@@ -132,5 +133,6 @@ class RecycleSession(LookupSession):
                 said = {-1: root, **dict(enumerate(self._drafts[row].tokens)), **said}
             for node in [*said, -1, *verdict.path]:
                 first = (node + 1) * self.candidates
-                self.kept.continuations[said[node]] = verdict.notes[first : first + self.candidates]
+                noted = verdict.notes[first : first + self.candidates]
+                self.kept.continuations[said[node]] = [token for token in noted if token != NO_TOKEN]
         super().learn(draft, verdicts)

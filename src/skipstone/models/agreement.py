@@ -15,6 +15,7 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
+from skipstone.models.finite import refuse_not_finite
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
@@ -82,10 +83,17 @@ def ensure(model: Any, facts: Facts) -> None:
     except torch.OutOfMemoryError:
         raise
     except UNEXPECTED as error:
+        refuse_not_finite(model)
         raise ValueError(f"the layers of this {kind} model cannot be run one by one: {error}") from error
     finally:
         patches.take_off(model)
     if not difference.share <= difference.allowed:
+        refuse_not_finite(model)
+        if difference.share != difference.share:
+            raise ValueError(
+                f"{difference.where} of this {kind} model is NaN or infinite for a few tokens, and its weights are finite: it "
+                f"overflows {facts.dtype}; load it in bfloat16 or float32"
+            )
         raise ValueError(
             f"skipstone does not compute this {kind} model as its own forward does: {difference.where} "
             f"differs by {difference.share:.2g} of its size, where {difference.allowed:g} is allowed"

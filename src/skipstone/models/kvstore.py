@@ -90,6 +90,13 @@ class KVStore:
             src, dst = places[buffer.device]
             buffer[row, :, dst] = buffer[row, :, src]
 
+    def clear(self, row: int) -> None:
+        """Zero what is behind the committed tokens of a row. NaN there would spoil what attends to the row later: a masked
+        weight of 0 times NaN is NaN."""
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                buffer[row, :, self.length[row] :].zero_()
+
     def bytes(self) -> int:
         """Memory held by all buffers."""
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skipstone.models import picks
 from skipstone.models.agreement import ensure
 from skipstone.models.engines.choice import Setup, asked_for, choose, kv_dtype_of
 from skipstone.models.engines.engine import ChainEnd, ChainStart, EngineDraw
@@ -122,13 +123,15 @@ class LayeredModel(DecoderModules):
         return self.engine.normed(hidden)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """The token with the largest logit, the lowest of equal ones: [B, n, d] -> [B, n] int64. No logits are kept."""
+        """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
+        No logits are kept."""
         with self.lock:
-            return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
+            return self.engine.likeliest(hidden) if self.engine_picks else picks.likeliest(self.logits(hidden))
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
-        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count]
-        int64."""
+        """As in `Engine`. ValueError for a count of logits that there are not."""
+        if not 1 <= count <= logits.shape[-1]:
+            raise ValueError(f"count must lie between 1 and the {logits.shape[-1]} logits of a token, found {count}")
         return self.engine.largest(logits, count)
 
     @property

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from skipstone.files import cache_place, digest, write_cache
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
+from skipstone.models.finite import refuse_not_finite
 from skipstone.models.known_types import TESTED
 from skipstone.models.refusals import refuse_contradiction, refuse_kind
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
@@ -84,10 +85,12 @@ def _derived(model: Any) -> Family:
         family = derive(model, config, found, path, name)
         _expect_no_other_limits(config, family)
     except Underivable as reason:
+        refuse_not_finite(model)
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
     except torch.OutOfMemoryError:
         raise
     except (*UNEXPECTED, StopIteration) as error:
+        refuse_not_finite(model)
         raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
     if family.own_masks is None:
         refuse_contradiction(config, reaches(config, family), family)

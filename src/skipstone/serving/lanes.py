@@ -15,7 +15,7 @@ from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
-from skipstone.serving.jobs import Ended, Event, Job, Likely, Piece
+from skipstone.serving.jobs import FAILED, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
 from skipstone.timing.machine import kv_bytes_of
 
@@ -106,21 +106,27 @@ class Lane:
         step = self.decoder.step()
         likely, details = self._recorder.results(self.decoder.session)
         for row, job in enumerate(self.jobs):
-            if job is None or not step.tokens[row]:
+            if job is None:
                 continue
-            job.figures.add(step, row)
-            job.figures.predicted = self.decoder.session.predicted(row)
-            milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
-            tokens, origin = step.tokens[row], step.origin[row]
-            drafted = step.drafted[row], step.drafter, step.reason
-            told = self._told(row, step, details.get(row))
-            self.tell(job, Piece(job.figures.steps, tokens, origin, likely.get(row), *drafted, milliseconds, told))
-            if row in step.finished:
+            if step.tokens[row]:
+                self._tell_tokens(job, row, step, likely.get(row), details.get(row))
+            if row in step.errors:
+                self._leave(row, [])
+                self.tell(job, Ended(FAILED, step.errors[row]))
+            elif row in step.finished:
                 state = states[row]
                 assert state is not None
                 self._leave(row, [*job.ids, *state.tokens][:-1])
                 self.tell(job, Ended(job.reason(state.tokens, state.is_stopped)))
         return step
+
+    def _tell_tokens(self, job: Job, row: int, step: Step, likely: Sequence[Likely] | None, details: Details | None) -> None:
+        """Tell a job the tokens of a step."""
+        job.figures.add(step, row)
+        job.figures.predicted = self.decoder.session.predicted(row)
+        milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
+        drafted, told = (step.drafted[row], step.drafter, step.reason), self._told(row, step, details)
+        self.tell(job, Piece(job.figures.steps, step.tokens[row], step.origin[row], likely, *drafted, milliseconds, told))
 
     def _told(self, row: int, step: Step, details: Details | None) -> Details | None:
         """The details of a row's step, where its job asks for them."""

@@ -117,7 +117,7 @@ class AdaSDSession(DraftModelSession):
         if not self.method.relaxed or not draft.width:
             return None
         q, entropies = torch.stack(self._draft_distributions, 1), torch.stack(self._draft_entropies, 1)  # [B, n, V], [B, n]
-        self._distances = js_distances(self._processed_target_logits(draft, scores), q, entropies)
+        self._distances = js_distances(self._processed_target_logits(draft, scores), q, entropies).nan_to_num(1.0)
         return self._distances < self.verification.value[:, None]
 
     def _processed_target_logits(self, draft: Draft, scores: Scores) -> Tensor:

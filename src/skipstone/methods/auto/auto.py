@@ -219,7 +219,7 @@ class AutoSession(Session):
         if logits is None:
             self._graded(state, name, (), (), 0.0, 0)
             return
-        confidence = logits.softmax(-1).amax(-1)  # [n]
+        confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
         sure, was_right = confidence.tolist(), right.tolist()
         if not self.drafters[name].counts(was_right):

@@ -19,6 +19,7 @@ from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
+from skipstone.models.picks import NO_TOKEN
 
 LOOK_EVERY = 4
 """Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
@@ -156,8 +157,10 @@ class ChainSession(Session):
             wanted = chain.open_rows() if self.sampler.processed else None
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
-            # processors may leave a row none of the tokens that drafts are picked from: what it then drew is no draft
-            nobody = wanted is not None and chain.stop(scores.amax(-1) > float("-inf"))
+            nobody = False
+            if not host.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
+                nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
+                confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
             path = self.append(chain, frontier)
             if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):

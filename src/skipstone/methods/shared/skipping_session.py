@@ -11,6 +11,7 @@ from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
+from skipstone.models.picks import NO_TOKEN
 
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
@@ -58,7 +59,7 @@ class SkippingSession(ChainSession):
         ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, wanted)
         self._ranked.append(ranked)
         self._possible.append(possible)
-        return ranked[:, 0], None, scores
+        return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), None, scores
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""

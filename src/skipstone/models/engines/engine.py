@@ -171,18 +171,19 @@ class Engine(Protocol):
         ...
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """The token with the largest logit after the final norm and the LM head, the lowest of equal ones. [..., d] -> [...]
-        int64."""
+        """The token with the largest logit after the final norm and the LM head, the lowest of equal ones; NO_TOKEN where a
+        logit is NaN or all are minus infinity. [..., d] -> [...] int64."""
         ...
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
-        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count]
-        int64."""
+        """The ids of the `count` largest logits, the largest first; of equal ones any; NO_TOKEN where a logit is NaN.
+        [..., V] float32 -> [..., count] int64. 1 <= count <= V."""
         ...
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head of an exit says, which an engine with `chains` can tell: (the likeliest token, its probability at
-        temperature 1), [..., d] -> [...] int64 and float32. transform, shortlist: as in `ChainStart`."""
+        temperature 1), [..., d] -> [...] int64 and float32; NO_TOKEN and 0 as in `likeliest`. transform, shortlist: as in
+        `ChainStart`."""
         ...
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:

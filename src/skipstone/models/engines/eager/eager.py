@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.models import host
+from skipstone.models import host, picks
 from skipstone.models.engines.eager import linear, patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
@@ -118,11 +118,11 @@ class EagerEngine:
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
-        return self.project(self.normed(hidden)).argmax(-1)
+        return picks.likeliest(self.project(self.normed(hidden)))
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
-        return logits.topk(count, dim=-1).indices
+        return picks.largest(logits, count)
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Never asked for: `chains` is False."""

@@ -30,6 +30,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet
+from skipstone.models.picks import largest
 from skipstone.models.weight_version import Values, keep_version, model_version
 
 MOST_LARGEST = 100  # logits that `largest` looks for by itself
@@ -245,7 +246,7 @@ class NativeEngine:
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
         if count > MOST_LARGEST:
-            return logits.topk(count, dim=-1).indices
+            return largest(logits, count)
         _expect("logits", logits, logits.shape, torch.float32)
         logits, tokens = logits.contiguous(), torch.empty((*logits.shape[:-1], count), dtype=torch.int64)
         rows, size = tokens.numel() // count, logits.shape[-1]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from skipstone.models.engines.native import build
 
-ABI = 2  # what sk_abi() of a library that this package can call returns
+ABI = 3  # what sk_abi() of a library that this package can call returns
 VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # the environment variable that names a level instead of the best one
 STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"
 _LOCK = threading.Lock()

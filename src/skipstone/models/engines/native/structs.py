@@ -95,7 +95,7 @@ class Pass(ctypes.Structure):
     ]
 
 
-BAD_LAYER = 4  # the error of a layer that is not there
+BAD_LAYER, BAD_WEIGHT = 4, 8  # errors: of a layer that is not there, of weights that cannot be quantised
 ERRORS = {
     1: "a slot that the KV store does not have, or one slot for two tokens",
     2: "a position that the model does not have",
@@ -105,27 +105,42 @@ ERRORS = {
     6: "more memory or threads than there are",
     7: "a number of threads that is not from 1 to 64",
     8: "weights that cannot be quantised: one is not finite, or too large",
+    9: "something with a buffer that is missing, or a size that is negative or does not fit the others",
 }
 """What the error codes of the C ABI say was asked for."""
 
 
+class NativeError(RuntimeError):
+    """An error code of the C ABI."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the native engine was asked for {ERRORS[code]}")
+        self.code = code
+
+
+def check(code: int, *_: Any) -> int:
+    """NativeError for an error code. ctypes calls this with what every function returns that may fail."""
+    if code:
+        raise NativeError(code)
+    return code
+
+
 def declare(library: Any) -> Any:
-    """Tell ctypes the arguments of every function. ValueError where the structs of library and Python differ in size."""
+    """Tell ctypes the arguments of every function, and to raise NativeError for error codes. ValueError where the structs of
+    library and Python differ in size."""
     pointer, whole = c_void_p, c_int64
     declared = {
-        "sk_packed_bytes": (whole, [whole] * 3),
-        "sk_pack": (None, [whole, pointer, whole, whole, whole, pointer]),
-        "sk_quantize": (whole, [whole, whole, pointer, whole, whole, whole, pointer]),
-        "sk_take": (whole, [pointer, pointer, whole, pointer]),
-        "sk_embed": (whole, [pointer, pointer, whole, pointer]),
-        "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
-        "sk_norm": (None, [pointer, pointer, whole, pointer]),
-        "sk_head": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole]),
-        "sk_test": (whole, [pointer] * 3 + [whole] + [pointer] * 3 + [whole]),
-        "sk_largest": (whole, [pointer] + [whole] * 4 + [pointer, whole]),
-        "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
+        "sk_pack": [whole, pointer, whole, whole, whole, pointer],
+        "sk_quantize": [whole, whole, pointer, whole, whole, whole, pointer],
+        "sk_take": [pointer, pointer, whole, pointer],
+        "sk_embed": [pointer, pointer, whole, pointer],
+        "sk_run": [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole],
+        "sk_norm": [pointer, pointer, whole, pointer],
+        "sk_head": [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole],
+        "sk_test": [pointer] * 3 + [whole] + [pointer] * 3 + [whole],
+        "sk_largest": [pointer] + [whole] * 4 + [pointer, whole],
+        "sk_draw": [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer],
         "sk_chain": (
-            whole,
             [pointer] * 3
             + [whole] * 2
             + [pointer] * 4
@@ -135,13 +150,14 @@ def declare(library: Any) -> Any:
             + [pointer] * 2
             + [whole]
             + [pointer] * 5
-            + [whole] * 2,
+            + [whole] * 2
         ),
-        "sk_sizes": (None, [pointer]),
     }
-    for name, (result, arguments) in declared.items():
+    for name, arguments in declared.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes, function.errcheck = whole, arguments, check
+    library.sk_packed_bytes.restype, library.sk_packed_bytes.argtypes = whole, [whole] * 3
+    library.sk_sizes.restype, library.sk_sizes.argtypes = None, [pointer]
     sizes = (c_int64 * 6)()
     library.sk_sizes(ctypes.addressof(sizes))
     own = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Store, Pass, Shortlist)]

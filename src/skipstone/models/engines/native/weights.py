@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from skipstone.models.engines.native.structs import Layer, Matrix, Model
+from skipstone.models.engines.native.structs import BAD_WEIGHT, Layer, Matrix, Model, NativeError
 from skipstone.models.facts import Facts
 from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
@@ -314,13 +314,21 @@ class Weights:
             shape = (part.data_ptr(), part.stride(0), outputs, inputs, memory[-1].data_ptr())
             if quantize is None:
                 self._library.sk_pack(kind, *shape)
-            elif self._library.sk_quantize(kind, TYPES[part.dtype], *shape):
-                raise ValueError(
-                    f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
-                )
+            else:
+                self._quantized(kind, TYPES[part.dtype], shape, quantize)
             made.append(Matrix(memory[-1].data_ptr(), None, outputs, inputs, kind))
             self.bytes += size
         return Panels(self._library, made, memory, weight.dtype)
+
+    def _quantized(self, kind: int, stored: int, shape: tuple[int, ...], quantize: str) -> None:
+        """`sk_quantize` of a weight. ValueError for weights that cannot be quantised."""
+        try:
+            self._library.sk_quantize(kind, stored, *shape)
+        except NativeError as error:
+            if error.code != BAD_WEIGHT:
+                raise
+            said = f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
+            raise ValueError(said) from None
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "memory.h"
 #include "model.h"
 #include "pool.h"
 #include "sampling.h"
@@ -37,18 +38,14 @@ struct Sight {
 };
 constexpr int64_t WORK_OF_A_LINE = 16;  // slots that take as long as what a line costs however little it sees
 
-// Floats from a multiple of 64 bytes on, so that no load of 16 of them touches two cache lines.
-template <class T>
-struct Aligned {
-  using value_type = T;
-  static constexpr std::align_val_t CACHE_LINE{64};
-  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), CACHE_LINE)); }
-  void deallocate(T* at, size_t) { ::operator delete(at, CACHE_LINE); }
-  bool operator==(const Aligned&) const { return true; }
-};
-using Floats = std::vector<float, Aligned<float>>;
+using Floats = Buffer<float>;
 
-struct Room {  // buffers that grow and stay
+// The scratch memory of a host thread. Every CALLS_BEFORE_TRIM calls a buffer is given back that was more than twice as large as any
+// of these calls needed. A step makes fewer than a hundred calls, and prompts are run in chunks at least every second step: so
+// nothing is given back between two chunks, and what a long prompt took is gone soon after it.
+struct Room {
+  static constexpr int CALLS_BEFORE_TRIM = 256;
+  int calls = 0;
   Floats x, projected, queries, attended, inner, added, logits, probability, transformed;
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
@@ -58,18 +55,28 @@ struct Room {  // buffers that grow and stay
   std::vector<Entry> entries;
   std::vector<int64_t> lines;  // of the entries, as numbers of the store's rows and slots
   std::vector<Sight> sights;
-  std::vector<int64_t> best;   // [threads][rows]
-  std::vector<float> best_logit;
+  Buffer<int64_t> best;  // [threads][rows]
+
+  void trim() {
+    for (Floats* one : {&x, &projected, &queries, &attended, &inner, &added, &logits, &probability, &transformed}) one->trim();
+    for (auto* each : {&normed, &scores}) for (Floats& one : *each) one.trim();
+    for (Codes& one : codes) one.trim();
+    best.trim();
+    for (auto* one : {&positions, &picks, &lines}) one->shrink_to_fit();  // to the size of the latest call
+    entries.shrink_to_fit();
+    sights.clear();
+    sights.shrink_to_fit();
+  }
 };
 
+// That of the caller's thread, for a call that begins.
 inline Room& room() {
   static thread_local Room own;
+  if (++own.calls >= Room::CALLS_BEFORE_TRIM) {
+    own.calls = 0;
+    own.trim();
+  }
   return own;
-}
-
-inline float* grown(Floats& buffer, int64_t size) {
-  if (int64_t(buffer.size()) < size) buffer.resize(size);
-  return buffer.data();
 }
 
 inline void share(int64_t count, int thread, int threads, int64_t& first, int64_t& last) {
@@ -202,7 +209,7 @@ struct Run {
   int64_t x_stride, projected_stride, attended_stride, inner_stride, padded;
   int64_t most_seen;
 
-  static void job(void* context, int thread, int threads, Pool& pool) { static_cast<Run*>(context)->work(thread, threads, pool); }
+  static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Run*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
     float* normed = own.normed[thread].data();
@@ -367,6 +374,8 @@ bool has_rows(const Pass& pass, const Store& store) {
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
   if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
+  if (store.keys == nullptr || store.values == nullptr || (store.type != FLOAT32 && store.type != BFLOAT16)) return BAD_ARGUMENT;
+  if (pass.b > 0 && pass.n > 0 && (pass.positions == nullptr || pass.slots == nullptr)) return BAD_ARGUMENT;
   bool rising = true;  // every row's slots rise, as they do but for odd callers
   for (int64_t row = 0; row < pass.b; row++) {
     int64_t before = -1;
@@ -388,9 +397,10 @@ int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t fr
     if (std::adjacent_find(own.lines.begin(), own.lines.end()) != own.lines.end()) return BAD_SLOT;
   }
   for (int64_t index = from; index < to; index++) {
+    if (store.keys[index] == nullptr || store.values[index] == nullptr) return BAD_ARGUMENT;
     const int64_t table = m.layers[index].rotary;
     if (table < 0) continue;
-    if (table >= ROTARY_TABLES) return BAD_LAYER;
+    if (table >= ROTARY_TABLES || pass.rotary[table].size > m.head_size) return BAD_LAYER;
     for (const Entry& entry : own.entries)
       if (entry.position >= pass.rotary[table].positions) return BAD_POSITION;
   }
@@ -458,25 +468,32 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   run.projected_stride = (any.q.count() + any.k.count() + any.v.count()) * LANES;
   run.attended_stride = up16(m.heads * m.head_size);
   run.inner_stride = up16(m.intermediate);
-  run.projected = grown(own.projected, n * run.projected_stride);
-  run.attended = grown(own.attended, n * run.attended_stride);
-  run.inner = grown(own.inner, 2 * n * run.inner_stride);
-  run.added = grown(own.added, n * wide);
-  grown(own.queries, n * m.heads * padded);
+  run.projected = own.projected.reserve(n * run.projected_stride);
+  run.attended = own.attended.reserve(n * run.attended_stride);
+  run.inner = own.inner.reserve(2 * n * run.inner_stride);
+  run.added = own.added.reserve(n * wide);
+  own.queries.reserve(n * m.heads * padded);
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
   own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   own.scores.resize(std::max<size_t>(own.scores.size(), threads));
   const bool quantized = std::any_of(m.layers + from, m.layers + to, [](const Layer& layer) { return layer.quantized(); });
   for (int t = 0; t < threads; t++) {
-    grown(own.normed[t], n * wide);
-    grown(own.scores[t], MOST_LINES * (most + SPARE + padded));
+    own.normed[t].reserve(n * wide);
+    own.scores[t].reserve(MOST_LINES * (most + SPARE + padded));
     if (quantized) own.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
   }
   Pool::shared().run(threads, Run::job, &run);
 }
 
+inline bool has_nan(const float* row, int64_t start, int64_t stop) {
+  int any = 0;
+  for (int64_t i = start; i < stop; i++) any |= row[i] != row[i];
+  return any != 0;
+}
+
 // Final norm and LM head over n rows of `x`; the likeliest id of every row where `best` is asked for.
 struct Head {
+  static constexpr int64_t NONE = -1, NO_NUMBER = -2;  // of a thread's logits: there are none, one is NaN
   const Model& m;
   const Matrix& head;   // the model's own, or that of a shortlist
   const int64_t* ids;   // of its outputs; null where they are 0, 1, 2, ...
@@ -484,13 +501,13 @@ struct Head {
   int64_t n, x_stride;
   bool norm;
   float* logits;  // [n][outputs of the head]
-  int64_t* best;  // [n] or null
-  float* probability;  // [n] or null: of the likeliest id, at temperature 1
+  int64_t* best;  // [n] or null; -1 where a logit is NaN or all are -inf
+  float* probability;  // [n] or null: of the likeliest id, at temperature 1; 0 where there is none
   const Matrix* transform;  // what states go through before the head, or null
   float* transformed;       // room for n rows of them
   Room& own;
 
-  static void job(void* context, int thread, int threads, Pool& pool) { static_cast<Head*>(context)->work(thread, threads, pool); }
+  static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Head*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
     float* normed = own.normed[thread].data();
@@ -517,8 +534,10 @@ struct Head {
           store_first(row + i, mul(tanh(div(load_first(row + i, count), set1(m.logits_softcap))), set1(m.logits_softcap)), count);
         }
       if (best != nullptr) {
-        int64_t found = start;
-        if (start < stop) {
+        int64_t found = start < stop ? start : NONE;
+        if (has_nan(row, start, stop)) {
+          found = NO_NUMBER;
+        } else if (start < stop) {
           V16 top = set1(row[start]);
           int64_t i = start;
           for (; i + LANES <= stop; i += LANES) top = max(top, load(row + i));
@@ -526,17 +545,22 @@ struct Head {
           for (; i < stop; i++) most = row[i] > most ? row[i] : most;
           for (found = start; found < stop - 1 && row[found] != most;) found++;
         }
-        own.best[thread * n + r] = start < stop ? found : -1;
+        own.best.data()[thread * n + r] = found;
       }
     }
     if (best == nullptr) return;
     pool.barrier(thread == 0);
     for (int64_t r = thread; r < n; r += threads) {
       const float* row = logits + r * outputs;
-      int64_t winner = own.best[r];
-      for (int t = 1; t < threads; t++) {
-        const int64_t other = own.best[t * n + r];
-        if (other >= 0 && (winner < 0 || row[other] > row[winner])) winner = other;
+      int64_t winner = NONE;
+      for (int t = 0; t < threads && winner != NO_NUMBER; t++) {
+        const int64_t other = own.best.data()[t * n + r];
+        if (other == NO_NUMBER || (other >= 0 && (winner < 0 || row[other] > row[winner]))) winner = other;
+      }
+      if (winner < 0 || row[winner] == -INFINITY) {
+        best[r] = -1;
+        if (probability != nullptr) probability[r] = 0;
+        continue;
       }
       best[r] = ids == nullptr ? winner : ids[winner];
       if (probability == nullptr) continue;
@@ -551,7 +575,8 @@ struct Head {
         }
         total = add(total, e);
       }
-      probability[r] = 1.0f / sum(total);
+      const float all = sum(total);
+      probability[r] = all >= 1 ? 1.0f / all : 0.0f;  // NaN where the highest logit is infinite
     }
   }
 };
@@ -561,11 +586,13 @@ void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
   own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   for (int t = 0; t < threads; t++) {
-    grown(own.normed[t], n * x_stride);
+    own.normed[t].reserve(n * x_stride);
     if (head.quantized()) own.codes[t].reserve(n, head.inputs);
   }
-  if (int64_t(own.best.size()) < threads * n) own.best.resize(threads * n);
-  float* transformed = transform == nullptr ? nullptr : grown(own.transformed, n * x_stride);
+  own.best.reserve(threads * n);
+  if (transform != nullptr && transform->quantized())
+    for (int t = 0; t < threads; t++) own.codes[t].reserve(n, transform->inputs);
+  float* transformed = transform == nullptr ? nullptr : own.transformed.reserve(n * x_stride);
   Head job{m, head, shortlist == nullptr ? nullptr : shortlist->ids, x, n, x_stride, norm, logits, best, probability, transform, transformed, own};
   Pool::shared().run(threads, Head::job, &job);
 }
@@ -574,7 +601,41 @@ void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_
 using namespace sk;
 #define SK_EXPORT extern "C" __attribute__((visibility("default")))
 
-SK_EXPORT int64_t sk_abi() { return 2; }
+// The body of every exported function that can fail: no exception leaves the library, and the caller's floating-point state is its own.
+template <class Body>
+static int64_t guarded(Body&& body) noexcept {
+  const PlainFloats plain;
+  try {
+    return body();
+  } catch (...) {  // nothing else throws than what asks for memory or threads
+    return NO_MEMORY;
+  }
+}
+
+// Whether rows x columns is a size that a buffer can have. Products of such sizes and of what an element takes do not overflow.
+static bool fits(int64_t rows, int64_t columns) {
+  constexpr int64_t MOST_ELEMENTS = int64_t(1) << 44;
+  return rows >= 0 && columns >= 0 && (columns == 0 || rows <= MOST_ELEMENTS / columns);
+}
+
+static bool any_null(std::initializer_list<const void*> pointers) { return std::count(pointers.begin(), pointers.end(), nullptr) > 0; }
+
+static bool is_matrix(const Matrix& one) {
+  return one.panels != nullptr && one.type >= FLOAT32 && one.type <= INT4 && one.outputs >= 1 && one.inputs >= 1 && fits(one.outputs, one.inputs);
+}
+
+// Whether states of a model can go through a transform and a shortlist; both may be null.
+static bool suits_head(const Model& m, const Matrix* transform, const Shortlist* shortlist) {
+  const int64_t size = m.head.inputs;
+  if (transform != nullptr && !(is_matrix(*transform) && transform->outputs == size && transform->inputs == size)) return false;
+  if (shortlist == nullptr) return true;
+  const Matrix& head = shortlist->head;
+  return is_matrix(head) && head.inputs == size && head.outputs <= m.vocabulary && shortlist->ids != nullptr;
+}
+
+static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MOST_THREADS ? BAD_THREADS : OK; }
+
+SK_EXPORT int64_t sk_abi() { return 3; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes of the structs in bytes, by which a caller sees that its own declarations fit: Matrix, Layer, Model, Store, Pass,
@@ -583,136 +644,177 @@ SK_EXPORT void sk_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass); sizes[5] = sizeof(Shortlist);
 }
 
-// Bytes of a matrix in panels.
+// Bytes of a matrix in panels; -1 where there is no such type or size.
 SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
+  if (outputs < 0 || inputs < 0 || !fits(std::max<int64_t>(outputs, LANES), std::max<int64_t>(inputs, GROUP))) return -1;
   const int64_t count = (outputs + LANES - 1) / LANES;
   switch (type) {
     case FLOAT32: return count * F32::panel(inputs) * 4;
     case BFLOAT16: return count * BF16::panel(inputs) * 2;
     case FLOAT16: return count * F16::panel(inputs) * 2;
     case INT8: return count * panel_bytes<Int8>(groups_of(inputs));
-    default: return count * panel_bytes<Int4>(groups_of(inputs));
+    case INT4: return count * panel_bytes<Int4>(groups_of(inputs));
+    default: return -1;
   }
 }
-// source: [outputs][inputs], rows `stride` elements apart, of the same type.
-SK_EXPORT void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
-  if (type == FLOAT32) pack(static_cast<const float*>(source), stride, outputs, inputs, static_cast<float*>(panels), false);
-  else pack(static_cast<const uint16_t*>(source), stride, outputs, inputs, static_cast<uint16_t*>(panels), type == BFLOAT16);
+
+// Whether weights [outputs][inputs], rows `stride` elements apart, can be read, and panels of a type written.
+static bool packable(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, const void* panels) {
+  if (sk_packed_bytes(type, outputs, inputs) < 0 || stride < 0 || !fits(outputs, stride)) return false;
+  return outputs == 0 || inputs == 0 || !any_null({source, panels});
 }
+
+// source: [outputs][inputs], rows `stride` elements apart, of the same type, which is none of the quantised ones.
+SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
+  return guarded([&]() -> int64_t {
+      if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    if (type == FLOAT32) pack(static_cast<const float*>(source), stride, outputs, inputs, static_cast<float*>(panels), false);
+    else pack(static_cast<const uint16_t*>(source), stride, outputs, inputs, static_cast<uint16_t*>(panels), type == BFLOAT16);
+    return OK;
+  });
+}
+
 // Weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. panels: all 0.
 // BAD_WEIGHT where a weight is not finite, or too large for a float16 scale.
 SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
-  std::vector<float> weights(inputs);
-  uint8_t* to = static_cast<uint8_t*>(panels);
-  for (int64_t o = 0; o < outputs; o++) {
-    for (int64_t k = 0; k < inputs; k++) weights[k] = widened(source, source_type, o * stride + k);
-    const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
-    if (!good) return BAD_WEIGHT;
-  }
-  return OK;
+  return guarded([&]() -> int64_t {
+      if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    std::vector<float> weights(static_cast<size_t>(inputs));
+    uint8_t* to = static_cast<uint8_t*>(panels);
+    for (int64_t o = 0; o < outputs; o++) {
+      for (int64_t k = 0; k < inputs; k++) weights[size_t(k)] = widened(source, source_type, o * stride + k);
+      const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
+      if (!good) return BAD_WEIGHT;
+    }
+    return OK;
+  });
 }
 
 // Some outputs of a matrix as panels of their own, bit for bit. ids [count]. panels: all 0.
 SK_EXPORT int64_t sk_take(const Matrix* from, const int64_t* ids, int64_t count, void* panels) {
-  for (int64_t i = 0; i < count; i++) if (ids[i] < 0 || ids[i] >= from->outputs) return BAD_TOKEN;
-  take(*from, ids, count, static_cast<char*>(panels));
-  return OK;
+  return guarded([&]() -> int64_t {
+      if (from == nullptr || !is_matrix(*from) || !fits(count, from->inputs) || (count > 0 && any_null({ids, panels}))) return BAD_ARGUMENT;
+    for (int64_t i = 0; i < count; i++) if (ids[i] < 0 || ids[i] >= from->outputs) return BAD_TOKEN;
+    take(*from, ids, count, static_cast<char*>(panels));
+    return OK;
+  });
 }
 
 // Embeddings of `count` ids. hidden: [count][m->hidden].
 SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count, float* hidden) {
-  for (int64_t i = 0; i < count; i++) {
-    if (tokens[i] < 0 || tokens[i] >= m->embeddings) return BAD_TOKEN;
-    embed_token(*m, tokens[i], hidden + i * m->hidden);
-  }
-  return OK;
+  return guarded([&]() -> int64_t {
+      if (m == nullptr || !fits(count, m->hidden) || (count > 0 && any_null({tokens, hidden}))) return BAD_ARGUMENT;
+    for (int64_t i = 0; i < count; i++) {
+      if (tokens[i] < 0 || tokens[i] >= m->embeddings) return BAD_TOKEN;
+      embed_token(*m, tokens[i], hidden + i * m->hidden);
+    }
+    return OK;
+  });
 }
 
 // Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
 // What does not count comes out as it was. skip: bits per layer of the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
-                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) try {
-  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
-  Room& own = room();
-  if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
-  const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
-  if (hidden != out)
-    for (int64_t row = 0; row < pass->b; row++)
-      std::memcpy(out + row * out_stride, hidden + row * hidden_stride, sizeof(float) * pass->n * m->hidden);
-  if (n == 0 || from == to) return OK;
-  float* x = grown(own.x, n * wide);
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
-    std::memcpy(x + i * wide, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
-  }
-  run_layers(*m, *pass, *store, from, to, skip, int(threads), own);
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
-    std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
-  }
-  return OK;
-} catch (const std::exception&) {
-  return NO_MEMORY;
+                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
+  return guarded([&]() -> int64_t {
+    if (int64_t error = check_threads(threads)) return error;
+    if (any_null({m, pass, store}) || hidden_stride < 0 || out_stride < 0) return BAD_ARGUMENT;
+    Room& own = room();
+    if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
+    if (!fits(pass->n, m->hidden)) return BAD_ARGUMENT;
+    if (pass->b > 0 && pass->n > 0 && any_null({hidden, out})) return BAD_ARGUMENT;
+    if (pass->b > 1 && (!fits(pass->b, hidden_stride) || !fits(pass->b, out_stride) || out_stride < pass->n * m->hidden)) return BAD_ARGUMENT;
+    const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
+    if (hidden != out)
+      for (int64_t row = 0; row < pass->b; row++)
+        std::memcpy(out + row * out_stride, hidden + row * hidden_stride, sizeof(float) * pass->n * m->hidden);
+    if (n == 0 || from == to) return OK;
+    float* x = own.x.reserve(n * wide);
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
+      std::memcpy(x + i * wide, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
+    }
+    run_layers(*m, *pass, *store, from, to, skip, int(threads), own);
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
+      std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
+    }
+    return OK;
+  });
 }
 
 // The final norm of n rows. hidden, normed: [n][hidden].
-SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* normed) {
-  norm_rows(hidden, m->hidden, m->norm, n, m->hidden, m->epsilon, normed, m->hidden);
+SK_EXPORT int64_t sk_norm(const Model* m, const float* hidden, int64_t n, float* normed) {
+  return guarded([&]() -> int64_t {
+      if (m == nullptr || !fits(n, m->hidden) || (n > 0 && any_null({hidden, normed}))) return BAD_ARGUMENT;
+    norm_rows(hidden, m->hidden, m->norm, n, m->hidden, m->epsilon, normed, m->hidden);
+    return OK;
+  });
 }
 
 // Logits of n states [n][hidden], the final norm first where `norm` is set: [n][vocabulary], or those of a shortlist's tokens [n][its
 // outputs]; null where nobody wants them. shortlist: null for all tokens.
-// best [n]: the likeliest ids, the lowest of equal ones; may be null.
+// best [n]: the likeliest ids, the lowest of equal ones, -1 where a logit is NaN or all are -inf; may be null.
 SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
-                          int64_t threads) try {
-  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
-  if (n <= 0) return OK;
-  Room& own = room();
-  if (logits == nullptr) logits = grown(own.logits, n * m->vocabulary);
-  run_head(*m, shortlist, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
-  return OK;
-} catch (const std::exception&) {
-  return NO_MEMORY;
+                          int64_t threads) {
+  return guarded([&]() -> int64_t {
+    if (int64_t error = check_threads(threads)) return error;
+    if (m == nullptr || !fits(n, std::max(m->vocabulary, up16(m->hidden))) || !suits_head(*m, nullptr, shortlist)) return BAD_ARGUMENT;
+    if (n == 0) return OK;
+    if (hidden == nullptr) return BAD_ARGUMENT;
+    Room& own = room();
+    if (logits == nullptr) logits = own.logits.reserve(n * m->vocabulary);
+    run_head(*m, shortlist, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
+    return OK;
+  });
 }
 
 // What heads of one exit say of n states [n][hidden]: the final norm, `transform` as in sk_chain, the LM head, and of every state the
-// likeliest id best [n] and its probability [n], among the tokens of the shortlist where there is one.
+// likeliest id best [n] and its probability [n], among the tokens of the shortlist where there is one. best: -1 as in sk_head, with
+// the probability 0.
 SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, const Matrix* transform, int64_t* best,
-                          float* probability, int64_t threads) try {
-  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
-  if (n <= 0) return OK;
-  Room& own = room();
-  float* logits = grown(own.logits, n * m->vocabulary);
-  run_head(*m, shortlist, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
-  return OK;
-} catch (const std::exception&) {
-  return NO_MEMORY;
+                          float* probability, int64_t threads) {
+  return guarded([&]() -> int64_t {
+    if (int64_t error = check_threads(threads)) return error;
+    if (m == nullptr || !fits(n, std::max(m->vocabulary, up16(m->hidden))) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
+    if (n == 0) return OK;
+    if (any_null({hidden, best, probability})) return BAD_ARGUMENT;
+    Room& own = room();
+    float* logits = own.logits.reserve(n * m->vocabulary);
+    run_head(*m, shortlist, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
+    return OK;
+  });
 }
 
-// The k <= MOST_KEPT largest of each of `rows` rows of n >= k logits, `stride` apart, as `Largest` has them. tokens: [rows][k].
-SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t k, int64_t* tokens, int64_t threads) try {
-  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
-  Largest all{logits, rows, n, stride, k, tokens};
-  Pool::shared().run(int(threads), Largest::job, &all);
-  return OK;
-} catch (const std::exception&) {
-  return NO_MEMORY;
+// The k largest of each of `rows` rows of n logits, `stride` apart, as `Largest` has them. k: from 1 to n and MOST_KEPT. tokens:
+// [rows][k].
+SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t k, int64_t* tokens, int64_t threads) {
+  return guarded([&]() -> int64_t {
+    if (int64_t error = check_threads(threads)) return error;
+    if (n < 1 || k < 1 || k > std::min(n, MOST_KEPT) || stride < 0 || !fits(rows, std::max(n, stride))) return BAD_ARGUMENT;
+    if (rows > 0 && any_null({logits, tokens})) return BAD_ARGUMENT;
+    Largest all{logits, rows, n, stride, k, tokens};
+    Pool::shared().run(int(threads), Largest::job, &all);
+    return OK;
+  });
 }
 
 // Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` and `drawn_of_all` do. temperature (positive), top_k,
 // tail, min_p and counters have one entry a row. top_k: n or more for all tokens, 0 for a row that takes no part, which gets token 0,
 // negative for one that is left to the caller. tokens: -1 for a row that is left to the caller.
 SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
-                          const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) try {
-  for (int64_t r = 0; r < rows; r++) {
-    const float* row = logits + r * stride;
-    tokens[r] = top_k[r] == 0 ? 0 : -1;
-    if (top_k[r] >= n) tokens[r] = drawn_of_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
-    else if (top_k[r] > 0 && top_k[r] <= MOST_KEPT) tokens[r] = drawn(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
-  }
-  return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
+                          const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) {
+  return guarded([&]() -> int64_t {
+    if (n < 1 || stride < 0 || !fits(rows, std::max(n, stride))) return BAD_ARGUMENT;
+    if (rows > 0 && any_null({logits, temperature, top_k, tail, min_p, counters, tokens})) return BAD_ARGUMENT;
+    for (int64_t r = 0; r < rows; r++) {
+      const float* row = logits + r * stride;
+      tokens[r] = top_k[r] == 0 ? 0 : -1;
+      if (top_k[r] >= n) tokens[r] = drawn_of_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
+      else if (top_k[r] > 0 && top_k[r] <= MOST_KEPT) tokens[r] = drawn(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
+    }
+    return 0;
+  });
 }
 
 // How likely a draft of a probability is to be accepted: sigmoid(slope logit(p) + offset).
@@ -723,7 +825,8 @@ static float acceptance(float p, float slope, float offset) {
 }
 
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
-// ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain.
+// ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain. Logits of which one
+// is NaN, or all are -inf, draft no token and end the row.
 //
 // roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for
 // one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
@@ -739,83 +842,90 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,
                            const Shortlist* shortlist, int64_t sure, const float* survival, int64_t* drafts, int64_t* counts,
-                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
-  constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
-  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
-  if (!has_rows(*pass, *store)) return BAD_SLOT;
-  Room& own = room();
-  const int64_t b = pass->b, wide = up16(m->hidden);
-  const uint8_t after_drafting = keep ? LAST : DONE;
-  own.positions.assign(bases, bases + b);
-  own.going.assign(b, DONE);
-  own.survival.assign(b, 1.0f);
-  const int64_t taking = b - std::count(most, most + b, int64_t(-1));
-  Pass one = *pass;
-  one.n = 1;
-  one.positions = one.slots = own.positions.data();
-  one.positions_stride = one.slots_stride = one.valid_stride = 1;
-  one.valid = own.going.data();
-  one.base = nullptr;
-  for (int64_t row = 0; row < b; row++) {
-    counts[row] = 0;
-    if (most[row] > width) return BAD_SLOT;
-    own.going[row] = most[row] > 0 ? DRAFTS : most[row] == 0 ? after_drafting : DONE;
-    if (roots[row] < 0 || roots[row] >= m->embeddings) return BAD_TOKEN;
-    embed_token(*m, roots[row], hidden + row * hidden_stride);
-  }
-  for (int64_t place = 0; place <= width; place++) {
-    if (int64_t error = prepare(*m, one, *store, from, to, own)) return error;
-    const int64_t n = int64_t(own.entries.size());
-    if (n == 0) break;
-    float* x = grown(own.x, n * wide);
-    for (int64_t i = 0; i < n; i++)
-      std::memcpy(x + i * wide, hidden + own.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
-    run_layers(*m, one, *store, from, to, skip, int(threads), own);
-    if (keep)
+                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
+  return guarded([&]() -> int64_t {
+    constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
+    if (int64_t error = check_threads(threads)) return error;
+    if (any_null({m, pass, store})) return BAD_ARGUMENT;
+    if (!has_rows(*pass, *store)) return BAD_SLOT;
+    if (pass->b == 0) return OK;
+    if (any_null({roots, bases, most, counts, hidden}) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
+    if (width < 0 || !fits(pass->b, width) || (width > 0 && drafts == nullptr) || !fits(width + 1, m->hidden)) return BAD_ARGUMENT;
+    if (hidden_stride < 0 || !fits(pass->b, hidden_stride) || (pass->b > 1 && hidden_stride < (width + 1) * m->hidden)) return BAD_ARGUMENT;
+    if (!fits(pass->b, ends_count) || (ends_count > 0 && ends == nullptr)) return BAD_ARGUMENT;
+    if (width > 0 && thresholds != nullptr && probabilities == nullptr) return BAD_ARGUMENT;
+    Room& own = room();
+    const int64_t b = pass->b, wide = up16(m->hidden);
+    const uint8_t after_drafting = keep ? LAST : DONE;
+    own.positions.assign(bases, bases + b);
+    own.going.assign(b, DONE);
+    own.survival.assign(b, 1.0f);
+    const int64_t taking = b - std::count(most, most + b, int64_t(-1));
+    Pass one = *pass;
+    one.n = 1;
+    one.positions = one.slots = own.positions.data();
+    one.positions_stride = one.slots_stride = one.valid_stride = 1;
+    one.valid = own.going.data();
+    one.base = nullptr;
+    for (int64_t row = 0; row < b; row++) {
+      counts[row] = 0;
+      if (most[row] > width) return BAD_SLOT;
+      own.going[row] = most[row] > 0 ? DRAFTS : most[row] == 0 ? after_drafting : DONE;
+      if (roots[row] < 0 || roots[row] >= m->embeddings) return BAD_TOKEN;
+      embed_token(*m, roots[row], hidden + row * hidden_stride);
+    }
+    for (int64_t place = 0; place <= width; place++) {
+      if (int64_t error = prepare(*m, one, *store, from, to, own)) return error;
+      const int64_t n = int64_t(own.entries.size());
+      if (n == 0) break;
+      float* x = own.x.reserve(n * wide);
       for (int64_t i = 0; i < n; i++)
-        std::memcpy(hidden + own.entries[i].place * hidden_stride + place * m->hidden, x + i * wide, sizeof(float) * m->hidden);
-    if (std::find(own.going.begin(), own.going.end(), DRAFTS) == own.going.end()) break;
-    float* logits = grown(own.logits, n * m->vocabulary);
-    float* probability = thresholds == nullptr ? nullptr : grown(own.probability, n);
-    own.picks.resize(n);
-    run_head(*m, shortlist, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t row = own.entries[i].place, token = own.picks[i];
-      if (own.going[row] == LAST) {
-        own.going[row] = DONE;
-        continue;
-      }
-      if (sure && probability != nullptr && !(probability[i] > thresholds[row])) {
-        own.going[row] = DONE;
-        continue;
-      }
-      if (token >= m->embeddings) return BAD_TOKEN;
-      embed_token(*m, token, hidden + row * hidden_stride + (place + 1) * m->hidden);
-      drafts[row * width + place] = token;
-      counts[row] = place + 1;
-      own.positions[row] += 1;
-      bool on = counts[row] < most[row];
-      for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != token;
-      if (probability != nullptr) {
-        probabilities[row * width + place] = probability[i];
-        on = on && probability[i] >= thresholds[row];
-        if (survival != nullptr) {
-          own.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
-          on = on && own.survival[row] >= survival[2 + width + place];
+        std::memcpy(x + i * wide, hidden + own.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
+      run_layers(*m, one, *store, from, to, skip, int(threads), own);
+      if (keep)
+        for (int64_t i = 0; i < n; i++)
+          std::memcpy(hidden + own.entries[i].place * hidden_stride + place * m->hidden, x + i * wide, sizeof(float) * m->hidden);
+      if (std::find(own.going.begin(), own.going.end(), DRAFTS) == own.going.end()) break;
+      float* logits = own.logits.reserve(n * m->vocabulary);
+      float* probability = thresholds == nullptr ? nullptr : own.probability.reserve(n);
+      own.picks.resize(n);
+      run_head(*m, shortlist, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
+      for (int64_t i = 0; i < n; i++) {
+        const int64_t row = own.entries[i].place, token = own.picks[i];
+        if (own.going[row] == LAST) {
+          own.going[row] = DONE;
+          continue;
         }
+        if (token < 0 || (sure && probability != nullptr && !(probability[i] > thresholds[row]))) {
+          own.going[row] = DONE;
+          continue;
+        }
+        if (token >= m->embeddings) return BAD_TOKEN;
+        embed_token(*m, token, hidden + row * hidden_stride + (place + 1) * m->hidden);
+        drafts[row * width + place] = token;
+        counts[row] = place + 1;
+        own.positions[row] += 1;
+        bool on = counts[row] < most[row];
+        for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != token;
+        if (probability != nullptr) {
+          probabilities[row * width + place] = probability[i];
+          on = on && probability[i] >= thresholds[row];
+          if (survival != nullptr) {
+            own.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
+            on = on && own.survival[row] >= survival[2 + width + place];
+          }
+        }
+        own.going[row] = on ? DRAFTS : after_drafting;
       }
-      own.going[row] = on ? DRAFTS : after_drafting;
+      if (survival != nullptr && place < width) {
+        const float least = survival[2 + place], beside = survival[2 + width + place];
+        float above = 0;
+        for (int64_t row = 0; row < b; row++)
+          if (own.going[row] == DRAFTS) above += own.survival[row] - beside;
+        if (!(above >= float(taking) * (least - beside)))
+          std::replace(own.going.begin(), own.going.end(), DRAFTS, after_drafting);
+      }
     }
-    if (survival != nullptr && place < width) {
-      const float least = survival[2 + place], beside = survival[2 + width + place];
-      float above = 0;
-      for (int64_t row = 0; row < b; row++)
-        if (own.going[row] == DRAFTS) above += own.survival[row] - beside;
-      if (!(above >= float(taking) * (least - beside)))
-        std::replace(own.going.begin(), own.going.end(), DRAFTS, after_drafting);
-    }
-  }
-  return OK;
-} catch (const std::exception&) {
-  return NO_MEMORY;
+    return OK;
+  });
 }

@@ -9,7 +9,7 @@ namespace sk {
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
 enum Error : int64_t {
   OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6, BAD_THREADS = 7,
-  BAD_WEIGHT = 8
+  BAD_WEIGHT = 8, BAD_ARGUMENT = 9
 };
 constexpr int64_t MOST_THREADS = 64;  // that a call may ask for
 constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
@@ -88,17 +88,18 @@ const char* sk_level();
 const char* sk_source_hash();
 void sk_sizes(int64_t* sizes);
 int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
-void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
+int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
 int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
 int64_t sk_take(const sk::Matrix* from, const int64_t* ids, int64_t count, void* panels);
 int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
 int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
                const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
-void sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
+int64_t sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
 int64_t sk_head(const sk::Model* m, const sk::Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
                 int64_t threads);
 int64_t sk_test(const sk::Model* m, const sk::Shortlist* shortlist, const float* hidden, int64_t n, const sk::Matrix* transform, int64_t* best,
                 float* probability, int64_t threads);
+int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t k, int64_t* tokens, int64_t threads);
 int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                 const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens);
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,

@@ -8,7 +8,6 @@
 #pragma once
 #include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,8 +15,11 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
+
+#include "memory.h"
 
 namespace sk {
 inline void relax() {
@@ -38,11 +40,16 @@ class Pool {
   static constexpr int64_t MOST_ALONE = 32;      // times the long wait that jobs run without workers, after many in a row
   static constexpr int64_t CALM_FOR = 16;        // times the long wait without another one after which they are no longer in a row
 
-  using Job = void (*)(void* context, int thread, int threads, Pool& pool);
+  // A job must not throw: the other threads would wait for its thread for ever.
+  using Job = void (*)(void* context, int thread, int threads, Pool& pool) noexcept;
 
   static Pool& shared() {
-    static Pool* pool = new Pool;  // never destroyed: workers may outlive static destruction
-    return *pool;
+    static const bool made = [] {
+      only_ = new Pool;  // never destroyed: workers may outlive static destruction
+      return pthread_atfork(nullptr, nullptr, [] { new (only_) Pool; }) == 0;  // a fork copies this object and none of its threads
+    }();
+    if (!made) throw std::bad_alloc();
+    return *only_;
   }
 
   // Runs job(context, t, T, pool) for t in [0, T) and waits for all. Another caller's job in progress: T is 1.
@@ -53,7 +60,6 @@ class Pool {
       job(context, 0, 1, alone);
       return;
     }
-    if (getpid() != owner_) forget_workers();  // a fork has copied this object but not its threads
     while (int(workers_.size()) < threads - 1) start_worker();
     threads_ = threads;
     job_ = job;
@@ -137,12 +143,14 @@ class Pool {
 
   void start_worker() {
     const int index = int(workers_.size()) + 1;
+    workers_.reserve(size_t(index));
     auto worker = std::make_unique<Worker>();
     std::thread([this, index, own = worker.get()] { work(index, *own); }).detach();
     workers_.push_back(worker.release());
   }
 
   void work(int index, Worker& own) {
+    const PlainFloats plain;
     own.thread = pthread_self();
     CPU_ZERO(&own.sent);
     own.known.store(sched_getaffinity(0, sizeof own.allowed, &own.allowed) == 0, std::memory_order_release);
@@ -159,15 +167,9 @@ class Pool {
     }
   }
 
-  void forget_workers() {
-    workers_.clear();  // their threads do not exist in this process
-    arrived_.store(0);
-    owner_ = getpid();
-  }
-
+  static inline Pool* only_ = nullptr;
   std::mutex busy_;
   std::vector<Worker*> workers_;  // never freed: their threads outlive this object
-  pid_t owner_ = getpid();
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
   int64_t unjudged_ = 0;  // and in the job before it, where that woke a worker

@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
 
+#include "memory.h"
 #include "simd.h"
 
 namespace sk {
@@ -147,7 +147,7 @@ inline uint16_t to_half(float x) { const __fp16 half = __fp16(x); uint16_t bits;
 inline float from_half(uint16_t x) { __fp16 half; std::memcpy(&half, &x, 2); return half; }
 #endif
 
-// Rows of inputs, rounded to 8 bits. The buffers grow and stay.
+// Rows of inputs, rounded to 8 bits.
 class Codes {
  public:
   struct Group {
@@ -158,9 +158,12 @@ class Codes {
 
   void reserve(int64_t n, int64_t inputs) {
     const int64_t needed = n * groups_of(inputs);
-    if (int64_t(groups_.size()) >= needed) return;
-    groups_.resize(needed);
-    codes_.resize(needed * GROUP);
+    groups_.reserve(needed);
+    codes_.reserve(needed * GROUP);
+  }
+  void trim() {
+    groups_.trim();
+    codes_.trim();
   }
   // x: n rows of `inputs` floats, `stride` apart, for which there is room.
   void fill(const float* x, int64_t n, int64_t stride, int64_t inputs) {
@@ -174,7 +177,7 @@ class Codes {
         const int32_t bits = top_of(a, b);
         float top;
         std::memcpy(&top, &bits, 4);
-        Group& group = groups_[r * count_ + g];
+        Group& group = groups_.data()[r * count_ + g];
         int8_t* codes = codes_.data() + (r * count_ + g) * GROUP;
         if (!(top >= LEAST_TOP && std::isfinite(top))) {  // no codes for these: 0, or NaN where one is not finite
           std::memset(codes, 0, GROUP);
@@ -195,8 +198,8 @@ class Codes {
 
  private:
   int64_t count_ = 0;
-  std::vector<int8_t> codes_;
-  std::vector<Group> groups_;
+  Buffer<int8_t> codes_;
+  Buffer<Group> groups_;
 };
 
 struct Int8 {

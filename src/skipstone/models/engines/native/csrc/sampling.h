@@ -59,20 +59,20 @@ inline bool largest(const float* logits, int64_t n, int64_t k, Kept* best) {
   return true;
 }
 
-// The k largest of each of `rows` rows of n >= k logits, the largest first, the lower token first where they are equal; the first k
-// tokens for a row in which one is no number.
+// The k largest of each of `rows` rows of n >= k logits, the largest first, the lower token first where they are equal; -1 for a row in
+// which one is no number.
 struct Largest {
   const float* logits;
   int64_t rows, n, stride, k;
   int64_t* tokens;  // [rows][k]
 
-  static void job(void* context, int thread, int threads, Pool&) { static_cast<Largest*>(context)->work(thread, threads); }
+  static void job(void* context, int thread, int threads, Pool&) noexcept { static_cast<Largest*>(context)->work(thread, threads); }
 
   void work(int thread, int threads) {
     Kept best[MOST_KEPT];
     for (int64_t r = thread; r < rows; r += threads) {
       const bool numbers = largest(logits + r * stride, n, k - 1, best);
-      for (int64_t i = 0; i < k; i++) tokens[r * k + i] = numbers ? best[i].token : i;
+      for (int64_t i = 0; i < k; i++) tokens[r * k + i] = numbers ? best[i].token : -1;
     }
   }
 };

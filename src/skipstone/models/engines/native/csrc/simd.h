@@ -33,8 +33,8 @@ SK_INLINE V16 nearest(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_N
 SK_INLINE V16 exp2_whole(V16 n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
-// a where x >= y, else 0
-SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_GE_OQ), a.v)}; }
+// 0 where x < y, else a: also where one of them is NaN
+SK_INLINE V16 drop_where_less(V16 x, V16 y, V16 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_NLT_UQ), a.v)}; }
 // 16 halves of 2 x 16 interleaved bfloat16 numbers: even[o] = w[2 o], odd[o] = w[2 o + 1]
 SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   __m512i b = _mm512_loadu_si512(w);
@@ -68,8 +68,8 @@ SK_INLINE __m256 exp2_whole8(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 SK_INLINE V16 exp2_whole(V16 n) { return {exp2_whole8(n.a), exp2_whole8(n.b)}; }
-SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) {
-  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), a.a), _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), a.b)};
+SK_INLINE V16 drop_where_less(V16 x, V16 y, V16 a) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ), a.a), _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ), a.b)};
 }
 SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
@@ -106,8 +106,8 @@ SK_INLINE V16 nearest(V16 a) { SK_EACH(vrndnq_f32(a.v[i])); }
 SK_INLINE V16 exp2_whole(V16 n) {
   SK_EACH(vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23)));
 }
-SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) {
-  SK_EACH(vreinterpretq_f32_u32(vandq_u32(vcgeq_f32(x.v[i], y.v[i]), vreinterpretq_u32_f32(a.v[i]))));
+SK_INLINE V16 drop_where_less(V16 x, V16 y, V16 a) {
+  SK_EACH(vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a.v[i]), vcltq_f32(x.v[i], y.v[i]))));
 }
 SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   for (int i = 0; i < 4; i++) {
@@ -176,10 +176,11 @@ SK_INLINE void store_first(float* p, V16 a, int count) {
   float x[LANES]; store(x, a);
   std::memcpy(p, x, sizeof(float) * count);
 }
-// e^x within 2 units in the last place for x <= 88; 0 below -87.3.
+// Of max(a, b) and min(a, b) every instruction set gives b where one of them is NaN: NaN passes through where it is b.
+// e^x within 2 units in the last place for x <= 88; 0 below -87.3; NaN of NaN.
 SK_INLINE V16 exp(V16 x) {
   const V16 lowest = set1(-87.3f);
-  V16 y = max(min(x, set1(88.0f)), lowest);
+  V16 y = max(lowest, min(set1(88.0f), x));
   V16 n = nearest(mul(y, set1(1.44269504f)));
   V16 f = fma(n, set1(-0.693359375f), y);
   f = fma(n, set1(2.12194440e-4f), f);
@@ -190,11 +191,11 @@ SK_INLINE V16 exp(V16 x) {
   p = fma(p, f, set1(1.6666665459e-1f));
   p = fma(p, f, set1(5.0000001201e-1f));
   p = add(fma(p, mul(f, f), f), set1(1.0f));
-  return keep_where_ge(x, lowest, mul(p, exp2_whole(n)));
+  return drop_where_less(x, lowest, mul(p, exp2_whole(n)));
 }
-// tanh by e^(2x), exact in sign and limits; near 0 by its own quotient, so that no digits cancel.
+// tanh by e^(2x), exact in sign and limits; near 0 by its own quotient, so that no digits cancel; NaN of NaN.
 SK_INLINE V16 tanh(V16 x) {
-  V16 y = max(min(x, set1(10.0f)), set1(-10.0f));
+  V16 y = max(set1(-10.0f), min(set1(10.0f), x));
   V16 square = mul(y, y);
   // |x| < 0.625: Cephes' tanhf polynomial
   V16 p = set1(-5.70498872745e-3f);
@@ -205,6 +206,6 @@ SK_INLINE V16 tanh(V16 x) {
   V16 near = fma(mul(p, square), y, y);
   V16 far = sub(set1(1.0f), div(set1(2.0f), add(exp(mul(y, set1(2.0f))), set1(1.0f))));
   V16 limit = set1(0.390625f);  // 0.625 squared
-  return add(keep_where_ge(square, limit, far), sub(near, keep_where_ge(square, limit, near)));
+  return add(drop_where_less(square, limit, far), sub(near, drop_where_less(square, limit, near)));
 }
 }  // namespace sk

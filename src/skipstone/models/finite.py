@@ -1,0 +1,26 @@
+"""Weights that are no numbers."""
+
+from typing import Any
+
+import torch
+
+READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def first_not_finite(model: Any) -> str | None:
+    """The name of the first parameter that holds NaN or infinity; None where all are finite, or cannot be read."""
+    for name, weight in model.named_parameters():
+        readable = weight.dtype in READABLE and weight.device.type != "meta"
+        if readable and not bool(torch.isfinite(weight.detach()).all()):
+            return name
+    return None
+
+
+def refuse_not_finite(model: Any) -> None:
+    """ValueError where a weight is not finite: it explains whatever else was found."""
+    if (name := first_not_finite(model)) is not None:
+        raise ValueError(
+            f"the weights of this {model.config.model_type} model are not finite: {name} holds NaN or infinity; download or "
+            "convert the checkpoint again, or go back to one from before its training diverged"
+        )

@@ -1,0 +1,172 @@
+"""Rows that there is no token to choose for, as logits are NaN or processors forbid all: they fail alone, at the same place
+under every method, and the rows next to them go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+import skipstone
+from skipstone.decoding.noise import Noise
+from skipstone.models.engines.native import library
+from skipstone.models.layered import LayeredModel
+from skipstone.models.picks import NO_TOKEN
+from tests.helpers import families
+
+ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="not built"))]
+SAMPLED = {"do_sample": True, "temperature": 0.8}
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "few": {**SAMPLED, "top_k": 5}}
+PROMPTS = torch.tensor([[3, 4, 5, 6, 3, 4], [7, 8, 3, 9, 7, 8]])
+NEW = 12
+METHODS: dict[str, Callable[[], Any]] = {
+    "autoregressive": lambda: "autoregressive",
+    "layerskip": lambda: "layerskip exit_layer=1",
+    "prompt_lookup": lambda: "prompt_lookup",
+    "self_speculative": lambda: "self_speculative skip_mlp=1",
+    "swift": lambda: "swift",
+    "jacobi": lambda: "jacobi",
+    "lookahead": lambda: "lookahead",
+    "recycle": lambda: "recycle",
+    "auto": lambda: "auto",
+    "adadecode": lambda: "adadecode heads=original",
+    "speculative": lambda: skipstone.Speculative(draft_model=families.build("llama"), rejection_sample_method="coupled"),
+    "adasd": lambda: skipstone.AdaSD(draft_model=families.build("llama"), rejection_sample_method="coupled"),
+}
+
+
+class Forbid:
+    """Forbids every token of texts that begin with `first`, once they have so many tokens."""
+
+    def __init__(self, length: int, first: int) -> None:
+        self.length, self.first = length, first
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        forbids = ids.shape[1] >= self.length and int(ids[0, 0]) == self.first
+        return torch.full_like(scores, float("-inf")) if forbids else scores
+
+
+def written(model: Any, method: Any, engine: str, ids: Tensor = PROMPTS, **options: Any) -> tuple[Any, dict[int, str]]:
+    """(the new tokens of every row, the errors of rows that failed)."""
+    try:
+        return skipstone.generate(model, ids, method, max_new_tokens=NEW, engine=engine, seed=3, **options).new_tokens, {}
+    except skipstone.RowError as error:
+        return error.output and error.output.new_tokens, error.errors
+
+
+def broken(token: int) -> Any:
+    """A model whose states are NaN from a token on."""
+    model = families.build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = float("nan")
+    return model
+
+
+def cut(row: list[int], token: int) -> list[int]:
+    return row[: row.index(token) + 1] if token in row else row
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nan_logits_fail_the_row_and_not_the_batch(engine: str, setting: str) -> None:
+    options, model = SETTINGS[setting], families.build("llama")
+    whole, none = written(model, "autoregressive", engine, **options)
+    assert not none
+    bad = whole[1][5]
+    ids = torch.cat([PROMPTS, torch.tensor([[1, 2, 3, 1, 2, bad]])])  # the last one fails at its prompt
+    found, errors = written(broken(bad), "autoregressive", engine, ids, **options)
+    assert found == [cut(whole[0], bad), cut(whole[1], bad), []]
+    assert set(errors) == {row for row in (0, 1) if bad in whole[row]} | {2}
+    assert all("not finite" in why and "float32" in why for why in errors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_fails_at_the_same_place(name: str, engine: str, setting: str) -> None:
+    options, model, method = SETTINGS[setting], families.build("llama"), METHODS[name]()
+    whole, _ = written(model, method, engine, **options)
+    bad = whole[1][5]
+    found, errors = written(broken(bad), method, engine, **options)
+    assert found == [cut(row, bad) for row in whole]
+    assert 1 in errors
+    forbidding = {"logits_processor": LogitsProcessorList([Forbid(10, 7)]), **options}
+    found, errors = written(model, method, engine, **forbidding)
+    assert found == [whole[0], whole[1][:4]]
+    assert set(errors) == {1}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["layerskip", "lookahead"])
+def test_a_processor_that_forbids_every_token_fails_its_row(name: str, engine: str) -> None:
+    model, method = families.build("llama"), METHODS[name]()
+    whole, _ = written(model, method, engine)
+    found, errors = written(model, method, engine, logits_processor=LogitsProcessorList([Forbid(10, 7)]))
+    assert found == [whole[0], whole[1][:4]]
+    assert set(errors) == {1}
+    assert "processors" in errors[1]
+    assert "allow" in errors[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_draft_model_that_says_nan_ends_the_draft_and_no_text(engine: str) -> None:
+    model, draft = families.build("llama"), families.build("llama")
+    LayeredModel(draft)
+    with torch.no_grad():
+        draft.get_input_embeddings().weight[40:] = float("nan")
+    for setting in ({}, {**SAMPLED}):
+        for rule in ("coupled", "standard"):
+            method = skipstone.Speculative(draft_model=draft, rejection_sample_method=rule)
+            found, errors = written(model, method, engine, **setting)
+            assert not errors
+            if rule == "coupled":
+                assert found == written(model, "autoregressive", engine, **setting)[0]
+            assert all(len(row) == NEW and min(row) >= 0 for row in found)
+
+
+def test_a_stream_tells_of_every_step_before_the_error() -> None:
+    whole, _ = written(families.build("llama"), "autoregressive", "eager")
+    bad = whole[1][5]
+    told: list[list[int]] = [[], []]
+
+    def read() -> None:
+        for step in skipstone.stream(broken(bad), PROMPTS, "autoregressive", max_new_tokens=NEW, engine="eager"):
+            for row, tokens in enumerate(step.tokens):
+                told[row] += tokens
+
+    with pytest.raises(skipstone.RowError, match="row 1"):
+        read()
+    assert told == [cut(row, bad) for row in whole]
+
+
+def test_texts_of_the_other_rows_are_with_the_error() -> None:
+    class Letters:
+        pad_token_id, eos_token_id = 0, None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [ord(one) % 97 for one in text]}
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return " ".join(map(str, ids))
+
+    letters: Any = Letters()
+    model = broken(ord("z") % 97)
+    alone = skipstone.generate(model, ["abc"], "autoregressive", tokenizer=letters, max_new_tokens=4, engine="eager")
+    with pytest.raises(ValueError, match=r"row 1.*embed_tokens") as caught:
+        skipstone.generate(model, ["abc", "abz"], "autoregressive", tokenizer=letters, max_new_tokens=4, engine="eager")
+    error: Any = caught.value
+    assert error.output.text[0] == alone.text[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_draw_from_no_distribution_is_no_token(rows: int) -> None:
+    noise, place = Noise(torch.arange(rows)), torch.full((rows,), 5)
+    for value in (float("nan"), 0.0):
+        assert noise.draw(torch.full((rows, 8), value), place, 0).tolist() == [NO_TOKEN] * rows
+        tokens = torch.arange(8).expand(rows, 8)
+        assert noise.draw_among(tokens, torch.full((rows, 8), value), place, 0).tolist() == [NO_TOKEN] * rows
