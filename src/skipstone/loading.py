@@ -255,7 +255,7 @@ def usable(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)
+        torch.empty(1, dtype=torch.float32, device=place)
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return place

@@ -33,7 +33,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
-from skipstone.models.host import left_padded
+from skipstone.models.host import CPU, left_padded, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import kernels
 
@@ -160,11 +160,11 @@ class Judge:
         exact = LayeredModel(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
-        before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
+        before = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
         scores = _next_scores(self.model, before, options or {})  # [V]
         precise = scores if self.quantised else _next_scores(self.precise, before, options or {})
         best = precise.topk(min(NEAR, len(precise))).indices
-        near = torch.cat([best, torch.tensor([one, other])])
+        near = torch.cat([best, torch.tensor([one, other], dtype=torch.int64, device=best.device)])
         differences = (scores[near] - precise[near]).abs()
         rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
         if self.quantised:
@@ -365,7 +365,7 @@ class Checker:
         layered = LayeredModel(self.model)
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
         for start in range(0, len(texts), HELD):
-            new = torch.tensor(texts[start : start + HELD])
+            new = on_device(texts[start : start + HELD], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             if self._quantize:
                 logits = layered.project(layered.read(ids)[:, len(prompt) - 1 : -1])
@@ -442,7 +442,7 @@ class Checker:
             for row, more in enumerate(decoder.step().tokens):
                 texts[row] += more
                 if session.alive[row]:
-                    session.check(row, torch.tensor(texts[row], device=layered.device), tolerance)
+                    session.check(row, torch.tensor(texts[row], dtype=torch.int64, device=layered.device), tolerance)
         return steps
 
     # ---------------------------------------------------------------------------------------------- decoding

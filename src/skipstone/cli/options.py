@@ -178,7 +178,7 @@ def texts_or_bundled(texts: list[str] | None, tokenizer: Any, files: list[Path] 
     if not texts:
         taken = [(named(str(file)), 1) for file in files or ()] or [(named("self"), 5)]
         texts = [task.ask(row)[0] for task, every in taken for row in task.records(None)[::every]]
-    return texts, [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+    return texts, [torch.tensor(token_ids(text, tokenizer), dtype=torch.int64, device="cpu") for text in texts]
 
 
 def asked_method(text: str | None, config: str | None) -> Any:

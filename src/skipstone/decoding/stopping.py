@@ -33,5 +33,8 @@ class RunningRequest:
         if not self.request.criteria:
             return False
         prompt = self.request.prompt
-        ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]  # [1, T]
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
+        ids = torch.cat([prompt, torch.tensor(self.tokens, dtype=torch.int64, device=prompt.device)])[None]  # [1, T]
+        return any(
+            bool(torch.as_tensor(criterion(ids, None), dtype=torch.bool, device=ids.device).all())
+            for criterion in self.request.criteria
+        )

@@ -38,7 +38,7 @@ class ExitTally:
 
     def perplexity(self) -> dict[int, float]:
         """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
-        nats = torch.tensor(list(self._nats.values()), dtype=torch.float64)
+        nats = torch.tensor(list(self._nats.values()), dtype=torch.float64, device="cpu")
         return dict(zip(self._nats, (nats / self.tokens).exp().tolist(), strict=True))
 
     def agreement(self) -> dict[int, float]:

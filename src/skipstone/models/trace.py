@@ -57,7 +57,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
     length = min(TOKENS, positions)
     generator = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(0, text_ids(model), (2, length), generator=generator)
+    ids = torch.randint(0, text_ids(model), (2, length), generator=generator, dtype=torch.int64, device="cpu")
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}

@@ -18,6 +18,7 @@ from skipstone.decoding.noise import row_seed
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
+from skipstone.models.host import CPU, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
 from skipstone.serving.jobs import Job, Likely
@@ -146,7 +147,7 @@ class Asking:
         prediction = self._predicted(body)
         if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
-        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
+        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty: there is no token to start from")
@@ -156,7 +157,7 @@ class Asking:
                 asked = f" + max_tokens={most}" if most else ""
                 raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
             options = self._options(body, len(prompt), room if most is None else max(most, 1), grammar)
-            call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
+            call = prepare_call(self.model.model, on_device([prompt], CPU), None, seed, dict(options))
             (request,) = requests(call, self.model.ranks)
             sampling = request.sampling
             for _ in range(body.n):

@@ -88,7 +88,7 @@ class Conversation:
                 f"the context is full: the conversation has {len(prompt)} tokens, and the model takes {positions}"
             )
         options = {**self.options, "max_new_tokens": min(self.most, room)}
-        ids = torch.tensor([prompt], device=self.model.device)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
         call = prepare_call(self.model.model, ids, self.tokenizer, seed, options)
         (request,) = requests(call, self.model.ranks)
         return Asked(messages, Job(request, self.method), options, seed, room < self.most)

@@ -121,7 +121,7 @@ class Grammar:
     def _allowed(self, entries: int) -> Tensor:
         """[1, V] bool."""
         if self.matcher.is_error():  # it ran into a limit of its own: the text ends here
-            allowed = torch.zeros(entries, dtype=torch.bool)
+            allowed = torch.zeros(entries, dtype=torch.bool, device="cpu")
             allowed[list(self.ends)] = True
             return allowed[None]
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipstone.models.engines.buffers import identity
 from skipstone.models.engines.eager import attention, linear
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.eager.patches import changed
@@ -214,7 +215,7 @@ class CompiledEngine(EagerEngine):
                 store.reserve(size)
                 for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
                     count = min(width, self._positions)
-                    places = torch.arange(count, device=self._device).expand(rows, -1)
+                    places = torch.arange(count, device=self._device, dtype=torch.int64).expand(rows, -1)
                     at = Pass(places, places, None, slice(0, rows), count, 0)
                     self.run(self.embed(torch.zeros_like(places), places), at, store, range(self._depth))
                 size *= 2
@@ -276,7 +277,7 @@ class CompiledEngine(EagerEngine):
                 self._recorded.setdefault(key)
                 self.preparations += 1
             return self._through(fed, store, layers)
-        recorded, weights = self._recorded[key], [weight.data_ptr() for weight in self._weights]
+        recorded, weights = self._recorded[key], [identity(weight) for weight in self._weights]
         if recorded is None or recorded.weights != weights:
             self.preparations += 1
             try:
@@ -303,7 +304,7 @@ class CompiledEngine(EagerEngine):
     def _through(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
         """Layers one by one, [R, n, d]."""
         at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
-        places = torch.arange(at.shape[0], device=hidden.device)[:, None], at.slots
+        places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
         masks: dict[tuple[Reach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import host
+from skipstone.models.engines.buffers import identity
 from skipstone.models.engines.eager import linear, patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
@@ -154,11 +155,11 @@ class EagerEngine:
         if not patches.is_plain(self.head):
             return None
         weight, bias = self.head.weight, self.head.bias
-        state = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
+        state = [(identity(one), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
         known = self._shortlists.get(shortlist)
         if known is None or known[0] != state:
             ids = shortlist.to(weight.device)
-            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids)))
+            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
             known = self._shortlists[shortlist] = state, _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 
