@@ -16,7 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from skipstone.assets import NANO
 from skipstone.extras import installed
 from skipstone.fetching import commit_of, hub_name, refused
-from skipstone.models import gguf
+from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.known_types import REFUSED
@@ -108,7 +108,7 @@ def load_model(
         auto = _auto_class(name, said, trust_remote_code)
     expect_loadable(said.get("quantization_config"))
     try:
-        with gguf.reading(name, options):
+        with gguf.reading(name, options), torch_defaults.loading():
             loaded: Any = auto.from_pretrained(
                 name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.models.modules import DecoderModules
+from skipstone.models.torch_defaults import stable_defaults
 
 
 class ExitTally:
@@ -73,6 +74,6 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
 def layer_states(model: DecoderModules, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> what enters layer 0 and what leaves every layer, L + 1 tensors [1, T, d], by the model's own forward."""
     exits = range(model.depth + 1)
-    with watched(model, exits) as found:
+    with watched(model, exits) as found, stable_defaults():
         model.model(ids[None].to(model.model.device), use_cache=False)
     return [found[exit] for exit in exits]

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.placing import home
+from skipstone.models.torch_defaults import stable_defaults
 
 PREFIX = 12  # tokens that both rows of a trace begin with
 TOKENS = 20  # tokens of a row, past WINDOW by far
@@ -62,7 +63,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     of_kind = stateful_kinds(config)
     first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
     found = Trace(ids.to(home(model)), inside=first, cache=DynamicCache(config=config) if any(of_kind) else DynamicCache())
-    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found):
+    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found), stable_defaults():
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
     return found
 

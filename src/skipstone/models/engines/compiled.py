@@ -34,6 +34,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import Pass, Reach, SkipSet, Tree
+from skipstone.models.torch_defaults import with_stable_defaults
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 """The environment variable that names torch.compile's backend, "inductor" unless it is set. "eager" and "aot_eager" compile
@@ -194,6 +195,7 @@ class CompiledEngine(EagerEngine):
         """Whether no hooks were added since."""
         return not any(map(changed, self._parts))
 
+    @with_stable_defaults
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         known = all(store.keys[index] is not None for index in layers)
@@ -206,6 +208,7 @@ class CompiledEngine(EagerEngine):
             hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
         return hidden
 
+    @with_stable_defaults
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
         with torch.inference_mode():
