@@ -36,6 +36,7 @@ from skipstone.models.engines.choice import attach
 from skipstone.models.host import CPU, left_padded, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import kernels
+from skipstone.models.torch_defaults import stable_defaults
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
@@ -370,7 +371,8 @@ class Checker:
             if self._quantize:
                 logits = layered.project(layered.read(ids)[:, len(prompt) - 1 : -1])
             else:
-                logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+                with stable_defaults():
+                    logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
             logits = logits.flatten(0, 1).float()
             drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
         return drawn

@@ -17,6 +17,7 @@ from skipstone.models import host
 from skipstone.models.engines.engine import EngineDraw, Warps
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
+from skipstone.models.torch_defaults import stable_defaults
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
@@ -319,8 +320,9 @@ class Sampler:
             if sampling is not None and sampling.processors and self._asked(row, path, wanted):
                 ids = self._text(row, path)
                 scores = scores.clone()
-                for processor in sampling.processors:
-                    scores = processor(ids, scores)
+                with stable_defaults():
+                    for processor in sampling.processors:
+                        scores = processor(ids, scores)
             rows.append(scores)
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
@@ -335,8 +337,9 @@ class Sampler:
         for row, sampling in enumerate(self.settings):
             if sampling is not None and sampling.warpers and self._asked(row, path, wanted):
                 ids, own = self._text(row, path), scores[row : row + 1]
-                for warper in sampling.warpers:
-                    own = warper(ids, own)
+                with stable_defaults():
+                    for warper in sampling.warpers:
+                        own = warper(ids, own)
                 p[row] = own[0].softmax(-1)
         return p
 

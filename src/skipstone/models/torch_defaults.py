@@ -12,10 +12,12 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+_CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch.linspace)
 
 
 class _Turns:
@@ -74,13 +76,25 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+class _Float32(TorchFunctionMode):
+    """For one thread, new tensors of floats are float32 where they name no dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        created = func(*args, **(kwargs or {}))
+        if func in _CREATE and (kwargs or {}).get("dtype") is None and created.dtype is torch.get_default_dtype():
+            return func(*args, **{**(kwargs or {}), "dtype": torch.float32})
+        return created
+
+
 @contextmanager
 def stable_defaults() -> Iterator[None]:
-    """Inside, no load changes torch's default dtype, and tensors without a device are created on the CPU, as they are where no
-    default device is set."""
-    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    with _turns.a_pass(), device:
-        yield
+    """Inside, no load changes torch's default dtype, and a tensor that names no dtype or device is as where nobody has set a
+    default: in float32 and on the CPU."""
+    with _turns.a_pass():
+        device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        dtype = nullcontext() if torch.get_default_dtype() is torch.float32 else _Float32()
+        with device, dtype:
+            yield
 
 
 def with_stable_defaults(function: Callable[Given, Result]) -> Callable[Given, Result]:
