@@ -31,6 +31,7 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
+from skipstone.hf.call import token_tensor
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
 from skipstone.models.host import CPU, left_padded, on_device
@@ -188,10 +189,10 @@ class Checker:
     """A model and a method under test."""
 
     def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
-        """prompts: [T] int64 ids each, at least two of different texts. ValueError where a prompt is too long for the model, or
-        the method does not fit it; ImportError without scipy."""
+        """prompts: [T] ids each, of any integer dtype, at least two of different texts. ValueError where a prompt is too long for
+        the model, or the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
-        self.prompts = [prompt.cpu() for prompt in prompts]
+        self.prompts = [token_tensor(prompt).cpu() for prompt in prompts]
         self.judge = Judge(model)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
