@@ -32,12 +32,13 @@ def generate(
     """Generate with a decoding method.
 
     inputs: ids [B, T] of any integer dtype, a tensor or a numpy array (left-padded, with attention_mask=), a text, a list of
-    texts, a chat (list of {"role", "content"}), or a list of chats; text needs `tokenizer`. method: a Method, a name with settings ("layerskip exit_layer=4"), a mapping
-    {"method": name, ...}, or None for the model's default. seed: of the first row, from which every further row gets its own;
-    or a list with one per row. record: keep per-token figures in `output.steps`. engine: "auto", "eager", "native" or
-    "compiled", for this call; None takes what `load` or `enable` was told, then the environment variable SKIPSTONE_ENGINE,
-    then "auto". options: `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning; and quantize
-    and kv_dtype, as in `skipstone.load`, found like `engine` (the environment variable is SKIPSTONE_KV).
+    texts, a chat (list of {"role", "content"}), or a list of chats; text needs `tokenizer`. method: a Method, a name with
+    settings ("layerskip exit_layer=4"), a mapping {"method": name, ...}, or None for the model's default. seed: of the first
+    row, from which every further row gets its own; or a list with one per row. record: keep per-token figures in
+    `output.steps`. engine: "auto", "eager", "native" or "compiled", for this call; None takes what `load` or `enable` was told,
+    then the environment variable SKIPSTONE_ENGINE, then "auto". options: `GenerationConfig` fields and keyword arguments of
+    `model.generate`, with HF's meaning; and quantize and kv_dtype, as in `skipstone.load`, found like `engine` (the environment
+    variable is SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done.

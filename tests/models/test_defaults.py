@@ -29,6 +29,7 @@ pytestmark = QUIET
 ENGINES = ["eager", *([] if library.missing() else ["native"])]
 PROMPT = families.prompts(1)[0]
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.1}
+FAST = ("layerskip", "speculative")
 METHODS = [name for name, row in ROWS.items() if not row.variant]
 
 
@@ -74,17 +75,19 @@ def usual(name: str, engine: str, family: str = "llama") -> list[list[int]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
 def test_defaults_change_no_text(name: str, engine: str) -> None:
     """Each change meets the first use of a model, too: its family is derived and its engine made under the changed default."""
     expected, method = usual(name, engine), ROWS[name].method("llama", 4, "standard")
-    for change in CHANGES.values():
+    changes = list(CHANGES) if name not in FAST else ["bfloat16", "meta context"]
+    for change in changes:
         model = families.build("llama")
         recognition._KNOWN.clear()
-        with change():
+        with CHANGES[change]():
             assert texts(model, method, engine) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["phimoe", "gemma3n_text", "xglm", "ministral3", "qwen3_next"])
 def test_modules_of_transformers_see_no_changed_default(family: str) -> None:
     """Types with modules that create tensors without a device or a dtype."""

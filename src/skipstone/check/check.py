@@ -189,8 +189,8 @@ class Checker:
     """A model and a method under test."""
 
     def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
-        """prompts: [T] ids each, of any integer dtype, at least two of different texts. ValueError where a prompt is too long for
-        the model, or the method does not fit it; ImportError without scipy."""
+        """prompts: [T] ids each, of any integer dtype, at least two of different texts. ValueError where a prompt is too long
+        for the model, or the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
         self.prompts = [token_tensor(prompt).cpu() for prompt in prompts]
         self.judge = Judge(model)

@@ -179,7 +179,7 @@ def token_tensor(ids: Any) -> Any:
     """Token ids as int64, whatever integer dtype they have, and numpy arrays of integers as tensors. Anything else comes back
     as it is, for `check_shapes` to refuse."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
-        return torch.tensor(ids, dtype=torch.int64, device="cpu")
+        return torch.from_numpy(ids.astype(np.int64))
     if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         return ids
     return ids.to(torch.int64)
