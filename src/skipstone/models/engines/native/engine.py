@@ -109,8 +109,8 @@ class NativeEngine:
         """As in `Engine`."""
         tokens = dense(tokens)
         ids = pointer("tokens", tokens, tokens.shape, torch.int64)
-        hidden, told = _made("states", (*tokens.shape, self._hidden))
-        _check(self._library.sk_embed(self._model, ids, tokens.numel(), told))
+        hidden, target = _made("states", (*tokens.shape, self._hidden))
+        _check(self._library.sk_embed(self._model, ids, tokens.numel(), target))
         return hidden
 
     def run(self, hidden: Tensor, at: PassOfTokens, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
@@ -119,7 +119,7 @@ class NativeEngine:
         data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
             _check(BAD_LAYER)
-        out, told = _made("states", hidden.shape)
+        out, target = _made("states", hidden.shape)
         kept = self._fill_pass(at)
         error = self._library.sk_run(
             self._model,
@@ -130,7 +130,7 @@ class NativeEngine:
             self._skipped(skip),
             data,
             hidden.stride(0),
-            told,
+            target,
             out.stride(0),
             self.threads,
         )
@@ -157,8 +157,7 @@ class NativeEngine:
         if start.thresholds is not None:
             thresholds = (ctypes.c_float * rows)(*start.thresholds)
             probabilities, probabilities_told = _made("probabilities", (rows, width), make=torch.zeros)
-        longest = max(map(len, start.ends))
-        ends = (ctypes.c_int64 * (rows * longest))(*(id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))))
+        ends, longest = _ends(start)
         told = self._pass
         told.b, told.first_row, told.extent = rows, 0, start.extent
         self._fill_rotary(start.extent)
@@ -195,8 +194,8 @@ class NativeEngine:
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         hidden, data = self._states("hidden", hidden)
-        normed, told = _made("states", hidden.shape)
-        self._library.sk_norm(self._model, data, hidden.numel() // self._hidden, told)
+        normed, target = _made("states", hidden.shape)
+        self._library.sk_norm(self._model, data, hidden.numel() // self._hidden, target)
         return normed
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
@@ -206,16 +205,16 @@ class NativeEngine:
             logits = head(normed.to(weight.dtype)).float()
             return logits if shortlist is None else logits[..., shortlist]
         states, data = self._states("normed", normed)
-        logits, told = _made("logits", (*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
+        logits, target = _made("logits", (*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
         rows, few = states.numel() // self._hidden, self._shortlist_address(shortlist)
-        _check(self._library.sk_head(self._model, few, data, rows, False, told, None, self.threads))
+        _check(self._library.sk_head(self._model, few, data, rows, False, target, None, self.threads))
         return logits
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
-        best, told = _made("tokens", states.shape[:-1], torch.int64)
-        _check(self._library.sk_head(self._model, None, data, best.numel(), True, None, told, self.threads))
+        best, target = _made("tokens", states.shape[:-1], torch.int64)
+        _check(self._library.sk_head(self._model, None, data, best.numel(), True, None, target, self.threads))
         return best
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -234,16 +233,16 @@ class NativeEngine:
             return logits.topk(count, dim=-1).indices
         logits = dense(logits)
         data = pointer("logits", logits, logits.shape, torch.float32)
-        tokens, told = _made("tokens", (*logits.shape[:-1], count), torch.int64)
+        tokens, target = _made("tokens", (*logits.shape[:-1], count), torch.int64)
         rows, size = tokens.numel() // count, logits.shape[-1]
-        _check(self._library.sk_largest(data, rows, size, size, count, told, self.threads))
+        _check(self._library.sk_largest(data, rows, size, size, count, target, self.threads))
         return tokens
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """As in `Engine`."""
         rows, vocabulary = logits.shape
         logits, one = dense(logits, free=1), (rows,)
-        tokens, told = _made("tokens", one, torch.int64)
+        tokens, target = _made("tokens", one, torch.int64)
         error = self._library.sk_draw(
             pointer("logits", logits, (rows, vocabulary), torch.float32, free=1),
             rows,
@@ -255,7 +254,7 @@ class NativeEngine:
             pointer("min_p", warps.min_p, one, torch.float32),
             pointer("counters", counters, one, torch.int64),
             warps.place,
-            told,
+            target,
         )
         _check(error)
         return tokens
@@ -371,6 +370,13 @@ def _made(
     """A new tensor for C to write into, and its address. make: `torch.empty` or `torch.zeros`."""
     tensor = make(shape, dtype=dtype, device=CPU)
     return tensor, pointer(name, tensor, shape, dtype)
+
+
+def _ends(start: ChainStart) -> tuple[Any, int]:
+    """(the array of all rows' end-of-sequence ids, -1 where a row has fewer; ids of a row)."""
+    longest = max(map(len, start.ends))
+    ids = [id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))]
+    return (ctypes.c_int64 * len(ids))(*ids), longest
 
 
 def _survival(start: ChainStart, width: int) -> Any:
