@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import LayerSkip, PromptLookup
@@ -156,22 +157,35 @@ def test_loading_looks_at_no_default_and_leaves_it(tmp_path: Path) -> None:
         assert all(found[name].device.type == "cpu" and torch.equal(found[name], one) for name, one in expected.items())
 
 
-def test_a_load_waits_for_a_pass_and_changes_no_default_in_it(tmp_path: Path) -> None:
+def test_a_load_waits_for_a_pass_and_changes_no_default_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    model, seen, hindered = families.build("llama"), [], threading.Event()
-    loads: list[threading.Thread] = []
+    model: Any = families.build("llama")
+    begins, changes, seen = threading.Event(), threading.Event(), []
+    load = threading.Thread(target=load_model, args=(tmp_path,))
+    contexts, change = PreTrainedModel.get_init_context, torch.set_default_dtype
+
+    def init_context(cls: Any, *given: Any, **named: Any) -> Any:
+        begins.set()
+        return contexts.__func__(cls, *given, **named)
+
+    def set_default_dtype(dtype: torch.dtype) -> None:
+        change(dtype)
+        changes.set()
 
     def in_a_layer(*_: Any) -> None:
-        if not loads:
-            loads.append(threading.Thread(target=load_model, args=(tmp_path,)))
-            loads[0].start()
-            hindered.wait(0.3)  # time in which a load that did not wait would have changed the default
+        if load.ident is None:
+            load.start()
+            assert begins.wait(60)
+            assert not changes.wait(0.3), "the load did not wait"
         seen.append(torch.get_default_dtype())
 
+    monkeypatch.setattr(PreTrainedModel, "get_init_context", classmethod(init_context))
+    monkeypatch.setattr(torch, "set_default_dtype", set_default_dtype)
     model.model.layers[1].register_forward_pre_hook(in_a_layer)
     skipstone.generate(model, PROMPT, "autoregressive", engine="eager", max_new_tokens=3, do_sample=False)
-    loads[0].join(timeout=60)
-    assert not loads[0].is_alive(), "the load waits for ever"
+    load.join(timeout=60)
+    assert not load.is_alive(), "the load waits for ever"
+    assert changes.is_set()
     assert set(seen) == {torch.float32}
 
 
