@@ -7,7 +7,7 @@ the default dtype of the whole process, for all threads.
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,21 +28,21 @@ class _Turns:
         self.num_passes = self.num_changes = 0
         self.own = threading.local()  # depth: passes that this thread is inside of
 
-    @contextmanager
-    def a_pass(self) -> Iterator[None]:
+    def begin_pass(self) -> None:
         depth = getattr(self.own, "depth", 0)
         if not depth:
             with self.condition:
-                self.condition.wait_for(lambda: not self.num_changes)
+                while self.num_changes:
+                    self.condition.wait()
                 self.num_passes += 1
         self.own.depth = depth + 1
-        try:
-            yield
-        finally:
-            self.own.depth = depth
-            if not depth:
-                with self.condition:
-                    self.num_passes -= 1
+
+    def end_pass(self) -> None:
+        self.own.depth -= 1
+        if not self.own.depth:
+            with self.condition:
+                self.num_passes -= 1
+                if self.num_changes:
                     self.condition.notify_all()
 
     @contextmanager
@@ -86,15 +86,29 @@ class _Float32(TorchFunctionMode):
         return created
 
 
-@contextmanager
-def stable_defaults() -> Iterator[None]:
+class stable_defaults:
     """Inside, no load changes torch's default dtype, and a tensor that names no dtype or device is as where nobody has set a
     default: in float32 and on the CPU."""
-    with _turns.a_pass():
-        device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        dtype = nullcontext() if torch.get_default_dtype() is torch.float32 else _Float32()
-        with device, dtype:
-            yield
+
+    __slots__ = ("_modes", "_turns")
+
+    def __enter__(self) -> None:
+        self._turns, self._modes = _turns, None
+        self._turns.begin_pass()
+        modes: list[Any] = []
+        if torch.get_default_device().type != "cpu":
+            modes.append(torch.device("cpu"))
+        if torch.get_default_dtype() is not torch.float32:
+            modes.append(_Float32())
+        if modes:
+            self._modes = ExitStack()
+            for mode in modes:
+                self._modes.enter_context(mode)
+
+    def __exit__(self, *_: object) -> None:
+        if self._modes is not None:
+            self._modes.close()
+        self._turns.end_pass()
 
 
 def with_stable_defaults(function: Callable[Given, Result]) -> Callable[Given, Result]:

@@ -144,9 +144,7 @@ class NativeEngine:
         roots = dense(start.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
         if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
-            raise ValueError(
-                f"the native engine wants bases and ends of {rows} rows, and columns for {width} drafts and the root"
-            )
+            raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
         numbers = ctypes.c_int64 * rows
         counts = numbers()
         drafts, draft_ids = _made("drafts", (rows, width), torch.int64, torch.zeros)
