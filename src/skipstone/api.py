@@ -3,18 +3,19 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.hf import generation
-from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
+from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.generation import Output, RowError
 from skipstone.models.host import left_padded
 
-Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
+Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
 
 
 def generate(
@@ -31,13 +32,14 @@ def generate(
 ) -> Output:
     """Generate with a decoding method.
 
-    inputs: ids [B, T] (left-padded, with attention_mask=), a text, a list of texts, a chat (list of {"role", "content"}), or a
-    list of chats; text needs `tokenizer`. method: a Method, a name with settings ("layerskip exit_layer=4"), a mapping
-    {"method": name, ...}, or None for the model's default. seed: of the first row, from which every further row gets its own;
-    or a list with one per row. record: keep per-token figures in `output.steps`. engine: "auto", "eager", "native" or
-    "compiled", for this call; None takes what `load` or `enable` was told, then the environment variable SKIPSTONE_ENGINE,
-    then "auto". options: `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning; and quantize
-    and kv_dtype, as in `skipstone.load`, found like `engine` (the environment variable is SKIPSTONE_KV).
+    inputs: ids [B, T] of any integer dtype, a tensor or a numpy array (left-padded, with attention_mask=), a text, a list of
+    texts, a chat (list of {"role", "content"}), or a list of chats; text needs `tokenizer`. method: a Method, a name with
+    settings ("layerskip exit_layer=4"), a mapping {"method": name, ...}, or None for the model's default. seed: of the first
+    row, from which every further row gets its own; or a list with one per row. record: keep per-token figures in
+    `output.steps`. engine: "auto", "eager", "native" or "compiled", for this call; None takes what `load` or `enable` was told,
+    then the environment variable SKIPSTONE_ENGINE, then "auto". options: `GenerationConfig` fields and keyword arguments of
+    `model.generate`, with HF's meaning; and quantize and kv_dtype, as in `skipstone.load`, found like `engine` (the environment
+    variable is SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done. RowError, a ValueError, where there was no token to
@@ -56,7 +58,7 @@ def generate(
 
 def _with_text(output: Output, call: Call, inputs: Inputs, tokenizer: Any) -> Output:
     """The output with the text of every row, where text came in."""
-    if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
+    if not isinstance(inputs, (Tensor, np.ndarray, Mapping)) and tokenizer is not None:
         rows = zip(call.prompts, output.new_tokens or [], strict=True)
         texts = [detokenize(tokenizer, tokens, prompt.tolist()) for prompt, tokens in rows]
         output.text = texts[0] if _single(inputs) and len(texts) == 1 else texts
@@ -84,10 +86,12 @@ def stream(
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """(ids [B, T], options with the attention mask)."""
     if isinstance(inputs, Mapping):
-        ids = inputs.get("input_ids")
+        ids = token_tensor(inputs.get("input_ids"))
         if not isinstance(ids, Tensor):
             raise ValueError(f'inputs["input_ids"] must be a tensor (return_tensors="pt"), found {type(ids).__name__}')
         return ids, {**{key: value for key, value in inputs.items() if key != "input_ids"}, **options}
+    if isinstance(inputs, np.ndarray):
+        inputs = token_tensor(inputs) if inputs.dtype.kind in "iu" else inputs.tolist()
     if isinstance(inputs, Tensor):
         return (inputs[None] if inputs.ndim == 1 else inputs), options
     if not isinstance(inputs, (str, Sequence)):

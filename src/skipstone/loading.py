@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from skipstone.assets import NANO
 from skipstone.extras import installed
 from skipstone.fetching import commit_of, hub_name, refused
-from skipstone.models import gguf
+from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.generation_config import FILE, read_generation_config
@@ -118,7 +118,7 @@ def load_model(
         _expect_generation_config(name, revision)
     expect_loadable(said.get("quantization_config"))
     try:
-        with gguf.reading(name, options):
+        with gguf.reading(name, options), torch_defaults.loading():
             loaded: Any = auto.from_pretrained(
                 name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -291,7 +291,7 @@ def usable(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)
+        torch.empty(1, dtype=torch.float32, device=place)
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return place

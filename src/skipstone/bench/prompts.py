@@ -234,7 +234,7 @@ def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
 
     @cache
     def nats(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
-        return log_likelihood(model, torch.tensor(prompt), [*tokens])
+        return log_likelihood(model, torch.tensor(prompt, dtype=torch.int64, device="cpu"), [*tokens])
 
     for found in answers.values():
         pairs = zip(found.prompts, found.measurements, strict=True)
@@ -247,7 +247,7 @@ def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) ->
     if not answer:
         return 0.0
     layered = LayeredModel(model)
-    wanted = torch.tensor(answer, device=layered.device)  # [A]
+    wanted = torch.tensor(answer, dtype=torch.int64, device=layered.device)  # [A]
     ids = torch.cat([prompt.to(layered.device), wanted[:-1]])[None]  # [1, T + A - 1]
     if layered.engine.quantize is None:
         states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skipstone.models.frontier import Frontier
+from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 
@@ -147,7 +148,7 @@ class Bits:
             parts = [text[start:][: dice.randint(1, MOST)] for text, start in zip(texts, store.length, strict=True)]
             counts = [len(part) for part in parts]
             padded = torch.stack([torch.cat([part, texts[0][:1].expand(max(counts) - len(part))]) for part in parts])
-            valid = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+            valid = torch.arange(max(counts), device=device, dtype=torch.int64) < on_device(counts, device)[:, None]
             frontier = Frontier(self.layered, store, padded[:, 0], alive, [max(count - 1, 0) for count in counts])
             if max(counts) > 1:
                 frontier.append(padded[:, 1:], valid[:, 1:])
@@ -174,7 +175,7 @@ class Bits:
             parents = [dice.randint(max(-1, node - BRANCHING), node - 1) for node in range(self._nodes)]
             tokens = text[[dice.randrange(len(text)) for _ in range(self._nodes + 1)]]  # of the root, then of the nodes
             frontier = Frontier(self.layered, store, tokens[:1].to(device), [True], [self._nodes])
-            frontier.append(tokens[None, 1:].to(device), None, torch.tensor([parents], device=device))
+            frontier.append(tokens[None, 1:].to(device), None, torch.tensor([parents], dtype=torch.int64, device=device))
             logits = frontier.finish()[0]  # [1 + nodes, V]
             for leaf in sorted({*range(self._nodes)} - {*parents}):
                 path = [leaf]

@@ -32,11 +32,13 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
+from skipstone.hf.call import token_tensor
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
-from skipstone.models.host import left_padded
+from skipstone.models.host import CPU, left_padded, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import kernels
+from skipstone.models.torch_defaults import stable_defaults
 from skipstone.models.turns import lock_of
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
@@ -174,11 +176,11 @@ class Judge:
         exact = LayeredModel(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
-        before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
+        before = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
         scores = self._next_scores(self.model, before, options or {})  # [V]
         precise = scores if self.quantised else self._next_scores(self.precise, before, options or {})
         best = precise.topk(min(NEAR, len(precise))).indices
-        near = torch.cat([best, torch.tensor([one, other])])
+        near = torch.cat([best, torch.tensor([one, other], dtype=torch.int64, device=best.device)])
         differences = (scores[near] - precise[near]).abs()
         rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
         if self.quantised:
@@ -201,10 +203,10 @@ class Checker:
     """A model and a method under test."""
 
     def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
-        """prompts: [T] int64 ids each, at least two of different texts. ValueError where a prompt is too long for the model, or
-        the method does not fit it; ImportError without scipy."""
+        """prompts: [T] ids each, of any integer dtype, at least two of different texts. ValueError where a prompt is too long
+        for the model, or the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
-        self.prompts = [prompt.cpu() for prompt in prompts]
+        self.prompts = [token_tensor(prompt).cpu() for prompt in prompts]
         self.judge = Judge(model, _own_turn)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
@@ -381,12 +383,13 @@ class Checker:
         layered = LayeredModel(self.model)
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
         for start in range(0, len(texts), HELD):
-            new = torch.tensor(texts[start : start + HELD])
+            new = on_device(texts[start : start + HELD], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             if self._quantize:
                 logits = layered.project(layered.read(ids)[:, len(prompt) - 1 : -1])
             else:
-                logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+                with stable_defaults():
+                    logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
             logits = logits.flatten(0, 1).float()
             drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
         return drawn
@@ -459,7 +462,7 @@ class Checker:
             for row, more in enumerate(decoder.step().tokens):
                 texts[row] += more
                 if session.alive[row]:
-                    session.check(row, torch.tensor(texts[row], device=layered.device), tolerance)
+                    session.check(row, torch.tensor(texts[row], dtype=torch.int64, device=layered.device), tolerance)
         return steps
 
     # ---------------------------------------------------------------------------------------------- decoding

@@ -89,7 +89,7 @@ def _repeated(text: Tensor, length: int) -> Tensor:
 
 def _passed(layered: LayeredModel, text: Tensor, width: int) -> tuple[Tensor, KVStore]:
     """Logits [V] after a text that came in passes of `width` tokens, and its keys and values."""
-    store, logits = KVStore(1, layered.depth, len(text)), torch.empty(0)
+    store, logits = KVStore(1, layered.depth, len(text)), torch.empty(0, dtype=torch.float32, device="cpu")
     for part in text.to(layered.device).split(width):
         frontier = Frontier(layered, store, part[:1], [True], [len(part) - 1])
         if len(part) > 1:

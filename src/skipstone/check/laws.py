@@ -130,7 +130,7 @@ class Drawn:
 
 def _halves(size: int, seed: int) -> Tensor:
     """[V, BITS + SIGNS] float64 of 1 and -1."""
-    ids = torch.arange(size)[:, None]
-    bits = (ids >> torch.arange(BITS)) & 1
-    drawn = torch.randint(0, 2, (size, SIGNS), generator=torch.Generator().manual_seed(seed))
+    ids = torch.arange(size, dtype=torch.int64, device="cpu")[:, None]
+    bits = (ids >> torch.arange(BITS, dtype=torch.int64, device="cpu")) & 1
+    drawn = torch.randint(0, 2, (size, SIGNS), generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu")
     return torch.cat([bits, drawn], 1).double() * 2 - 1

@@ -145,7 +145,7 @@ class Chat:
         from skipstone.cli.showing import Painter
 
         talk = self.conversation
-        ids = torch.tensor([asked.job.ids], device=talk.model.device)
+        ids = torch.tensor([asked.job.ids], dtype=torch.int64, device=talk.model.device)
         job = Job(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
         painter = Painter(job, self.color)
 

@@ -78,7 +78,7 @@ def demo(
     if svg is not None:  # records what is there at the end of each scene: a live display is printed many times
         camera = Console(record=True, file=StringIO(), width=console.width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
-        ids = torch.tensor([tokenizer.encode(scene.prompt)], device=loaded.device)
+        ids = torch.tensor([tokenizer.encode(scene.prompt)], dtype=torch.int64, device=loaded.device)
         job = Job(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
         if as_json:
             run, comparison = compared(job, method)

@@ -159,4 +159,4 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     fields = generation_options(**{name: getattr(flags, name) for name in names})
     layered = LayeredModel(model)
     seed = layered.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
-    return Job(model, tokenizer, torch.tensor([ids], device=layered.device), fields, seed)
+    return Job(model, tokenizer, torch.tensor([ids], dtype=torch.int64, device=layered.device), fields, seed)

@@ -54,7 +54,7 @@ def inspect(
     final = [str(tokenizer.decode([token])) for token in lens.tokens]  # [n], those that were generated
     seen = None
     if exit_heads is not None:
-        answers = torch.tensor(lens.tokens).tensor_split(lens.breaks[1:])
+        answers = torch.tensor(lens.tokens, dtype=torch.int64, device="cpu").tensor_split(lens.breaks[1:])
         seen = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
     for path in () if out is None else save(lens, words, final, out, seen):
         print(f"skipstone: {path}", file=sys.stderr)

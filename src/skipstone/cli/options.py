@@ -296,7 +296,7 @@ def ids_of(texts: list[str], tokenizer: Any) -> list[Any]:
 
     from skipstone.api import token_ids
 
-    return [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+    return [torch.tensor(token_ids(text, tokenizer), dtype=torch.int64, device="cpu") for text in texts]
 
 
 def asked_method(text: str | None, config: str | None = None) -> Any:

@@ -79,7 +79,8 @@ def row_seed(seed: int, row: int) -> int:
     """
     if row == 0:
         return seed % (1 << 63)
-    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + PLACE) + _signed(row * PLACE % (1 << 64)))  # [1] int64
+    start = torch.tensor([_signed(seed % (1 << 64))], dtype=torch.int64, device="cpu")
+    hashed = _mix(_mix(start + PLACE) + _signed(row * PLACE % (1 << 64)))  # [1] int64
     return int(hashed) % (1 << 63)
 
 
@@ -116,7 +117,7 @@ class Noise:
 
     def uniform(self, position: Tensor, stream: int, size: int) -> Tensor:
         """[B, size] float64 in (0, 1). position: [B]."""
-        return self._uniform_at(torch.arange(size, device=self.seed.device), position, stream)
+        return self._uniform_at(torch.arange(size, device=self.seed.device, dtype=torch.int64), position, stream)
 
     def _uniform_at(self, places: Tensor, position: Tensor, stream: int) -> Tensor:
         """Numbers of a draw by their places [k] or [B, k]. Returns [B, k] float64."""
@@ -130,7 +131,7 @@ class Noise:
     def counters(self, position: Tensor, stream: int) -> Tensor:
         """[B] int64: where the counter of every row's draw begins; the token v has the number PLACE * v further."""
         if self.seed.shape[0] == 1 and host.readable(self.seed):
-            return torch.tensor([_signed(self._begin(int(position), stream))])
+            return torch.tensor([_signed(self._begin(int(position), stream))], dtype=torch.int64, device="cpu")
         return self._counter(position[:, None], stream)[:, 0]
 
     def draw(self, p: Tensor | Chances, position: Tensor, stream: int) -> Tensor:
@@ -156,11 +157,11 @@ class Noise:
         chances = p[0].numpy()
         runners = (chances != 0).nonzero()[0]  # [k]
         if not runners.size or not np.isfinite(chances[runners]).all():
-            return torch.tensor([picks.NO_TOKEN])
+            return torch.tensor([picks.NO_TOKEN], dtype=torch.int64, device="cpu")
         names = runners if tokens is None else tokens[0].numpy()[runners]
         bits = _mixed(names.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._begin(int(position), stream)))
         uniform = bits.view(np.int64) * _SCALE + 0.5  # as in `_unit`
-        return torch.tensor([int(names[(np.log(uniform) / chances[runners]).argmax()])])
+        return torch.tensor([int(names[(np.log(uniform) / chances[runners]).argmax()])], dtype=torch.int64, device="cpu")
 
     def _begin(self, position: int, stream: int) -> int:
         """`counters` of one row, in [0, 2^64)."""

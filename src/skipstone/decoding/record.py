@@ -76,7 +76,7 @@ def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[T
     nodes = [v.path[place - 1] if 0 < place <= len(v.path) else -1 for v in verdicts]
     path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
     before = torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)
-    return torch.tensor(nodes, device=device), before, [place < len(v.tokens) for v in verdicts]
+    return torch.tensor(nodes, dtype=torch.int64, device=device), before, [place < len(v.tokens) for v in verdicts]
 
 
 def _valid(draft: Draft, row: int) -> list[int]:

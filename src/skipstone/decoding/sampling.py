@@ -17,11 +17,14 @@ from skipstone.models import host, picks
 from skipstone.models.engines.engine import EngineDraw, Warps
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
+from skipstone.models.torch_defaults import stable_defaults
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
 
 NO_LIMIT = 1 << 30  # tokens: a top-k that takes all of them
+GREEDY_BELOW = 1e-5  # temperature, as in vLLM: nearly all the probability is the likeliest token's, and quotients may overflow
+HOTTEST = torch.finfo(torch.float32).max  # temperature: at a larger one a masked logit, -inf, would be no number
 FEW = 100  # largest top-k whose tokens a CPU looks at alone
 NUCLEUS = 512  # tokens among which a CPU looks for those that top-p keeps, before it puts all in order
 AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on calling operators than in them
@@ -29,7 +32,8 @@ AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on call
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off (HF's meanings and order).
+    """How one row samples. A temperature below GREEDY_BELOW becomes 0, which is greedy; top_k 0, top_p 1 and min_p 0 are off
+    (HF's meanings and order).
 
     processors run before the warpers. warpers: transformers' own list, temperature included, for a row that uses one without a
     vectorised form (typical_p, epsilon_cutoff, eta_cutoff, top_h); it replaces the vectorised ones for that row.
@@ -44,6 +48,9 @@ class Sampling:
     warpers: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
+        if 0 < self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+            object.__setattr__(self, "warpers", ())  # one of them is the temperature
         if not 0 <= self.temperature < math.inf:  # nor NaN
             raise ValueError(f"temperature must be a finite number that is not negative, found {self.temperature}; 0 is greedy")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
@@ -65,7 +72,7 @@ class Warping:
 
         rows = [row or Sampling() for row in settings]
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
-        self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
+        self.temperature = column([min(row.temperature or 1.0, HOTTEST) for row in rows], torch.float32)
         self.top_k = column([row.top_k or NO_LIMIT for row in rows], torch.long)
         # rounded once, after the subtraction, as transformers does: where tokens tie, the last bit decides
         self.tail = column([1 - row.top_p for row in rows], torch.float32)
@@ -321,8 +328,9 @@ class Sampler:
             if sampling is not None and sampling.processors and self._asked(row, path, wanted):
                 ids = self._text(row, path)
                 scores = scores.clone()
-                for processor in sampling.processors:
-                    scores = processor(ids, scores)
+                with stable_defaults():
+                    for processor in sampling.processors:
+                        scores = processor(ids, scores)
             rows.append(scores)
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
@@ -337,8 +345,9 @@ class Sampler:
         for row, sampling in enumerate(self.settings):
             if sampling is not None and sampling.warpers and self._asked(row, path, wanted):
                 ids, own = self._text(row, path), scores[row : row + 1]
-                for warper in sampling.warpers:
-                    own = warper(ids, own)
+                with stable_defaults():
+                    for warper in sampling.warpers:
+                        own = warper(ids, own)
                 p[row] = own[0].softmax(-1)
         return p
 

@@ -193,7 +193,7 @@ class Session:
         if not done:
             return None, []
         last = on_device(counts, hidden.device) - 1
-        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
+        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device, dtype=torch.int64), last][:, None])
         return self._prefill_scores(logits, rows, done), done
 
     def _prefilled_rows(self, chunk: int) -> range:
@@ -210,9 +210,9 @@ class Session:
         self.store.reserve(end)
         width = max(counts)
         device = self.model.device
-        positions = on_device(bases, device)[:, None] + torch.arange(width, device=device)
+        positions = on_device(bases, device)[:, None] + torch.arange(width, device=device, dtype=torch.int64)
         even = len(set(counts)) == 1
-        valid = None if even else torch.arange(width, device=device) < on_device(counts, device)[:, None]
+        valid = None if even else torch.arange(width, device=device, dtype=torch.int64) < on_device(counts, device)[:, None]
         if valid is not None:  # padding repeats a real position, so that position tables are never overrun
             positions = torch.where(valid, positions, 0)
         start = bases[0] if even and len(set(bases)) == 1 else None

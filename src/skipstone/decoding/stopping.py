@@ -13,8 +13,8 @@ from skipstone.models.picks import NO_TOKEN
 class RunningRequest:
     """A request while it runs, with its new tokens on the host.
 
-    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens. is_doubted: the latest
-    step found no token to choose next to a draft, which may be the reason; the next one drafts nothing.
+    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens.
+    is_doubted: the latest step found no token to choose next to a draft, which may be the reason. The next one drafts nothing.
     """
 
     request: Request
@@ -50,5 +50,8 @@ class RunningRequest:
             return True
         if not self.request.criteria:
             return False
-        ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]  # [1, T]
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
+        ids = torch.cat([prompt, torch.tensor(self.tokens, dtype=torch.int64, device=prompt.device)])[None]  # [1, T]
+        return any(
+            bool(torch.as_tensor(criterion(ids, None), dtype=torch.bool, device=ids.device).all())
+            for criterion in self.request.criteria
+        )

@@ -41,7 +41,7 @@ def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: T
     overruled = None if waived is None else torch.zeros_like(draft.valid)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []
-    chain = torch.arange(width, device=node.device) - 1
+    chain = torch.arange(width, device=node.device, dtype=torch.int64) - 1
     parents = chain.expand(rows, width) if draft.parents is None else draft.parents
     levels = width if draft.levels is None else min(draft.levels, width)
     for depth in range(levels + 1):
@@ -74,7 +74,7 @@ def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> V
     rows, width = draft.tokens.shape
     same = draft.tokens == picks[:, :-1]
     accepted = ((same | waived) & draft.offered).long().cumprod(1).sum(1)  # [B]
-    path = torch.arange(width, device=picks.device).expand(rows, width)
+    path = torch.arange(width, device=picks.device, dtype=torch.int64).expand(rows, width)
     drafted = path < accepted[:, None]
     tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
     return Verdict(path, tokens, accepted, drafted & ~same)
@@ -96,7 +96,7 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
     if isinstance(p, Tensor):
         passed = _passes(draft, p[:, :-1], q, 0, position, noise)
         accepted = (passed | free).long().cumprod(1).sum(1)
-        target = p[torch.arange(rows, device=p.device), accepted]
+        target = p[torch.arange(rows, device=p.device, dtype=torch.int64), accepted]
     else:
         walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
         accepted = draft.tokens.new_zeros(rows)
@@ -111,10 +111,10 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
             target = torch.where(walking[:, None], after, target)
     # behind the end of a row's draft q = 0: the residual is p itself, the bonus draw
     offered = torch.nn.functional.pad(q * draft.offered[:, :, None], (0, 0, 0, 1))
-    rest = residual(target, offered[torch.arange(rows, device=q.device), accepted])
+    rest = residual(target, offered[torch.arange(rows, device=q.device, dtype=torch.int64), accepted])
     last = noise.draw(rest, position + accepted, TARGET)
     tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
-    path = torch.arange(width, device=tokens.device).expand(rows, width)
+    path = torch.arange(width, device=tokens.device, dtype=torch.int64).expand(rows, width)
     overruled = None if waived is None else ~passed & (path < accepted[:, None])
     return Verdict(path, tokens, accepted, overruled)
 
@@ -122,7 +122,7 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
 def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
     """The acceptance test of the draft tokens from number `first` on, each for itself. p: [B, k, V] before each of them.
     q: [B, n, V]. Returns [B, k] bool."""
-    places = torch.arange(first, first + p.shape[1], device=p.device)
+    places = torch.arange(first, first + p.shape[1], device=p.device, dtype=torch.int64)
     x = draft.tokens[:, first : first + p.shape[1], None]
     ratio = p.gather(2, x) / q[:, first : first + p.shape[1]].gather(2, x)
     passes = noise.accept(ratio.squeeze(2), position[:, None] + places, substream(ACCEPT, places))

@@ -159,7 +159,7 @@ def expect_same(model: LayeredModel, kept: Kept, folder: Path) -> None:
     draft = load_model(folder, dtype=model.model.dtype)
     reaches, own = DecoderModules(draft).family.reaches, model.family.reaches
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.embeddings, (1, PROBE), generator=generator)
+    ids = torch.randint(0, model.embeddings, (1, PROBE), generator=generator, dtype=torch.int64, device="cpu")
     theirs = draft(ids, use_cache=False).logits.float()
     if reaches != tuple(own[layer] for layer in kept.layers) or not close(theirs, exit_logits(model, kept, ids)):
         raise ValueError(
@@ -173,7 +173,7 @@ def exit_logits(model: LayeredModel, kept: Kept, ids: Tensor) -> Tensor:
     """What skipstone drafts from behind every token of a text: the layers that are kept, then norm and head. ids: [1, T].
     Returns [1, T, V] float32."""
     length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)
-    positions = torch.arange(length, device=model.device)[None]
+    positions = torch.arange(length, device=model.device, dtype=torch.int64)[None]
     store = KVStore(1, model.depth, length)
     store.reserve(length)
     at = Pass(positions, positions, None, slice(0, 1), length, 0)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -150,7 +151,10 @@ def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[i
     for input ids and masks that do not fit one another.
     """
     _check_arguments(model, kwargs)
+    if kwargs.get("attention_mask") is not None:
+        kwargs["attention_mask"] = token_tensor(kwargs["attention_mask"])
     if input_ids is not None:
+        input_ids = token_tensor(input_ids)
         check_shapes(input_ids, kwargs.get("attention_mask"))
 
     def capture(
@@ -193,8 +197,21 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     refuse_fields(merged_fields(model.generation_config, kwargs.get("generation_config"), kwargs))
 
 
-def check_shapes(ids: Tensor, mask: Any) -> None:
+def token_tensor(ids: Any) -> Any:
+    """Token ids as int64, whatever integer dtype they have, and numpy arrays of integers as tensors. Anything else comes back
+    as it is, for `check_shapes` to refuse."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        return torch.from_numpy(ids.astype(np.int64))
+    if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        return ids
+    return ids.to(torch.int64)
+
+
+def check_shapes(ids: Any, mask: Any) -> None:
     """ValueError unless ids are integers [B, T], at least one token each, and a mask has their shape."""
+    if not isinstance(ids, Tensor):
+        found = f"an array of {ids.dtype}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise ValueError(f"input_ids must be a tensor or a numpy array of integers, found {found}")
     if ids.ndim != 2 or ids.shape[1] == 0 or ids.shape[0] == 0:
         raise ValueError(f"input_ids must be [batch, length] with at least one token, found shape {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

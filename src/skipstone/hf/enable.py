@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.hf import generation
-from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for
+from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
 from skipstone.models.engines.choice import attach
@@ -147,7 +147,7 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
     ) -> Output | LongTensor:
         refuse_fields(generation_config.to_dict())
         chosen = resolve_for(model, method, generation_config)
-        call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        call = Call(model, token_tensor(input_ids), logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
         output = generation.complete(chosen, call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 

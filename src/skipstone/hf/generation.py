@@ -113,7 +113,7 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
         for tokens, more in zip(new, step.tokens, strict=True):
             tokens.extend(more)
         if streamer is not None and step.tokens[0]:
-            streamer.put(torch.tensor(step.tokens[0]))
+            streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu"))
         if keeper is not None:
             kept.append(step)
     if streamer is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from skipstone.decoding.batch import Criterion, Request
@@ -117,13 +118,19 @@ def _agreed(criterion: Criterion, ranks: Ranks) -> Criterion:
     """A stopping criterion that says the same in all processes of a model: time may decide it."""
     if ranks.size == 1:
         return criterion
-    return lambda ids, scores: torch.tensor([ranks.agreed(float(torch.as_tensor(criterion(ids, scores)).all())) > 0])
+
+    def everywhere(ids: Tensor, scores: Any) -> Tensor:
+        met = torch.as_tensor(criterion(ids, scores), dtype=torch.bool, device=ids.device)
+        return torch.tensor([ranks.agreed(float(met.all())) > 0], dtype=torch.bool, device=ids.device)
+
+    return everywhere
 
 
 def _seeds(call: Call, rows: int, ranks: Ranks) -> list[int]:
     seed = call.seed
     if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
-        seed = ranks.agreed_whole(int(torch.randint(1 << 62, ()).item())) if call.config.do_sample else 0
+        drawn = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if call.config.do_sample else None
+        seed = 0 if drawn is None else ranks.agreed_whole(int(drawn))
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [row_seed(seed, row) for row in range(rows)]
     if isinstance(seed, list) and len(seed) == rows and all(type(s) is int for s in seed):

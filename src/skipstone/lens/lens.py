@@ -85,7 +85,7 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
             assert new is not None
             breaks.append(len(tokens))
             tokens += new[0]
-            parts.append(_seen(layered, prompt, torch.tensor(new[0])))
+            parts.append(_seen(layered, prompt, torch.tensor(new[0], dtype=torch.int64, device="cpu")))
     top, probability, similarity = (torch.cat([part[i] for part in parts], 1) for i in range(3))  # [L, n] each
     same = top == top[-1]
     stays = same.flip(0).cumprod(0).flip(0)  # from here to the last layer

@@ -53,7 +53,7 @@ class JacobiSession(Session):
     def begin(self, row: int, request: Request) -> None:
         super().begin(row, request)
         self.first_guesses[row] = tokens_of_prompt(request, self.block)
-        fresh = on_device([one == row for one in range(self.rows)], self.model.device)[:, None]  # [B, 1]
+        fresh = on_device([one == row for one in range(self.rows)], self.model.device, torch.bool)[:, None]  # [B, 1]
         self.guesses = torch.where(fresh, on_device(self.first_guesses, self.model.device), self.guesses)
 
     def draft(self, limit: list[int]) -> Draft:
@@ -63,7 +63,7 @@ class JacobiSession(Session):
         if not width:
             return Draft.empty(self.rows, self.model.device, frontier)
         tokens = self.guesses[:, :width]
-        valid = torch.arange(width, device=tokens.device) < on_device(most, tokens.device)[:, None]
+        valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(most, tokens.device)[:, None]
         frontier.append(tokens, None if min(most) == width else valid)
         return Draft(tokens, valid, frontier)
 
@@ -82,6 +82,6 @@ class JacobiSession(Session):
         targets, device = self._target_tokens, self.model.device
         begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]  # [B, 1]
         end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]
-        place = begin + torch.arange(self.block, device=device)  # [B, block]
+        place = begin + torch.arange(self.block, device=device, dtype=torch.int64)  # [B, block]
         known = targets.gather(1, place.clamp(max=targets.shape[1] - 1))
         self.guesses = torch.where(place < end, known, on_device(self.first_guesses, device))

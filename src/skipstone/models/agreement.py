@@ -16,6 +16,7 @@ from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
 from skipstone.models.finite import refuse_not_finite
+from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
@@ -105,7 +106,7 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
     """The largest difference between an engine and a trace."""
     difference = Difference(_allowed(facts), torch.finfo(facts.dtype).eps)
     ids, length = found.ids, found.ids.shape[1]
-    positions = torch.arange(length, device=ids.device).expand(2, -1)
+    positions = torch.arange(length, device=ids.device, dtype=torch.int64).expand(2, -1)
     folded = facts.family.folded  # several streams of states are compared as one: a difference in any of them counts
     first = folded(found.layers[0][1].given[""])
     size = first.shape[-1]
@@ -150,7 +151,7 @@ def _allowed(facts: Facts) -> float:
 def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
     """What plain decoding runs of one row: its first tokens, without a mask where that is left out, and one more."""
     count = min(ALONE, length - 1)
-    prompt, token = torch.arange(count, device=device)[None], torch.tensor([[count]], device=device)
+    prompt, token = (torch.arange(count, device=device, dtype=torch.int64)[None], on_device([[count]], device))
     row = slice(0, 1)
     return [
         ("alone", Pass(prompt, prompt, None, row, count, 0)),
@@ -167,14 +168,14 @@ def _passes(length: int, device: Any, chains: bool) -> list[Compared]:
     """
     prefix = min(PREFIX, length - 1)
     cut, short = min(CUT, prefix - 1), min(SHORT, prefix - 2)
-    first = torch.arange(cut, device=device).expand(2, -1)
-    valid = torch.stack([torch.ones(cut, dtype=torch.bool), torch.arange(cut) < short]).to(device)
+    first = torch.arange(cut, device=device, dtype=torch.int64).expand(2, -1)
+    valid = torch.arange(cut, device=device, dtype=torch.int64) < on_device([[cut], [short]], device)
     first = torch.where(valid, first, 0)
-    own, everyone = torch.tensor([[0], [1]], device=device), slice(0, 2)
+    own, everyone = on_device([[0], [1]], device), slice(0, 2)
     ragged = Compared("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0])
     if not chains:
         return [ragged, _tree(prefix, [cut, short], length, own)]
-    rest = torch.arange(prefix - cut, device=device)[None] + torch.tensor([[cut], [short]], device=device)  # [2, n]
+    rest = torch.arange(prefix - cut, device=device, dtype=torch.int64)[None] + on_device([[cut], [short]], device)  # [2, n]
     chunk = Compared("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short])
     return [ragged, chunk, *_chains([prefix, short + prefix - cut], length, own)]
 
@@ -187,7 +188,7 @@ def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
     accepted = [start + taken for start in starts]
 
     def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> Compared:
-        places = torch.tensor([[start + begin + column for column in range(width)] for start in starts], device=own.device)
+        places = on_device([[start + begin + column for column in range(width)] for start in starts], own.device)
         rows = (1 - own if drafts else own).expand(-1, width)
         return Compared(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
 
@@ -205,18 +206,20 @@ def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> Compared:
     row 1. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
     trunk, ends, device = prefix - starts[0], length - prefix, own.device
     width = trunk + 2 * ends
-    branches = torch.arange(prefix, length, device=device).repeat(2)
-    chain = torch.arange(starts[1], starts[1] + width, device=device).clamp(max=length - 1)
-    places = torch.stack([torch.cat([torch.arange(starts[0], prefix, device=device), branches]), chain])  # [2, width]
+    branches = torch.arange(prefix, length, device=device, dtype=torch.int64).repeat(2)
+    chain = torch.arange(starts[1], starts[1] + width, device=device, dtype=torch.int64).clamp(max=length - 1)
+    places = torch.stack(
+        [torch.cat([torch.arange(starts[0], prefix, device=device, dtype=torch.int64), branches]), chain]
+    )  # [2, width]
     real = torch.ones_like(places, dtype=torch.bool)
     real[1, length - starts[1] :] = False
     everything = torch.ones((width, width), dtype=torch.bool, device=device).tril()
     forked = everything.clone()
     forked[trunk + ends :, trunk : trunk + ends] = False  # the second branch does not see the first
-    base = torch.tensor(starts, device=device)
+    base = on_device(starts, device)
     tree = Tree(base, torch.stack([forked, everything]), places)
     sources = own.repeat(1, width)
     sources[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
-    slots = base[:, None] + torch.arange(width, device=device)
+    slots = base[:, None] + torch.arange(width, device=device, dtype=torch.int64)
     at = Pass(places, slots, real, slice(0, 2), max(starts) + width, tree=tree)
     return Compared("in a tree", at, sources, places, starts)

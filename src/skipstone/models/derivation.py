@@ -136,7 +136,7 @@ def close(mine: Any, theirs: Any) -> bool:
 
 def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[Step, ...], str | None]:
     """The way from ids to the states that enter layer 0, and the field of the config that scales them."""
-    positions = torch.arange(found.ids.shape[1], device=found.ids.device)[None]
+    positions = torch.arange(found.ids.shape[1], device=found.ids.device, dtype=torch.int64)[None]
     steps: list[Step] = []
     learned: list[tuple[Step, Tensor]] = []  # positions that are yet to be added
     hidden: Any = None
@@ -405,7 +405,7 @@ def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> Reac
     if not torch.is_tensor(mask):
         return "full"
     seen = mask == 0 if mask.is_floating_point() or _hides(mask) else mask  # [b, 1, T, T]
-    positions = torch.arange(length, device=seen.device)
+    positions = torch.arange(length, device=seen.device, dtype=torch.int64)
     for kind, reach in forms:
         if (seen == visible(positions[:, None], positions[None], reach)).all():
             return kind

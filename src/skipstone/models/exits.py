@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.models.modules import DecoderModules
+from skipstone.models.torch_defaults import stable_defaults
 
 
 class ExitTally:
@@ -38,7 +39,7 @@ class ExitTally:
 
     def perplexity(self) -> dict[int, float]:
         """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
-        nats = torch.tensor(list(self._nats.values()), dtype=torch.float64)
+        nats = torch.tensor(list(self._nats.values()), dtype=torch.float64, device="cpu")
         return dict(zip(self._nats, (nats / self.tokens).exp().tolist(), strict=True))
 
     def agreement(self) -> dict[int, float]:
@@ -73,6 +74,6 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
 def layer_states(model: DecoderModules, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> what enters layer 0 and what leaves every layer, L + 1 tensors [1, T, d], by the model's own forward."""
     exits = range(model.depth + 1)
-    with watched(model, exits) as found:
+    with watched(model, exits) as found, stable_defaults():
         model.model(ids[None].to(model.model.device), use_cache=False)
     return [found[exit] for exit in exits]

@@ -218,7 +218,7 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     every second slope of the next one)."""
     power = 1 << (heads.bit_length() - 1)
     exponents = [-8 * (i + 1) / power for i in range(power)] + [-4 * (2 * i + 1) / power for i in range(heads - power)]
-    return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float32, device=device)
 
 
 def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:

@@ -79,7 +79,7 @@ class Frontier:
     @cached_property
     def _alive(self) -> Tensor:
         """[B, 1] bool."""
-        return on_device(self._taking, self.device)[:, None]
+        return on_device(self._taking, self.device, torch.bool)[:, None]
 
     @property
     def tokens(self) -> Tensor:
@@ -195,7 +195,7 @@ class Frontier:
                 self._put(part, self._run(part, None, range(low, high)))
             else:
                 index = on_device(columns.tolist(), self.device)
-                keep = on_device(running[:, columns].tolist(), self.device)
+                keep = on_device(running[:, columns].tolist(), self.device, torch.bool)
                 new = self._run(index, keep, range(low, high))
                 hidden = self.hidden
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])

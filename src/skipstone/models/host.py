@@ -11,10 +11,12 @@ from torch import Tensor
 
 ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocator for the CPU
 
+CPU = torch.device("cpu")  # for tensors of the host, whatever torch's default device is
 
-def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=CPU).to(device, non_blocking=True)
 
 
 def across(tensor: Tensor, device: torch.device) -> Tensor:
@@ -26,7 +28,7 @@ def across(tensor: Tensor, device: torch.device) -> Tensor:
 def counting(size: int, device: torch.device) -> Tensor:
     """0, 1, 2, ... as int64 [size], made once. Nobody writes into it."""
     with torch.inference_mode(False):  # one made in inference mode could not be used outside of it
-        return torch.arange(size, device=device)
+        return torch.arange(size, device=device, dtype=torch.int64)
 
 
 def read(*tensors: Tensor) -> list[list[list[int]]]:
@@ -63,6 +65,6 @@ def readable(tensor: Tensor) -> bool:
 def left_padded(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[Tensor, Tensor]:
     """(input_ids, attention_mask), both [B, T] int64: rows of ids that end together, with `fill` and mask 0 before them."""
     width = max(map(len, rows))
-    ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64, device=CPU)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=CPU)
     return ids, mask

@@ -156,7 +156,7 @@ class PassView:
     def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where to write on the device of a layer, brought there once a pass."""
         if device not in self._index:
-            rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device)[:, None]
+            rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device, dtype=torch.int64)[:, None]
             self._index[device] = rows, across(self.slots, device)
         return self._index[device]
 

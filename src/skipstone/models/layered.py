@@ -113,7 +113,10 @@ class LayeredModel(DecoderModules):
     def read(self, ids: Tensor) -> Tensor:
         """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
         rows, length = ids.shape
-        store, positions = KVStore(rows, self.depth, length), torch.arange(length, device=self.device).expand(rows, -1)
+        store, positions = (
+            KVStore(rows, self.depth, length),
+            torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1),
+        )
         store.reserve(length)
         at = Pass(positions, positions, None, slice(0, rows), length, 0)
         return self.normed(self.run(self.embed(ids, positions), at, store, range(self.depth)))

@@ -122,7 +122,7 @@ class Pass:
 
     def _visible(self, reach: Reach) -> Tensor:
         """Which slots each query may attend to: [b or 1, n, extent] bool."""
-        slot = torch.arange(self.extent, device=self.positions.device)  # [extent]
+        slot = torch.arange(self.extent, device=self.positions.device, dtype=torch.int64)  # [extent]
         query = self.positions[:, :, None]  # [b, n, 1]
         seen = visible(query, self.slot_positions()[:, None], reach)
         if self.tree is not None:
@@ -137,7 +137,7 @@ class Pass:
     def slot_positions(self) -> Tensor:
         """The position of what lies in every slot, as far as it may be seen: [b or 1, extent] int64. A chain's slots are its
         positions."""
-        slot = torch.arange(self.extent, device=self.positions.device)  # [extent]
+        slot = torch.arange(self.extent, device=self.positions.device, dtype=torch.int64)  # [extent]
         if self.tree is None:
             return slot[None]
         _, index, inside = self._columns(slot)
@@ -157,8 +157,8 @@ def ancestors(parents: Tensor) -> Tensor:
     parents: [B, n] int64 over nodes, -1 for the root. Returns [B, n+1, n+1] bool with the root as column 0.
     """
     rows, width = parents.shape
-    reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
-    nodes = torch.arange(1, width + 1, device=parents.device)
+    reach = torch.eye(width + 1, dtype=torch.float32, device=parents.device).repeat(rows, 1, 1)
+    nodes = torch.arange(1, width + 1, device=parents.device, dtype=torch.int64)
     reach[:, nodes] = reach[:, nodes].scatter(2, parents[:, :, None] + 1, 1.0)
     steps = 1
     while steps < width:  # i squarings reach the ancestors up to 2^i steps away

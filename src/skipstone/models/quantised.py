@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipstone.models.torch_defaults import stable_defaults
+
 EXTRA = 'pip install "skipstone[quantised]"'
 
 
@@ -145,7 +147,7 @@ def settle(model: Any) -> None:
     """Have the kernels of a quantised model in the form that they keep: many unpack or repack their weights when they first
     run, compressed-tensors those of the whole model, in a hook of it. One token goes through the model."""
     if kernels(model):
-        with torch.no_grad():
+        with torch.no_grad(), stable_defaults():
             model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.placing import home
+from skipstone.models.torch_defaults import stable_defaults
 
 PREFIX = 12  # tokens that both rows of a trace begin with
 TOKENS = 20  # tokens of a row, past WINDOW by far
@@ -58,12 +59,12 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
     length = min(TOKENS, positions)
     generator = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(0, text_ids(model), (2, length), generator=generator)
+    ids = torch.randint(0, text_ids(model), (2, length), generator=generator, dtype=torch.int64, device="cpu")
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
     found = Trace(ids.to(home(model)), inside=first, cache=DynamicCache(config=config) if any(of_kind) else DynamicCache())
-    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found):
+    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found), stable_defaults():
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
     return found
 

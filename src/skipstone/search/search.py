@@ -27,6 +27,7 @@ from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.layer_sets import MOST_DRAFTS, Costs, LayerMask, Objective, Space
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
+from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 from skipstone.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
@@ -171,7 +172,7 @@ class _Text:
     def __init__(self, layered: LayeredModel, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
         written = measure(model, Skipstone(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
         self.layered, self.begin = layered, len(prompt) - 1  # of the first pass that is judged
-        self.ids = torch.cat([prompt, torch.tensor(written)])[None].to(layered.device)  # [1, T + n]
+        self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(layered.device)  # [1, T + n]
         self.store = store_for(layered, self.ids.shape[1])
         if self.begin:
             run_tokens(layered, self.store, self.ids[:, : self.begin], 0)

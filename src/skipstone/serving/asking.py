@@ -156,7 +156,7 @@ class Asking:
         prediction = self._predicted(body)
         if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
-        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
+        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty: there is no token to start from")

@@ -1,6 +1,6 @@
 """The rows of one method: which job has which row, and whose prompt a free row still knows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -196,7 +196,7 @@ def length_of(job: Job) -> int:
 def likely_of(logits: torch.Tensor, tokens: list[int], count: int) -> list[Likely]:
     """Log-probabilities of tokens, and the `count` likeliest ones in their places. logits: [k, V]."""
     chances = logits.float().log_softmax(-1)  # [k, V]
-    own = chances.gather(-1, torch.tensor(tokens, device=chances.device)[:, None])[:, 0]  # [k]
+    own = chances.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=chances.device)[:, None])[:, 0]  # [k]
     best, ids = chances.topk(min(count, chances.shape[-1]), -1)  # [k, count] each
     best = best.clamp(min=LEAST)
     top = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), best.tolist(), strict=True)]

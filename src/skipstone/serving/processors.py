@@ -10,8 +10,8 @@ class Bias:
     """Adds to single tokens' logits. biases: token id -> what is added."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
-        self.ids = torch.tensor(list(biases), dtype=torch.long)
-        self.values = torch.tensor(list(biases.values()), dtype=torch.float32)
+        self.ids = torch.tensor(list(biases), dtype=torch.int64, device="cpu")
+        self.values = torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """ids: [1, T]. scores: [1, V]."""

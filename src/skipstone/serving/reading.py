@@ -30,7 +30,10 @@ class Reading:
         if self._store is None:
             self._store = KVStore(1, model.depth, size, model.kv_dtype)
             self._store.reserve(size)
-        ids, positions = self.prompt[None, begin:end].to(model.device), torch.arange(begin, end, device=model.device)[None]
+        ids, positions = (
+            self.prompt[None, begin:end].to(model.device),
+            torch.arange(begin, end, device=model.device, dtype=torch.int64)[None],
+        )
         at = Pass(positions, positions, None, slice(0, 1), end, begin)
         with OneThread() if model.own_threads else nullcontext():
             hidden = model.run(model.embed(ids, positions), at, self._store, range(model.depth))

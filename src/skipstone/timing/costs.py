@@ -99,7 +99,7 @@ class Bench:
             self._behind(skipping)
 
     def _request(self, new: int) -> Request:
-        return Request(torch.zeros(1, dtype=torch.long), new)
+        return Request(torch.zeros(1, dtype=torch.int64, device="cpu"), new)
 
     def _behind(self, session: Session) -> None:
         for row in range(self.batch):
@@ -308,7 +308,7 @@ def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: i
     room = min(bench.room, draft_model.max_positions)
     session = DraftModelSession(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
     for row in range(batch):
-        session.admit(row, Request(torch.arange(8) % draft_model.embeddings, 1))
+        session.admit(row, Request(torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings, 1))
     while session.prefilling:
         session.prefill(8)
     for row in range(batch):  # a token that the draft model has not read yet

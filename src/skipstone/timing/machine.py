@@ -80,8 +80,8 @@ def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
     """
     size = (megabytes or (1024 if device.type == "cuda" else 256)) << 20
     width = 4096
-    source = torch.ones((max(size // 4 // width, 1), width), device=device)
-    target, vector = torch.empty_like(source), torch.ones(width, device=device)
+    source = torch.ones((max(size // 4 // width, 1), width), dtype=torch.float32, device=device)
+    target, vector = torch.empty_like(source), torch.ones(width, dtype=torch.float32, device=device)
     held = source.numel() * source.element_size()
     copy = min(timings(lambda: target.copy_(source), device))
     product = min(timings(lambda: torch.mv(source, vector), device))

@@ -217,7 +217,7 @@ def store_for(layered: LayeredModel, tokens: int) -> KVStore:
 
 def one_row(begin: int, width: int, device: torch.device) -> Pass:
     """A pass of one row over `width` tokens behind `begin` others."""
-    places = torch.arange(begin, begin + width, device=device)[None]  # [1, width]
+    places = torch.arange(begin, begin + width, device=device, dtype=torch.int64)[None]  # [1, width]
     return Pass(places, places, None, slice(0, 1), begin + width, begin)
 
 

@@ -125,7 +125,7 @@ class LlamaCpp(Peer):
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         """As `Engine.generate`. The time has the pipe to the other process in it."""
         eos: Any = model.generation_config.eos_token_id
-        stop = [] if eos is None else [int(one) for one in torch.as_tensor(eos).flatten()]
+        stop = [] if eos is None else [int(one) for one in torch.as_tensor(eos, dtype=torch.int64, device="cpu").flatten()]
         asked = {"ids": prompt[0].tolist(), "new": options["max_new_tokens"], "stop": stop}
         began = time.perf_counter()
         answer = self._worker()(**asked, drafts=self.num_draft_tokens, threshold=self.confidence_threshold)

@@ -127,5 +127,5 @@ def rope_factors(config: Any) -> Tensor:
     """What llama.cpp divides the rotary frequencies by, [h / 2] float32: those of the base over those of the model."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [h / 2]
     size = head_size(config)
-    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     return config.rope_parameters["rope_theta"] ** -exponents / scaled.float()

@@ -200,7 +200,7 @@ class AdaDecodeSession(Session):
 
     def _add(self, chain: Chain, frontier: Frontier, sweep: Sweep) -> list[bool]:
         """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""
-        chain.stop(on_device([layer > 0 for layer in sweep.layers], self.model.device))
+        chain.stop(on_device([layer > 0 for layer in sweep.layers], self.model.device, torch.bool))
         chain.add(sweep.token, sweep.q, sweep.confidence)
         frontier.append(*chain.newest)
         for row, layer in enumerate(sweep.layers):
@@ -231,7 +231,7 @@ class AdaDecodeSession(Session):
                 logits = self.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
-            rows = (confidence > self.method.threshold) & on_device(climbing, confidence.device)
+            rows = (confidence > self.method.threshold) & on_device(climbing, confidence.device, torch.bool)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
             self.tallies.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
             if self.method.recheck:
@@ -260,7 +260,7 @@ class AdaDecodeSession(Session):
                 scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != frontier.tokens[:, place + 1]
-                doubts.append((confidence > self.method.threshold) & differs & on_device(here, differs.device))
+                doubts.append((confidence > self.method.threshold) & differs & on_device(here, differs.device, torch.bool))
         return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.rows
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
@@ -275,7 +275,7 @@ class AdaDecodeSession(Session):
             last = torch.where(ends, self.sampler.noise.draw(p, scores.position + depth, TARGET), last)
         tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])  # [B, n + 1]
         overruled = (scores.logits[:, :-1].argmax(-1) != draft.tokens) & draft.valid
-        path = torch.arange(draft.width, device=accepted.device).expand(self.rows, -1)
+        path = torch.arange(draft.width, device=accepted.device, dtype=torch.int64).expand(self.rows, -1)
         return Verdict(path, tokens, accepted, overruled=overruled)
 
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -85,7 +85,9 @@ class ExitHeads(nn.Module):
             )
         self.card = card
         self.heads = nn.ModuleList(_head(card) for _ in card.layers)
-        self.register_buffer("shortlist", None if card.vocabulary is None else torch.arange(card.vocabulary))
+        self.register_buffer(
+            "shortlist", None if card.vocabulary is None else torch.arange(card.vocabulary, dtype=torch.int64, device="cpu")
+        )
 
     def states(self, index: int, normed: Tensor) -> Tensor:
         """T h of head number `index`; h where the head has no T. normed: [..., d]. Returns [..., d]."""

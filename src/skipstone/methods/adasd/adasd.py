@@ -140,7 +140,7 @@ class AdaSDSession(DraftModelSession):
 
     def _update(self, draft: Draft, verdict: Verdict | Picked) -> None:
         """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
-        place, end = torch.arange(draft.width, device=draft.tokens.device), verdict.accepted[:, None]
+        place, end = torch.arange(draft.width, device=draft.tokens.device, dtype=torch.int64), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
         if self._distances is not None:
             threshold = self.verification.value

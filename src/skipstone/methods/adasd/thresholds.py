@@ -31,7 +31,7 @@ class Mean:
 
     def reset(self, row: int) -> None:
         """Forget what was counted for a row."""
-        others = torch.arange(len(self.count), device=self.count.device) != row
+        others = torch.arange(len(self.count), device=self.count.device, dtype=torch.int64) != row
         self.total, self.count = self.total * others, self.count * others
 
     @property
@@ -85,7 +85,7 @@ class VerificationThreshold:
 
     def reset(self, row: int) -> None:
         """A new request starts on a row."""
-        others = torch.arange(len(self.accepted.count), device=self.accepted.count.device) != row
+        others = torch.arange(len(self.accepted.count), device=self.accepted.count.device, dtype=torch.int64) != row
         self._drafts = [old * others for old in self._drafts]
         self.accepted.reset(row)
         self.rejected.reset(row)

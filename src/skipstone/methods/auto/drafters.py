@@ -297,7 +297,7 @@ class ModelDrafter(DraftModelSession):
         known, end = side.store.length[row], len(text) - 1
         read = on_device([text[known:end]], self.draft_model.device).clamp_(max=self.last_id)  # [1, wanted]
         side.store.reserve(end)
-        positions = torch.arange(known, end, device=read.device)[None]
+        positions = torch.arange(known, end, device=read.device, dtype=torch.int64)[None]
         hidden = self.draft_model.embed(read, positions)
         at = Pass(positions, positions, None, slice(row, row + 1), end, known)
         states = self.draft_model.run(hidden, at, side.store, range(self.draft_model.depth))

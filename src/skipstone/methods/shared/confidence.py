@@ -54,7 +54,7 @@ class Confidence:
         if confidence is None or not self.active:
             return None
         if self._known_there is None:
-            self._known_there = on_device(self.thresholds, self._device)
+            self._known_there = on_device(self.thresholds, self._device, torch.float32)
         return confidence >= self._known_there
 
     def together(self, going: Tensor) -> Tensor:

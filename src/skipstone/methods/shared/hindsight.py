@@ -19,7 +19,7 @@ def states_behind(
     tokens and writes its own behind everything that is committed."""
     end, width, device = store.length[row], len(tokens), model.device
     store.reserve(end + width)
-    positions = torch.arange(end - width, end, device=device)[None]  # [1, n]
+    positions = torch.arange(end - width, end, device=device, dtype=torch.int64)[None]  # [1, n]
     below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
     tree = Tree(on_device([end], device), below, positions, seen=on_device([end - width], device))
     at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)

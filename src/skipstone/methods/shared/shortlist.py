@@ -56,7 +56,7 @@ class ShortlistMethod(DraftingMethod):
 def _made(ids: Iterable[int], drafter: LayeredModel) -> Tensor | None:
     listed = sorted(set(ids))
     whole = len(listed) == drafter.head.weight.shape[0]
-    return None if whole else torch.tensor(listed, device=drafter.device)
+    return None if whole else torch.tensor(listed, dtype=torch.int64, device=drafter.device)
 
 
 def read_ids(file: Path, size: int, setting: str = "draft_vocabulary") -> list[int]:

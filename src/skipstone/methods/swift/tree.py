@@ -29,7 +29,9 @@ def chances(confidence: Tensor, ranks: int) -> Tensor:
     confidence: [B, n], of the chain's tokens. Returns [B, n, ranks - 1] float32.
     """
     reached = torch.nn.functional.pad(confidence.float().cumprod(1), (1, -1), value=1.0)
-    return (reached * (1 - confidence))[..., None] * 0.5 ** torch.arange(1, ranks, device=confidence.device)
+    return (reached * (1 - confidence))[..., None] * 0.5 ** torch.arange(
+        1, ranks, dtype=torch.float32, device=confidence.device
+    )
 
 
 def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES) -> Draft:
@@ -42,10 +44,12 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     """
     rows, width, ranks = ranked.shape
     device = ranked.device
-    confidence = torch.full(ranked.shape[:2], 0.5, device=device) if chain.confidence is None else chain.confidence
-    rank, chance = torch.arange(1, ranks, device=device), chances(confidence, ranks)
+    confidence = chain.confidence
+    if confidence is None:
+        confidence = torch.full(ranked.shape[:2], 0.5, dtype=torch.float32, device=device)
+    rank, chance = torch.arange(1, ranks, device=device, dtype=torch.int64), chances(confidence, ranks)
     wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]  # [B, n, k - 1]
-    above = torch.arange(-1, width - 1, device=device)  # [n], the node before every place
+    above = torch.arange(-1, width - 1, device=device, dtype=torch.int64)  # [n], the node before every place
     tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
     most = min(most, valid.shape[1])
     if host.readable(valid):

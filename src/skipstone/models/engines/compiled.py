@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipstone.models.engines.buffers import identity
 from skipstone.models.engines.eager import attention, linear
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.eager.patches import changed
@@ -33,6 +34,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import Pass, Reach, SkipSet, Tree
+from skipstone.models.torch_defaults import with_stable_defaults
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 """The environment variable that names torch.compile's backend, "inductor" unless it is set. "eager" and "aot_eager" compile
@@ -196,6 +198,7 @@ class CompiledEngine(EagerEngine):
         same = all(attributes.get(name) == value for attributes, name, value in self._plain)
         return same and not any(map(changed, self._parts))
 
+    @with_stable_defaults
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         known = all(store.keys[index] is not None for index in layers)
@@ -208,6 +211,7 @@ class CompiledEngine(EagerEngine):
             hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
         return hidden
 
+    @with_stable_defaults
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
         with torch.inference_mode():
@@ -217,7 +221,7 @@ class CompiledEngine(EagerEngine):
                 store.reserve(size)
                 for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
                     count = min(width, self._positions)
-                    places = torch.arange(count, device=self._device).expand(rows, -1)
+                    places = torch.arange(count, device=self._device, dtype=torch.int64).expand(rows, -1)
                     at = Pass(places, places, None, slice(0, rows), count, 0)
                     self.run(self.embed(torch.zeros_like(places), places), at, store, range(self._depth))
                 size *= 2
@@ -279,7 +283,7 @@ class CompiledEngine(EagerEngine):
                 self._recorded.setdefault(key)
                 self.preparations += 1
             return self._through(fed, store, layers)
-        recorded, weights = self._recorded[key], [weight.data_ptr() for weight in self._weights]
+        recorded, weights = self._recorded[key], [identity(weight) for weight in self._weights]
         if recorded is None or recorded.weights != weights:
             self.preparations += 1
             try:
@@ -306,7 +310,7 @@ class CompiledEngine(EagerEngine):
     def _through(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
         """Layers one by one, [R, n, d]."""
         at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
-        places = torch.arange(at.shape[0], device=hidden.device)[:, None], at.slots
+        places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
         masks: dict[tuple[Reach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))

@@ -46,7 +46,7 @@ class RotaryTables:
         needed = min(max(extent, 1), self._max_positions)
         if table is None or table[0].shape[0] < needed or source in self._outdated:
             size = min(self._max_positions, max(256, 1 << (needed - 1).bit_length()))
-            position = torch.arange(size, device=like.device)[None]
+            position = torch.arange(size, device=like.device, dtype=torch.int64)[None]
             if source.axes:
                 position = position.expand(source.axes, 1, -1)
             module, extra = submodule(self._decoder, source.path), (source.kind,) if source.kind else ()

@@ -16,6 +16,7 @@ from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, s
 from skipstone.models.kvstore import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
+from skipstone.models.torch_defaults import with_stable_defaults
 from skipstone.models.torch_threads import alone_after_fork
 from skipstone.models.weight_version import Values
 
@@ -72,10 +73,12 @@ class EagerEngine:
         """As in `Engine`: there is nothing to compile."""
         return self.detail
 
+    @with_stable_defaults
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
 
+    @with_stable_defaults
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
 
@@ -112,6 +115,7 @@ class EagerEngine:
         hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
         return torch.cat([hidden, *beside], -1) if beside else hidden
 
+    @with_stable_defaults
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.family.finish(self.decoder, hidden).to(self._home)
@@ -136,6 +140,7 @@ class EagerEngine:
         """Never asked for: `chains` is False."""
         raise NotImplementedError("transformers' modules are called one by one")
 
+    @with_stable_defaults
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """As in `Engine`."""
         rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
@@ -163,7 +168,7 @@ class EagerEngine:
         known = self._shortlists.get(shortlist)
         if known is None or not known[0].are_in(parts):
             ids = shortlist.to(weight.device)
-            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids)))
+            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
             known = self._shortlists[shortlist] = Values(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
+from skipstone.models.engines.buffers import dense, pointer
 from skipstone.models.engines.eager.patches import changed
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.native import library, threads
 from skipstone.models.engines.native.structs import (
     BAD_LAYER,
-    ERRORS,
     SKIP_ATTENTION,
     SKIP_MLP,
-    Matrix,
+    NativeError,
     Pass,
     Shortlist,
     Store,
@@ -27,9 +27,10 @@ from skipstone.models.engines.native.structs import (
 from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
+from skipstone.models.host import CPU
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass as PassOfTokens
-from skipstone.models.passes import SkipSet
+from skipstone.models.passes import SkipSet, Tree
 from skipstone.models.picks import largest
 from skipstone.models.weight_version import Values, keep_version, model_version
 
@@ -92,17 +93,17 @@ class NativeEngine:
         self._skips: dict[SkipSet, Any] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
-        self._no_tensor = torch.empty(0)
+        self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
 
     def _run_a_token(self, count: int) -> None:
         """One token through all layers, on so many threads."""
         self.threads = count
-        store, place = KVStore(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64)
+        store, place = KVStore(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64, device=CPU)
         store.reserve(1)
         at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
-        self.run(torch.zeros((1, 1, self._hidden)), at, store, range(self._depth))
+        self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, range(self._depth))
 
     def holds(self, version: int | None) -> bool:
         """Whether the weights and plain attributes are those that were copied, and no module has got a hook or a forward of its
@@ -121,67 +122,65 @@ class NativeEngine:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
-        _expect("tokens", tokens, tokens.shape, torch.int64)
-        tokens = tokens.contiguous()
-        hidden = torch.empty((*tokens.shape, self._hidden))
-        _check(self._library.sk_embed(self._model, tokens.data_ptr(), tokens.numel(), hidden.data_ptr()))
+        tokens = dense(tokens)
+        ids = pointer("tokens", tokens, tokens.shape, torch.int64)
+        hidden, target = _made("states", (*tokens.shape, self._hidden))
+        self._library.sk_embed(self._model, ids, tokens.numel(), target)
         return hidden
 
     def run(self, hidden: Tensor, at: PassOfTokens, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
-        _expect("hidden", hidden, (*at.shape, self._hidden), torch.float32)
-        if hidden.stride(-1) != 1 or (hidden.shape[1] > 1 and hidden.stride(1) != hidden.shape[2]):
-            hidden = hidden.contiguous()
+        hidden = dense(hidden, free=1)
+        data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
-            _check(BAD_LAYER)
-        out = torch.empty(hidden.shape)
-        kept = self._fill_pass(at)
-        error = self._library.sk_run(
+            raise NativeError(BAD_LAYER)
+        out, target = _made("states", hidden.shape)
+        kept = self._fill_pass(at)  # what the pass struct points at
+        self._library.sk_run(
             self._model,
             self._pass_address,
             self._store_address(store),
             layers.start,
             layers.stop,
             self._skipped(skip),
-            hidden.data_ptr(),
+            data,
             hidden.stride(0),
-            out.data_ptr(),
+            target,
             out.stride(0),
             self.threads,
         )
         del kept
-        _check(error)
         return out
 
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
         """As in `Engine`."""
         rows, width = len(start.most), max(start.most)
-        _expect("roots", start.roots, (rows,), torch.int64)
+        roots = dense(start.roots)
+        root_ids = pointer("roots", roots, (rows,), torch.int64)
         if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
-            raise ValueError(
-                f"the native engine wants bases and ends of {rows} rows, and columns for {width} drafts and the root"
-            )
+            raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
         numbers = ctypes.c_int64 * rows
-        roots, drafts, counts = start.roots.contiguous(), torch.zeros((rows, width), dtype=torch.int64), numbers()
+        counts = numbers()
+        drafts, draft_ids = _made("drafts", (rows, width), torch.int64, torch.zeros)
         if start.sure and start.thresholds is None:
             raise ValueError("who wants sure drafts only says by thresholds how sure")
-        states = torch.zeros((rows, start.columns, self._hidden))
-        thresholds = probabilities = None
+        states, states_told = _made("states", (rows, start.columns, self._hidden), make=torch.zeros)
+        thresholds = probabilities = probabilities_told = None
         if start.thresholds is not None:
-            thresholds, probabilities = (ctypes.c_float * rows)(*start.thresholds), torch.zeros((rows, width))
-        longest = max(map(len, start.ends))
-        ends = (ctypes.c_int64 * (rows * longest))(*(id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))))
+            thresholds = (ctypes.c_float * rows)(*start.thresholds)
+            probabilities, probabilities_told = _made("probabilities", (rows, width), make=torch.zeros)
+        ends, longest = _ends(start)
         told = self._pass
         told.b, told.first_row, told.extent = rows, 0, start.extent
         self._fill_rotary(start.extent)
-        error = self._library.sk_chain(
+        self._library.sk_chain(
             self._model,
             self._pass_address,
             self._store_address(store),
             0,
             start.layers,
             self._skipped(start.skip),
-            roots.data_ptr(),
+            root_ids,
             numbers(*start.bases),
             numbers(*start.most),
             width,
@@ -193,23 +192,21 @@ class NativeEngine:
             self._shortlist_address(start.shortlist),
             start.sure,
             _survival(start, width),
-            drafts.data_ptr(),
+            draft_ids,
             counts,
-            None if probabilities is None else probabilities.data_ptr(),
-            states.data_ptr(),
+            probabilities_told,
+            states_told,
             states.stride(0),
             self.threads,
         )
-        _check(error)
         end = max(counts)
         return ChainEnd(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
-        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
-        hidden = hidden.contiguous()
-        normed = torch.empty(hidden.shape)
-        self._library.sk_norm(self._model, hidden.data_ptr(), hidden.numel() // hidden.shape[-1], normed.data_ptr())
+        hidden, data = self._states("hidden", hidden)
+        normed, target = _made("states", hidden.shape)
+        self._library.sk_norm(self._model, data, hidden.numel() // self._hidden, target)
         return normed
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
@@ -218,108 +215,100 @@ class NativeEngine:
             weight: Any = next(head.parameters())
             logits = head(normed.to(weight.dtype)).float()
             return logits if shortlist is None else logits[..., shortlist]
-        _expect("normed", normed, (*normed.shape[:-1], self._hidden), torch.float32)
-        states = normed.contiguous()
-        logits = torch.empty((*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
+        states, data = self._states("normed", normed)
+        logits, target = _made("logits", (*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
         rows, few = states.numel() // self._hidden, self._shortlist_address(shortlist)
-        _check(self._library.sk_head(self._model, few, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
+        self._library.sk_head(self._model, few, data, rows, False, target, None, self.threads)
         return logits
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
-        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
-        states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
-        data, rows = states.data_ptr(), best.numel()
-        _check(self._library.sk_head(self._model, None, data, rows, True, None, best.data_ptr(), self.threads))
+        states, data = self._states("hidden", hidden)
+        best, target = _made("tokens", states.shape[:-1], torch.int64)
+        self._library.sk_head(self._model, None, data, best.numel(), True, None, target, self.threads)
         return best
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As in `Engine`."""
-        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
-        states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
-        probability = torch.empty(best.shape)
+        states, data = self._states("hidden", hidden)
+        best, found = _made("tokens", states.shape[:-1], torch.int64)
+        probability, sure = _made("probabilities", best.shape)
         address = None if transform is None else self._transform_address(transform)
-        data, rows, found, few = states.data_ptr(), best.numel(), best.data_ptr(), self._shortlist_address(shortlist)
-        _check(self._library.sk_test(self._model, few, data, rows, address, found, probability.data_ptr(), self.threads))
+        few = self._shortlist_address(shortlist)
+        self._library.sk_test(self._model, few, data, best.numel(), address, found, sure, self.threads)
         return best, probability
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
         if count > MOST_LARGEST:
             return largest(logits, count)
-        _expect("logits", logits, logits.shape, torch.float32)
-        logits, tokens = logits.contiguous(), torch.empty((*logits.shape[:-1], count), dtype=torch.int64)
+        logits = dense(logits)
+        data = pointer("logits", logits, logits.shape, torch.float32)
+        tokens, target = _made("tokens", (*logits.shape[:-1], count), torch.int64)
         rows, size = tokens.numel() // count, logits.shape[-1]
-        _check(self._library.sk_largest(logits.data_ptr(), rows, size, size, count, tokens.data_ptr(), self.threads))
+        self._library.sk_largest(data, rows, size, size, count, target, self.threads)
         return tokens
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """As in `Engine`."""
         rows, vocabulary = logits.shape
-        for name, column, dtype in (
-            ("temperature", warps.temperature, torch.float32),
-            ("top_k", warps.top_k, torch.int64),
-            ("tail", warps.tail, torch.float32),
-            ("min_p", warps.min_p, torch.float32),
-            ("counters", counters, torch.int64),
-        ):
-            _expect(name, column, (rows,), dtype)
-        _expect("logits", logits, (rows, vocabulary), torch.float32)
-        logits, tokens = _rows(logits), torch.empty(rows, dtype=torch.int64)
-        told = self._library.sk_draw(
-            logits.data_ptr(),
+        logits, one = dense(logits, free=1), (rows,)
+        tokens, target = _made("tokens", one, torch.int64)
+        self._library.sk_draw(
+            pointer("logits", logits, (rows, vocabulary), torch.float32, free=1),
             rows,
             vocabulary,
             logits.stride(0),
-            warps.temperature.data_ptr(),
-            warps.top_k.data_ptr(),
-            warps.tail.data_ptr(),
-            warps.min_p.data_ptr(),
-            counters.data_ptr(),
+            pointer("temperature", warps.temperature, one, torch.float32),
+            pointer("top_k", warps.top_k, one, torch.int64),
+            pointer("tail", warps.tail, one, torch.float32),
+            pointer("min_p", warps.min_p, one, torch.float32),
+            pointer("counters", counters, one, torch.int64),
             warps.place,
-            tokens.data_ptr(),
+            target,
         )
-        _check(told)
         return tokens
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""
         shape = b, n = at.shape
-        _expect("positions", at.positions, shape, torch.int64)
-        _expect("slots", at.slots, shape, torch.int64)
-        told, positions, slots = self._pass, _rows(at.positions), _rows(at.slots)
+        told, positions, slots = self._pass, dense(at.positions, free=1), dense(at.slots, free=1)
         told.b, told.n = b, n
-        told.positions, told.positions_stride = positions.data_ptr(), positions.stride(0)
-        told.slots, told.slots_stride = slots.data_ptr(), slots.stride(0)
+        told.positions = pointer("positions", positions, shape, torch.int64, free=1)
+        told.slots = pointer("slots", slots, shape, torch.int64, free=1)
+        told.positions_stride, told.slots_stride = positions.stride(0), slots.stride(0)
         told.first_row, told.extent = at.rows.start or 0, at.extent
         kept: list[Any] = [positions, slots]
         if at.valid is None:
             told.valid = None
         else:
-            _expect("valid", at.valid, shape, torch.bool)
-            valid = _rows(at.valid)
-            told.valid, told.valid_stride = valid.data_ptr(), valid.stride(0)
+            valid = dense(at.valid, free=1)
+            told.valid, told.valid_stride = pointer("valid", valid, shape, torch.bool, free=1), valid.stride(0)
             kept.append(valid)
         if at.tree is None:
             told.base = None
         else:
-            tree, columns = at.tree, at.tree.column_positions.shape[-1]
-            _expect("base", tree.base, (b,), torch.int64)
-            _expect("ancestors", tree.ancestors, (b, n, columns), torch.bool)
-            _expect("column_positions", tree.column_positions, (b, columns), torch.int64)
-            if tree.seen is not None:
-                _expect("seen", tree.seen, (b,), torch.int64)
-            base, ancestors, column_positions = tree.base.contiguous(), tree.ancestors, _rows(tree.column_positions)
-            if ancestors.stride(2) != 1:
-                ancestors = ancestors.contiguous()
-            told.base, told.ancestors, told.columns = base.data_ptr(), ancestors.data_ptr(), ancestors.shape[2]
-            told.ancestors_row, told.ancestors_column = ancestors.stride(0), ancestors.stride(1)
-            told.column_positions, told.column_positions_stride = column_positions.data_ptr(), column_positions.stride(0)
-            seen = None if tree.seen is None else tree.seen.contiguous()
-            told.seen = None if seen is None else seen.data_ptr()
-            kept += [base, ancestors, column_positions, seen]
+            kept += self._fill_tree(at.tree, b, n)
         self._fill_rotary(at.extent)
         return kept
+
+    def _fill_tree(self, tree: Tree, b: int, n: int) -> list[Any]:
+        """`_fill_pass` for the tree of a pass [b, n]."""
+        told, columns = self._pass, tree.column_positions.shape[-1]
+        base, ancestors, positions = dense(tree.base), dense(tree.ancestors, free=2), dense(tree.column_positions, free=1)
+        seen = None if tree.seen is None else dense(tree.seen)
+        told.base = pointer("base", base, (b,), torch.int64)
+        told.ancestors = pointer("ancestors", ancestors, (b, n, columns), torch.bool, free=2)
+        told.column_positions = pointer("column_positions", positions, (b, columns), torch.int64, free=1)
+        told.seen = None if seen is None else pointer("seen", seen, (b,), torch.int64)
+        told.ancestors_row, told.ancestors_column, told.columns = ancestors.stride(0), ancestors.stride(1), columns
+        told.column_positions_stride = positions.stride(0)
+        return [base, ancestors, positions, seen]
+
+    def _states(self, name: str, states: Tensor) -> tuple[Tensor, int]:
+        """States [..., hidden size] float32 as C reads them, and their address."""
+        states = dense(states)
+        return states, pointer(name, states, (*states.shape[:-1], self._hidden), torch.float32)
 
     def _fill_rotary(self, extent: int) -> None:
         """Point the pass struct at tables of at least `extent` positions."""
@@ -329,7 +318,8 @@ class NativeEngine:
         for number, source in enumerate(self._weights.rotary):
             cos, sin = self._rotary.table(source, extent, self._no_tensor)
             table = self._pass.rotary[number]
-            table.cos, table.sin, table.positions, table.size = cos.data_ptr(), sin.data_ptr(), *cos.shape
+            cos_told, sin_told = (pointer("rotary phases", one, cos.shape, torch.float32) for one in (cos, sin))
+            table.cos, table.sin, table.positions, table.size = cos_told, sin_told, *cos.shape
             sizes.append(cos.shape[0])
         self._known_positions = min(sizes, default=extent)
 
@@ -343,9 +333,8 @@ class NativeEngine:
             for start, buffers in ((0, store.keys), (self._depth, store.values)):
                 for index, buffer in enumerate(buffers):
                     if buffer is None:
-                        buffer = buffers[index] = torch.zeros(size, dtype=dtype)
-                    _expect("keys and values", buffer, size, dtype)
-                    pointers[start + index] = buffer.data_ptr()
+                        buffer = buffers[index] = torch.zeros(size, dtype=dtype, device=CPU)
+                    pointers[start + index] = pointer("keys and values", buffer, size, dtype)
             first = ctypes.addressof(pointers)
             values, slots = first + 8 * self._depth, store.capacity + 1
             told = Store(keys=first, values=values, rows=store.rows, slots=slots, type=TYPES[dtype])
@@ -357,12 +346,7 @@ class NativeEngine:
         known = self._transforms.get(weight)
         if known is None or not known[0].are_in([weight]):
             size = self._weights.model.head.inputs
-            _expect("transform", weight, (size, size), weight.dtype)
-            values = weight.detach().float().contiguous()
-            panels = torch.empty(self._library.sk_packed_bytes(TYPES[torch.float32], size, size), dtype=torch.uint8)
-            self._library.sk_pack(TYPES[torch.float32], values.data_ptr(), size, size, size, panels.data_ptr())
-            matrix = Matrix(panels.data_ptr(), None, size, size, TYPES[torch.float32])
-            known = self._transforms[weight] = Values([weight]), matrix, panels
+            known = self._transforms[weight] = Values([weight]), *self._weights.packed_square(weight, size)
         return ctypes.addressof(known[1])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:
@@ -371,10 +355,10 @@ class NativeEngine:
             return None
         known = self._shortlists.get(ids)
         if known is None:
-            _expect("shortlist", ids, (len(ids),), torch.int64)
-            own = ids.clone()  # what is kept under the list must not keep the list alive
+            own = ids.clone(memory_format=torch.contiguous_format)  # what is kept under the list must not keep the list alive
+            told = pointer("shortlist", own, (len(ids),), torch.int64)
             matrix, rows = self._weights.rows_of_head(own)
-            known = self._shortlists[ids] = Shortlist(matrix, own.data_ptr()), own, rows
+            known = self._shortlists[ids] = Shortlist(matrix, told), own, rows
         return ctypes.addressof(known[0])
 
     def _skipped(self, skip: SkipSet | None) -> Any:
@@ -389,9 +373,19 @@ class NativeEngine:
         return ctypes.addressof(bits)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """The tensor [b, n] with neighbouring columns beside each other in memory."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+def _made(
+    name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, make: Callable[..., Tensor] = torch.empty
+) -> tuple[Tensor, int]:
+    """A new tensor for C to write into, and its address. make: `torch.empty` or `torch.zeros`."""
+    tensor = make(shape, dtype=dtype, device=CPU)
+    return tensor, pointer(name, tensor, shape, dtype)
+
+
+def _ends(start: ChainStart) -> tuple[Any, int]:
+    """(the array of all rows' end-of-sequence ids, -1 where a row has fewer; ids of a row)."""
+    longest = max(map(len, start.ends))
+    ids = [id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))]
+    return (ctypes.c_int64 * len(ids))(*ids), longest
 
 
 def _survival(start: ChainStart, width: int) -> Any:
@@ -404,18 +398,3 @@ def _survival(start: ChainStart, width: int) -> Any:
     least = [*rule.least[:width], *[math.inf] * (width - len(rule.least))]
     beside = [*rule.beside[:width], *[math.inf] * (width - len(rule.beside))] if rule.beside else least
     return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *least, *beside)
-
-
-def _expect(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """ValueError unless the library may read a tensor as what it is told to be."""
-    if found.dtype is not dtype or not found.is_cpu or found.shape != shape:
-        kind = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"the native engine wants {name} {list(shape)} in {kind} on the CPU, found {list(found.shape)} in "
-            f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
-        )
-
-
-def _check(error: int) -> None:
-    if error:
-        raise RuntimeError(f"the native engine was asked for {ERRORS[error]}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from skipstone.models.engines.buffers import dense, pointer
 from skipstone.models.engines.native.structs import BAD_WEIGHT, Layer, Matrix, Model, NativeError
 from skipstone.models.facts import Facts
 from skipstone.models.families import submodule
@@ -87,7 +88,7 @@ class Chunks:
     page, and a page of 2 MB ends seldom. It lives as long as its tensors."""
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int) -> Tensor:
         """[size] uint8, at a multiple of 64 bytes."""
@@ -118,11 +119,14 @@ class Release:
 
     def give_up(self, weight: Tensor) -> None:
         """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
-        start, size = weight.data_ptr(), weight.numel() * weight.element_size()
+        size = weight.numel() * weight.element_size()
         self._freed += size
         if self._freed > CHUNK:
             self.trim()
-        if weight.is_contiguous() and any(first <= start and start + size <= end for first, end in self._files):
+        if not weight.is_contiguous():
+            return
+        start = pointer("a weight", weight, weight.shape, weight.dtype)
+        if any(first <= start and start + size <= end for first, end in self._files):
             first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
             if first < end:
                 self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
@@ -149,10 +153,13 @@ class Panels:
 
     def _rows(self, matrix: Matrix) -> Tensor:
         """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
-        ids, rows = torch.arange(matrix.outputs), torch.empty((matrix.outputs, matrix.inputs))
+        ids = torch.arange(matrix.outputs, dtype=torch.int64, device="cpu")
+        rows = torch.empty((matrix.outputs, matrix.inputs), dtype=torch.float32, device="cpu")
         model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
         model.embedding_scale = model.embedding_multiplier = 1.0
-        self._library.sk_embed(ctypes.addressof(model), ids.data_ptr(), len(ids), rows.data_ptr())
+        told = pointer("ids", ids, (matrix.outputs,), torch.int64)
+        written = pointer("rows", rows, (matrix.outputs, matrix.inputs), torch.float32)
+        self._library.sk_embed(ctypes.addressof(model), told, len(ids), written)
         return rows
 
 
@@ -195,7 +202,7 @@ class Weights:
             embeddings=embedding.weight.shape[0],
             layers=ctypes.addressof(layers),
             head=self._matrix(facts.head, quantize and HEADS[quantize]),
-            embedding=None if rows is None else rows.data_ptr(),
+            embedding=None if rows is None else pointer("embeddings", rows, embedding.weight.shape, embedding.weight.dtype),
             embedding_type=TYPES[embedding.weight.dtype],
             norm=self._norm(norm),
             epsilon=float(getattr(norm, _epsilon(norm))),
@@ -267,12 +274,27 @@ class Weights:
         head = self.model.head
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
             raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
-        if torch.equal(ids, torch.arange(len(ids))):
+        if torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu")):
             return Matrix(head.panels, head.bias, len(ids), head.inputs, head.type), []
-        panels = self._chunks.take(self._library.sk_packed_bytes(head.type, len(ids), head.inputs))
-        kept = [panels] if self._facts.head.bias is None else [panels, self._facts.head.bias.detach()[ids].float()]
-        self._library.sk_take(ctypes.addressof(head), ids.data_ptr(), len(ids), panels.data_ptr())
-        return Matrix(panels.data_ptr(), kept[1].data_ptr() if kept[1:] else None, len(ids), head.inputs, head.type), kept
+        size = self._library.sk_packed_bytes(head.type, len(ids), head.inputs)
+        panels, bias = self._chunks.take(size), self._facts.head.bias
+        rows = Matrix(pointer("panels", panels, (size,), torch.uint8), None, len(ids), head.inputs, head.type)
+        self._library.sk_take(ctypes.addressof(head), pointer("ids", ids, (len(ids),), torch.int64), len(ids), rows.panels)
+        if bias is None:
+            return rows, [panels]
+        own = bias.detach()[ids].float()
+        rows.bias = pointer("bias", own, (len(ids),), torch.float32)
+        return rows, [panels, own]
+
+    def packed_square(self, weight: Tensor, size: int) -> tuple[Matrix, list[Tensor]]:
+        """Somebody else's matrix [size, size] in float32 panels, and what must live as long as they do."""
+        kind, values = TYPES[torch.float32], dense(weight.detach().float())
+        data = pointer("transform", values, (size, size), torch.float32)
+        count = self._library.sk_packed_bytes(kind, size, size)
+        panels = torch.empty(count, dtype=torch.uint8, device="cpu")
+        packed = Matrix(pointer("panels", panels, (count,), torch.uint8), None, size, size, kind)
+        self._library.sk_pack(kind, data, size, size, size, packed.panels)
+        return packed, [panels]
 
     def _matrix(self, module: Any, quantize: str | None) -> Matrix:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
@@ -307,16 +329,17 @@ class Weights:
     def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
         """A copy of a weight in panels of a type. ValueError for weights that cannot be quantised."""
         made, memory = [], []
-        for part in (weight if weight.stride(1) == 1 else weight.contiguous()).split(sizes):
+        for part in dense(weight, free=1).split(sizes):
             outputs, inputs = part.shape
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
             memory.append(self._chunks.take(size))
-            shape = (part.data_ptr(), part.stride(0), outputs, inputs, memory[-1].data_ptr())
+            panels = pointer("panels", memory[-1], (size,), torch.uint8)
+            shape = (pointer("a weight", part, part.shape, weight.dtype, free=1), part.stride(0), outputs, inputs, panels)
             if quantize is None:
                 self._library.sk_pack(kind, *shape)
             else:
                 self._quantized(kind, TYPES[part.dtype], shape, quantize)
-            made.append(Matrix(memory[-1].data_ptr(), None, outputs, inputs, kind))
+            made.append(Matrix(panels, None, outputs, inputs, kind))
             self.bytes += size
         return Panels(self._library, made, memory, weight.dtype)
 
@@ -336,9 +359,9 @@ class Weights:
 
     def _floats(self, values: Tensor) -> int:
         """The address of a float32 copy."""
-        held = values.detach().float().clone().contiguous()
+        held = values.detach().float().clone(memory_format=torch.contiguous_format)
         self._kept.append(held)
-        return held.data_ptr()
+        return pointer("norms and biases", held, values.shape, torch.float32)
 
 
 def unsupported(model: Any, facts: Facts) -> str | None:

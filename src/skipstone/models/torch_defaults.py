@@ -1,0 +1,141 @@
+"""torch's default dtype and device while transformers' modules compute: nobody changes them meanwhile.
+
+Some modules of transformers create tensors without a dtype or device of their own. While transformers builds a model, it sets
+the default dtype of the whole process, for all threads.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import modeling_utils
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+_CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch.linspace)
+
+
+class _Turns:
+    """Passes run next to each other; a change of the defaults waits for the passes under way, and new passes wait for it."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.num_passes = self.num_changes = 0
+        self.own = threading.local()  # depth: passes that this thread is inside of
+
+    def begin_pass(self) -> None:
+        depth = getattr(self.own, "depth", 0)
+        if not depth:
+            with self.condition:
+                while self.num_changes:
+                    self.condition.wait()
+                self.num_passes += 1
+        self.own.depth = depth + 1
+
+    def end_pass(self) -> None:
+        self.own.depth -= 1
+        if not self.own.depth:
+            with self.condition:
+                self.num_passes -= 1
+                if self.num_changes:
+                    self.condition.notify_all()
+
+    @contextmanager
+    def a_change(self) -> Iterator[None]:
+        with self.condition:
+            self.num_changes += 1
+            try:
+                self.condition.wait_for(lambda: not self.num_passes)
+            except BaseException:
+                self.num_changes -= 1
+                self.condition.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.num_changes -= 1
+                self.condition.notify_all()
+
+
+_turns = _Turns()
+_loading = threading.Lock()  # two loads at a time would restore each other's default dtype
+
+
+def _forget() -> None:
+    """In a forked child, where the other threads and their passes are gone."""
+    global _turns, _loading
+    _turns, _loading = _Turns(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class _Float32(TorchFunctionMode):
+    """For one thread, new tensors of floats are float32 where they name no dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        created = func(*args, **(kwargs or {}))
+        if func in _CREATE and (kwargs or {}).get("dtype") is None and created.dtype is torch.get_default_dtype():
+            return func(*args, **{**(kwargs or {}), "dtype": torch.float32})
+        return created
+
+
+class stable_defaults:
+    """Inside, no load changes torch's default dtype, and a tensor that names no dtype or device is as where nobody has set a
+    default: in float32 and on the CPU."""
+
+    __slots__ = ("_modes", "_turns")
+
+    def __enter__(self) -> None:
+        self._turns, self._modes = _turns, None
+        self._turns.begin_pass()
+        modes: list[Any] = []
+        if torch.get_default_device().type != "cpu":
+            modes.append(torch.device("cpu"))
+        if torch.get_default_dtype() is not torch.float32:
+            modes.append(_Float32())
+        if modes:
+            self._modes = ExitStack()
+            for mode in modes:
+                self._modes.enter_context(mode)
+
+    def __exit__(self, *_: object) -> None:
+        if self._modes is not None:
+            self._modes.close()
+        self._turns.end_pass()
+
+
+def with_stable_defaults(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A function that runs under `stable_defaults`."""
+
+    @wraps(function)
+    def guarded(*given: Given.args, **named: Given.kwargs) -> Result:
+        with stable_defaults():
+            return function(*given, **named)
+
+    return guarded
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """For `from_pretrained`, one load at a time. Only the part that changes the default dtype, which builds the modules without
+    weights, waits for passes and holds them up. A default device does not decide where the weights go."""
+    with _loading, torch.device("cpu"):
+        original: Any = modeling_utils.local_torch_dtype
+
+        @contextmanager
+        def in_turn(*given: Any, **named: Any) -> Iterator[None]:
+            with _turns.a_change(), original(*given, **named):
+                yield
+
+        modeling_utils.local_torch_dtype = in_turn
+        try:
+            yield
+        finally:
+            modeling_utils.local_torch_dtype = original

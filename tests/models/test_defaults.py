@@ -1,0 +1,249 @@
+"""torch's default dtype and default device change no text, and loads change no default while a model decodes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import skipstone
+from skipstone import LayerSkip, PromptLookup
+from skipstone.loading import load_model
+from skipstone.models import recognition
+from skipstone.models.engines.buffers import dense, pointer
+from skipstone.models.engines.native import library
+from skipstone.models.torch_defaults import loading, stable_defaults
+from tests.helpers import families
+from tests.helpers.conformance import ROWS
+from tests.helpers.settings import QUIET
+from tests.helpers.support import tokenizer
+
+pytestmark = QUIET
+ENGINES = ["eager", *([] if library.missing() else ["native"])]
+PROMPT = families.prompts(1)[0]
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.1}
+FAST = ("layerskip", "speculative")
+METHODS = [name for name, row in ROWS.items() if not row.variant]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta context": lambda: torch.device("meta"),
+    "meta device": lambda: default_device("meta"),
+}
+"""What a caller may have changed."""
+
+
+def texts(model: Any, method: Any, engine: str, **options: Any) -> list[list[int]]:
+    """A greedy text and a sampled one."""
+    common = {"max_new_tokens": 12, "seed": 3, "engine": engine, **options}
+    found = [skipstone.generate(model, PROMPT, method, **common, **more) for more in ({"do_sample": False}, SAMPLED)]
+    return [one.new_tokens[0] for one in found if one.new_tokens]
+
+
+@cache
+def usual(name: str, engine: str, family: str = "llama") -> list[list[int]]:
+    return texts(families.build(family), ROWS[name].method(family, 4, "standard"), engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
+def test_defaults_change_no_text(name: str, engine: str) -> None:
+    """Each change meets the first use of a model, too: its family is derived and its engine made under the changed default."""
+    expected, method = usual(name, engine), ROWS[name].method("llama", 4, "standard")
+    changes = list(CHANGES) if name not in FAST else ["bfloat16", "meta context"]
+    for change in changes:
+        model = families.build("llama")
+        recognition._KNOWN.clear()
+        with CHANGES[change]():
+            assert texts(model, method, engine) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phimoe", "gemma3n_text", "xglm", "ministral3", "qwen3_next"])
+def test_modules_of_transformers_see_no_changed_default(family: str) -> None:
+    """Types with modules that create tensors without a device or a dtype."""
+    method, model = LayerSkip(2, 4), families.build(family)
+    if family == "xglm":
+        method = PromptLookup()
+    expected = texts(model, method, "eager")
+    for change in CHANGES.values():
+        model = families.build(family)
+        recognition._KNOWN.clear()
+        with change():
+            assert texts(model, method, "eager") == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_changed_default_between_two_calls_changes_no_text(engine: str) -> None:
+    """Buffers that were made before are used after: store, rotary tables, a prompt of several hundred tokens."""
+    model, prompt = families.build("llama"), PROMPT.repeat(20)
+    options: dict[str, Any] = {"max_new_tokens": 4, "engine": engine, "do_sample": False}
+    expected = skipstone.generate(model, prompt, "autoregressive", **options).new_tokens
+    for change in CHANGES.values():
+        with change():
+            assert skipstone.generate(model, prompt, "autoregressive", **options).new_tokens == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options", [{"bad_words_ids": [[5], [6, 7]]}, {"typical_p": 0.9}, {"min_new_tokens": 4, "eos_token_id": [5, 6]}]
+)
+def test_processors_of_transformers_see_no_changed_default(engine: str, options: dict[str, Any]) -> None:
+    model = families.build("llama")
+    expected = texts(model, LayerSkip(2, 4), engine, **options)
+    for change in CHANGES.values():
+        with change():
+            assert texts(model, LayerSkip(2, 4), engine, **options) == expected
+
+
+def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
+    model: Any = families.build("llama", vocab=256)
+    words, ids = tokenizer(), PROMPT[None].clone()
+
+    def written() -> list[Any]:
+        one = skipstone.generate(model, ["a b", "b"], LayerSkip(2, 3), tokenizer=words, max_new_tokens=5, do_sample=False)
+        steps = skipstone.stream(model, "a b", LayerSkip(2, 3), tokenizer=words, max_new_tokens=5, do_sample=False)
+        skipstone.enable(model, LayerSkip(2, 3))
+        try:
+            enabled = model.generate(ids, max_new_tokens=5, do_sample=False).tolist()
+        finally:
+            skipstone.disable(model)
+        return [one.text, [step.tokens for step in steps], enabled]
+
+    expected = written()
+    for change in CHANGES.values():
+        with change():
+            assert written() == expected
+
+
+def test_loading_looks_at_no_default_and_leaves_it(tmp_path: Path) -> None:
+    families.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = load_model(tmp_path).state_dict()
+    for change in CHANGES.values():
+        with change():
+            before = torch.get_default_dtype()
+            found = load_model(tmp_path).state_dict()
+            assert torch.get_default_dtype() is before
+        assert all(found[name].device.type == "cpu" and torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_a_load_waits_for_a_pass_and_changes_no_default_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    model: Any = families.build("llama")
+    begins, changes, seen = threading.Event(), threading.Event(), []
+    load = threading.Thread(target=load_model, args=(tmp_path,))
+    contexts, change = PreTrainedModel.get_init_context, torch.set_default_dtype
+
+    def init_context(cls: Any, *given: Any, **named: Any) -> Any:
+        begins.set()
+        return contexts.__func__(cls, *given, **named)
+
+    def set_default_dtype(dtype: torch.dtype) -> None:
+        change(dtype)
+        changes.set()
+
+    def in_a_layer(*_: Any) -> None:
+        if load.ident is None:
+            load.start()
+            assert begins.wait(60)
+            assert not changes.wait(0.3), "the load did not wait"
+        seen.append(torch.get_default_dtype())
+
+    monkeypatch.setattr(PreTrainedModel, "get_init_context", classmethod(init_context))
+    monkeypatch.setattr(torch, "set_default_dtype", set_default_dtype)
+    model.model.layers[1].register_forward_pre_hook(in_a_layer)
+    skipstone.generate(model, PROMPT, "autoregressive", engine="eager", max_new_tokens=3, do_sample=False)
+    load.join(timeout=60)
+    assert not load.is_alive(), "the load waits for ever"
+    assert changes.is_set()
+    assert set(seen) == {torch.float32}
+
+
+def test_a_pass_waits_for_a_change_and_an_error_ends_both() -> None:
+    with pytest.raises(KeyError), loading():
+        raise KeyError
+    with pytest.raises(KeyError), stable_defaults(), stable_defaults():
+        raise KeyError
+    with stable_defaults():
+        assert torch.empty(1).dtype is torch.float32
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@pytest.mark.slow
+def test_the_native_engine_decodes_while_another_thread_changes_the_default_dtype() -> None:
+    model, stop = families.build("llama"), threading.Event()
+    expected = texts(model, LayerSkip(2, 4), "native")
+
+    def change() -> None:
+        while not stop.is_set():
+            for dtype in (torch.bfloat16, torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(10):
+            assert texts(model, LayerSkip(2, 4), "native") == expected
+    finally:
+        stop.set()
+        changing.join()
+        torch.set_default_dtype(torch.float32)
+
+
+WRONG: dict[str, tuple[Tensor, int, str]] = {
+    "dtype": (torch.zeros(2, 3, dtype=torch.float64), 0, "float64"),
+    "device": (torch.zeros(2, 3, device="meta"), 0, "meta"),
+    "size": (torch.zeros(2, 4), 0, r"\[2, 4\]"),
+    "number of dimensions": (torch.zeros(6), 0, r"\[6\]"),
+    "strides": (torch.zeros(3, 2).t(), 0, "strides"),
+    "strides within a row": (torch.zeros(3, 2).t(), 1, "strides"),
+    "distance of rows": (torch.zeros(2, 5)[:, :3], 0, "strides"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_c_is_handed_no_other_buffer_than_it_expects(what: str) -> None:
+    tensor, free, found = WRONG[what]
+    with pytest.raises(ValueError, match=rf"wants states \[2, 3\] in float32 on the CPU, found .*{found}"):
+        pointer("states", tensor, (2, 3), torch.float32, free)
+
+
+def test_buffers_that_fit_are_handed_on_without_a_copy() -> None:
+    whole = torch.zeros(2, 5)
+    rows, columns = whole[:, :3], torch.zeros(3, 2).t()
+    assert pointer("states", rows, (2, 3), torch.float32, free=1) == whole.data_ptr()
+    assert dense(rows, free=1) is rows
+    assert dense(whole) is whole
+    assert dense(columns).is_contiguous()
+    assert torch.equal(dense(columns), columns)
+    assert dense(torch.zeros(4, 3, 6)[:, :2, :5], free=2).shape == (4, 2, 5)
