@@ -14,6 +14,8 @@ CREATE = {
     *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
 }
 """Functions of torch that take the default device, and often the default dtype, where they are not told."""
+LAYERS = {"Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d", "Bilinear"}
+"""Modules of torch.nn that do the same for their weights."""
 
 
 def vague(source: str) -> Iterator[str]:
@@ -23,6 +25,8 @@ def vague(source: str) -> Iterator[str]:
             continue
         owner, name = node.func.value, node.func.attr
         named = {keyword.arg for keyword in node.keywords}
+        if isinstance(owner, ast.Name) and owner.id == "nn" and name in LAYERS and not {"dtype", "device"} <= named:
+            yield f"{node.lineno}: {ast.unparse(node)}"
         if isinstance(owner, ast.Name) and owner.id == "torch":
             if name in CREATE and not {"dtype", "device"} <= named:
                 yield f"{node.lineno}: {ast.unparse(node)}"
@@ -43,6 +47,7 @@ def test_tensors_name_their_dtype_and_device() -> None:
 def test_the_check_finds_what_it_looks_for() -> None:
     text = "torch.zeros(3)\ntorch.empty(1, dtype=torch.int64)\ntorch.full((), 1.0, device=d)\ntorch.FloatTensor(3)"
     assert len(list(vague(text))) == 4
+    assert len(list(vague("nn.Linear(3, 4, device=d)"))) == 1
     assert not list(vague("torch.zeros(3, dtype=d, device=e)\nx.new_zeros(3)\ntorch.zeros_like(x)\ntorch.cat(y)"))
 
 

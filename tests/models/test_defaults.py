@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import skipstone
-from skipstone import LayerSkip, PromptLookup
+from skipstone import AdaDecode, ExitHeads, LayerSkip, PromptLookup
 from skipstone.loading import load_model
+from skipstone.methods.adadecode.heads import new_card
 from skipstone.models import recognition
 from skipstone.models.engines.buffers import dense, pointer
 from skipstone.models.engines.native import library
+from skipstone.models.layered import LayeredModel
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
@@ -144,6 +146,23 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
     for change in CHANGES.values():
         with change():
             assert written() == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["square", "low_rank"])
+def test_trained_heads_see_no_changed_default(tmp_path: Path, kind: Any, engine: str) -> None:
+    """They are read from their files in the first call of a model."""
+    heads = ExitHeads(new_card(LayeredModel(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
+    for number, weight in enumerate(heads.parameters()):
+        with torch.no_grad():
+            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    heads.save(tmp_path)
+    method = AdaDecode(str(tmp_path), 0.1, 3)
+    expected = texts(families.build("llama"), method, engine)
+    for change in CHANGES.values():
+        model = families.build("llama")
+        with change():
+            assert texts(model, method, engine) == expected
 
 
 def test_loading_looks_at_no_default_and_leaves_it(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ class LowRank(nn.Module):
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
-        self.down, self.up = nn.Linear(size, rank, bias=False), nn.Linear(rank, size, bias=False)
+        self.down = nn.Linear(size, rank, bias=False, dtype=torch.float32, device="cpu")
+        self.up = nn.Linear(rank, size, bias=False, dtype=torch.float32, device="cpu")
         nn.init.zeros_(self.up.weight)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -157,9 +158,12 @@ def _head(card: HeadsCard) -> nn.Module:
         return nn.Identity()
     if card.kind == "low_rank":
         return LowRank(size, card.rank or 1)
-    head = nn.Linear(size, size if card.kind == "square" else card.vocab_size, bias=False)
+    outputs = size if card.kind == "square" else card.vocab_size
+    head = nn.Linear(size, outputs, bias=False, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        (nn.init.eye_ if card.kind == "square" else nn.init.zeros_)(head.weight)
+        head.weight.zero_()
+        if card.kind == "square":
+            head.weight.fill_diagonal_(1.0)
     return head
 
 

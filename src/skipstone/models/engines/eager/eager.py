@@ -246,7 +246,7 @@ class EagerEngine:
 def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
     """Some outputs of a linear layer as a layer. weight: [V, d']. bias: [V]. which: of V."""
     rows = weight[which]  # [S, d']
-    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta")
+    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
     made.weight = nn.Parameter(rows, requires_grad=False)
     if bias is not None:
         made.bias = nn.Parameter(bias[which], requires_grad=False)  # [S]
