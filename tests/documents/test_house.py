@@ -24,6 +24,7 @@ PUBLIC = {
         "PromptLookup",
         "Recycle",
         "RowError",
+        "refresh",
         "Jacobi",
         "Lookahead",
         "METHODS",

@@ -63,13 +63,11 @@ def batch(
 
     began = time.monotonic()
     if (failed := whole(output, lines)) is None:
-        setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code
-        defaults = generation_config, override_generation_config
-        chosen = Chosen(model, *setup, asked, served_model_name, max_num_seqs, max_model_len, *defaults)
+        setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code, asked, served_model_name
+        chosen = Chosen(model, *setup, max_num_seqs, max_model_len, generation_config, override_generation_config)
         with _said_where_answers_are(output):
             failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
-    took = time.monotonic() - began
-    typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {took:.1f} s")
+    typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)
 

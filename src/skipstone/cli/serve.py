@@ -88,8 +88,16 @@ def serve(
     def load() -> tuple[Any, Any]:
         return options.load(model, dtype, device, **setup, keep_weights=False)
 
-    name = served_model_name or model or "skipstone-nano"
-    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout, kv_cache_memory_bytes
+    settings = (
+        served_model_name or model or "skipstone-nano",
+        asked,
+        max_num_seqs,
+        max_model_len,
+        max_waiting,
+        request_timeout,
+        drain_timeout,
+        kv_cache_memory_bytes,
+    )
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
     if ray:

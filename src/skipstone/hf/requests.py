@@ -54,7 +54,7 @@ def build_request(model: LayeredModel, prompt: Sequence[int], tokenizer: Any, se
 
     ValueError for what skipstone does not support, in the options or in the model's own generation config.
     """
-    ids = torch.tensor([list(prompt)], device=model.device)
+    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=model.device)
     # without a mask transformers takes the pad token for padding; max_new_tokens wins over a max_length of the model's own
     options = {"attention_mask": torch.ones_like(ids), **options, "num_return_sequences": 1}
     if options.get("max_new_tokens") is not None:

@@ -10,10 +10,6 @@ import torch
 
 MAPS = Path("/proc/self/maps")  # the libraries of this process, one path at the end of a line
 
-if hasattr(os, "register_at_fork"):
-    # A fork copies none of OpenMP's threads, and an operator that counts on them would wait for them for ever.
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
 
 @cache
 def _openmp() -> Any:

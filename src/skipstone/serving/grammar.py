@@ -186,7 +186,7 @@ class Grammar:
 
     def has_ended(self, ids: Tensor, scores: Tensor | None = None) -> Tensor:
         """A stopping criterion: whether nothing may follow the committed ids [1, T]. Returns a bool tensor [1]."""
-        return torch.tensor([self.end_of(ids[0, self.prompt :].tolist()) is not None])
+        return torch.tensor([self.end_of(ids[0, self.prompt :].tolist()) is not None], dtype=torch.bool, device="cpu")
 
     def end_of(self, text: list[int]) -> str | None:
         """Why a committed text ends with these tokens; None if it may go on."""
