@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -82,26 +83,15 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
+    name = served_model_name or model or "skipstone-nano"
     asked = options.checked_method(None if ray else model, method, speculative_config)  # replicas may have other folders
     setup = {name: value for name, value in locals().items() if name in OF_LOADING}
-
-    def load() -> tuple[Any, Any]:
-        return options.load(model, dtype, device, **setup, keep_weights=False)
-
-    settings = (
-        served_model_name or model or "skipstone-nano",
-        asked,
-        max_num_seqs,
-        max_model_len,
-        max_waiting,
-        request_timeout,
-        drain_timeout,
-        kv_cache_memory_bytes,
-    )
+    model = _absolute(model) if ray else model  # replicas have another working directory
+    load = partial(options.load, model, dtype, device, **setup, keep_weights=False)
+    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout, kv_cache_memory_bytes
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
     if ray:
-        model = _absolute(model)  # replicas have another working directory
         gpus = int(device.startswith("cuda")) if gpus_per_replica is None else gpus_per_replica
         _replicate(load, settings, place, log_format, numbers, (cpus_per_replica or 1, gpus, model, ray_address))
         return

@@ -1,4 +1,4 @@
-"""The one place where the memory of a tensor is handed to C."""
+"""The one place where the memory of a tensor is handed to C or compared by its address."""
 
 from collections.abc import Sequence
 
@@ -24,6 +24,11 @@ def pointer(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype,
             f"the native engine wants {name} {list(shape)} in {_name(dtype)} on the CPU, found {list(tensor.shape)} in "
             f"{_name(tensor.dtype)} on {tensor.device}{layout}"
         )
+    return tensor.data_ptr()
+
+
+def identity(tensor: Tensor) -> int:
+    """A number that changes when a tensor gets other memory. It is for comparisons only, never for C."""
     return tensor.data_ptr()
 
 
