@@ -1,0 +1,28 @@
+"""The table of faults names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TABLE = TESTS / "faults.md"
+
+
+def names(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def test_every_fault_has_tests_that_exist() -> None:
+    rows = [line.split("|")[1:4] for line in TABLE.read_text(encoding="utf-8").splitlines() if re.match(r"\| \d", line)]
+    assert len({row[0] for row in rows}) == len(rows) > 50
+    missing = []
+    for fault, _, cell in rows:
+        files = re.findall(r"`(tests/[^`]+\.py)`: ([^<|]*)", cell)
+        named = [(TESTS.parent / file, name) for file, rest in files for name in re.findall(r"`(\w+)`", rest)]
+        if not named and "no test:" not in cell:
+            missing.append(f"{fault}: none")
+        missing += [f"{fault}: {path.name}::{name}" for path, name in named if not path.exists() or name not in names(path)]
+    assert not missing, missing
