@@ -238,6 +238,11 @@ class TestAssistants:
         skipstone.disable(assistant)
         model.generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
 
+    def test_an_enabled_assistant_of_a_model_that_is_not_is_named_with_what_to_do(self, prompt: Tensor) -> None:
+        assistant = skipstone.enable(families.build("llama", layers=2), "autoregressive")
+        with pytest.raises(ValueError, match=r"assistant_model.*skipstone\.disable"):
+            families.build("llama").generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
+
     @pytest.mark.parametrize("name", ["assistant_model", "assistant_tokenizer"])
     def test_without_enable_the_method_that_does_it_is_named(self, model: PreTrainedModel, prompt: Tensor, name: str) -> None:
         with pytest.raises(ValueError, match=rf"{name} .*speculative"):

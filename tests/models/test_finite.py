@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
+from skipstone.models.host import out_of_memory
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 
@@ -19,3 +22,19 @@ def test_the_first_weight_that_is_not_finite_is_named(name: str, value: float, m
         model.get_parameter(name).fill_(value)
     with pytest.raises(ValueError, match=rf"not finite: {name}.*checkpoint"):
         LayeredModel(model)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e30), (torch.float16, 1e4)])
+def test_finite_weights_that_overflow_are_told_from_an_unknown_architecture(dtype: torch.dtype, factor: float) -> None:
+    model = families.build("llama", vocab=83).to(dtype)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(factor)
+            layer.mlp.down_proj.weight.mul_(factor)
+    with pytest.raises(ValueError, match=r"weights are finite.*overflows.*bfloat16 or float32"):
+        LayeredModel(model, "eager")
+
+
+def test_memory_that_the_system_refuses_is_named_with_the_remedy() -> None:
+    assert "quantize" in (out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory")) or "")
+    assert out_of_memory(OSError(errno.ENOENT, "No such file")) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList, TextIteratorStreamer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MistralForCausalLM,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 import skipstone
 from skipstone.check.check import Checker, Scale
@@ -164,6 +172,25 @@ def test_a_model_runs_forward_in_another_thread_while_it_is_recognised() -> None
     skipstone.LayeredModel(model, "eager")
     handle.remove()
     assert busy.is_set()
+
+
+def test_models_that_share_a_config_are_recognised_in_turn() -> None:
+    """Windows are small in the config while a model is traced: another model of the same config is not taken for such a one."""
+    config = families.build("mistral").config
+    config.sliding_window, config.rms_norm_eps = 32, 2.9e-5
+    first, second = (MistralForCausalLM(config).eval() for _ in range(2))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(skipstone.LayeredModel(second, "eager")), daemon=True)
+
+    def elsewhere(*_: Any) -> None:
+        if not thread.ident:
+            thread.start()
+            thread.join(1)  # what is not done by then waits for this one
+
+    first.model.layers[1].register_forward_pre_hook(elsewhere)
+    skipstone.LayeredModel(first, "eager")
+    thread.join(SECONDS)
+    assert [reach.window for reach in found[0].reaches] == [32] * 4
 
 
 def test_the_models_own_forward_is_its_own_in_another_thread_during_a_pass() -> None:
@@ -324,3 +351,28 @@ def test_a_child_process_finds_a_lock_free_that_another_thread_held() -> None:
     assert in_threads(lambda: lock.acquire(blocking=False)) == [False]
     done.set()
     holder.join(SECONDS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_fork_waits_for_a_thread_that_looks_at_weights() -> None:
+    """The lock of `model_version` is free in the child, whatever other threads do."""
+    script = """
+        import os, signal, threading
+        from skipstone.models.weight_version import model_version
+        from tests.helpers import families
+
+        model = families.build("llama")
+
+        def again():
+            while True:
+                model_version(model)
+
+        threading.Thread(target=again, daemon=True).start()
+        for _ in range(8):
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                model_version(model)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=300).returncode == 0

@@ -40,6 +40,7 @@ REFUSED_ARGUMENTS = {
     "inputs_embeds": "skipstone needs token ids",
     "assistant_model": DRAFT_MODEL,
     "assistant_tokenizer": DRAFT_MODEL,
+    "logits_to_keep": "transformers passes it to an assistant_model, which must not be enabled: call skipstone.disable on it",
     "custom_generate": "skipstone is the decoding function; an enabled model.generate passes such calls on",
     "negative_prompt_ids": "classifier-free guidance is not implemented",
     "negative_prompt_attention_mask": "classifier-free guidance is not implemented",

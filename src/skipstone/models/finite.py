@@ -1,4 +1,4 @@
-"""Weights that are no numbers."""
+"""Weights and results that are no numbers."""
 
 from typing import Any
 
@@ -23,4 +23,13 @@ def refuse_not_finite(model: Any) -> None:
         raise ValueError(
             f"the weights of this {model.config.model_type} model are not finite: {name} holds NaN or infinity; download or "
             "convert the checkpoint again, or go back to one from before its training diverged"
+        )
+
+
+def refuse_overflow(model: Any, result: Any) -> None:
+    """ValueError where a model with finite weights computes NaN or infinity. result: a tensor that it has computed."""
+    if not bool(torch.isfinite(result).all()):
+        raise ValueError(
+            f"this {model.config.model_type} model computes NaN or infinity, and its weights are finite: it overflows "
+            f"{model.dtype}; load it in bfloat16 or float32"
         )

@@ -1,6 +1,7 @@
 """From the host to the device without waiting for it, when to ask back, prompts of several lengths as one batch, and what to
 say where memory runs out."""
 
+import errno
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -47,7 +48,8 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
 def out_of_memory(error: BaseException) -> str | None:
     """What to say, and what to do, where an allocation has failed, on the host or on a device; None for any other error."""
     said = str(error).splitlines()[0] if str(error) else ""
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in said:
+    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM  # by the system, to mmap
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_refused and "can't allocate memory" not in said:
         return None
     found = ALLOCATION.search(said)
     wanted = "" if found is None else f" for {int(found[1]) / 2**30:.2f} GiB more"

@@ -18,7 +18,7 @@ from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.refusals import refuse_state
-from skipstone.models.turns import lock_of
+from skipstone.models.turns import lock_of, lock_of_config
 from skipstone.models.weight_version import model_version
 
 _FACTS: Memo[Facts] = Memo()
@@ -67,7 +67,8 @@ class LayeredModel(DecoderModules):
         self.lock = lock_of(inner)
         with self.lock:
             version = model_version(inner)
-            facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner, version.modules))
+            with lock_of_config(inner):
+                facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner, version.modules))
             self.engine, self.engine_reason = choose(self.asked, inner, facts, version.weights)
         self.kv_dtype = kv_dtype_of(self.asked)
         self.model, self.config = inner, text_config(inner)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from skipstone.files import cache_place, digest, write_cache
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
-from skipstone.models.finite import refuse_not_finite
+from skipstone.models.finite import refuse_not_finite, refuse_overflow
 from skipstone.models.known_types import TESTED
 from skipstone.models.refusals import refuse_contradiction, refuse_kind
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
@@ -79,13 +79,15 @@ def _trace(model: Any) -> tuple[str, str, Trace]:
 
 @torch.no_grad()
 def _derived(model: Any) -> Family:
-    config = text_config(model)
+    config, found = text_config(model), None
     try:
         path, name, found = _trace(model)
         family = derive(model, config, found, path, name)
         _expect_no_other_limits(config, family)
     except Underivable as reason:
         refuse_not_finite(model)
+        if found is not None:
+            refuse_overflow(model, found.logits)
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
     except torch.OutOfMemoryError:
         raise

@@ -4,7 +4,7 @@ import os
 from _thread import RLock
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from skipstone.models.modules import unwrapped
 
@@ -46,8 +46,17 @@ def lock_of(model: Any) -> ModelLock:
     return _LOCKS.setdefault(unwrapped(model), ModelLock())
 
 
+_CONFIG_LOCKS: WeakValueDictionary[int, ModelLock] = WeakValueDictionary()
+"""By the ids of configs. A lock lives while a thread uses it, and that thread keeps the config alive."""
+
+
+def lock_of_config(model: Any) -> ModelLock:
+    """The lock of a model's config, which several models may share: whoever recognises one of them changes it for a while."""
+    return _CONFIG_LOCKS.setdefault(id(model.config), ModelLock())
+
+
 def _renew_all() -> None:
-    for lock in list(_LOCKS.values()):
+    for lock in [*_LOCKS.values(), *_CONFIG_LOCKS.values()]:
         lock.renew()
 
 

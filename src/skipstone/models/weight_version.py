@@ -5,6 +5,7 @@ show in neither. torch reports them to hooks: the steps of fused optimizers, and
 is how PEFT merges adapters. Nothing sees what is written through `.data`, numpy or a storage; `refresh` is for those.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from threading import RLock
@@ -22,6 +23,8 @@ _MARK = "_skipstone_written"
 _PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors whose addresses can be asked for."""
 _LOCK = RLock()
+if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class ModelVersion(NamedTuple):
