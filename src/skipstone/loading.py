@@ -13,11 +13,20 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
+from skipstone.decoding.method import OWN_FIELD
 from skipstone.extras import installed
 from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf, torch_defaults
@@ -37,6 +46,8 @@ COMMIT = "_commit_hash"
 EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
 UNREADABLE = (SafetensorError, StrictDataclassError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What transformers raises on its way through files that do not hold what it expects."""
+KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
+"""Generation defaults that are facts of the model and no wishes: a replacement without them leaves them as they are."""
 DeviceMap = str | Mapping[str, Any] | None
 """transformers' `device_map`: a strategy, or devices by the names of modules."""
 
@@ -55,6 +66,7 @@ def load(  # noqa: PLR0913
     quantize: str | None = None,
     kv_dtype: str | None = None,
     keep_weights: bool = True,
+    generation_config: GenerationConfig | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
@@ -70,6 +82,7 @@ def load(  # noqa: PLR0913
     half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else float32.
     keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then the only
     one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its weights.
+    generation_config: used instead of the model's own generation_config.json, which then is not read.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
@@ -80,6 +93,7 @@ def load(  # noqa: PLR0913
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= {"device": device, "device_map": device_map, "offload_folder": offload_folder, "tp_plan": tp_plan}
+    options |= {"generation_config": generation_config}
     model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
     attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
     if asked.quantizes or not keep_weights:
@@ -87,7 +101,7 @@ def load(  # noqa: PLR0913
     return model, tokenizer
 
 
-def load_model(
+def load_model(  # noqa: PLR0913
     name: str | Path,
     *,
     dtype: torch.dtype | str = "auto",
@@ -97,6 +111,7 @@ def load_model(
     tp_plan: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    generation_config: GenerationConfig | None = None,
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
     name, options = _located(name)
@@ -115,7 +130,7 @@ def load_model(
     else:
         said = _said(name, revision)
         auto = _auto_class(name, said, trust_remote_code)
-        _expect_generation_config(name, revision)
+        options |= _defaults_option(name, revision, generation_config)
     expect_loadable(said.get("quantization_config"))
     try:
         with gguf.reading(name, options), torch_defaults.loading():
@@ -198,11 +213,56 @@ def _said(name: str, revision: str | None) -> dict[str, Any]:
     return said
 
 
-def _expect_generation_config(name: str, revision: str | None) -> None:
-    """ValueError for a generation_config.json that transformers would ignore, because it is broken. It may be missing."""
+def generation_defaults(
+    name: str | Path | None, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> GenerationConfig | None:
+    """The generation_config that `load` is given, so that it does not fail on fields that are replaced or overridden.
+
+    replacement, overrides: as in `replace_defaults`. None if nothing is changed, or if the model has no generation_config.json.
+    ValueError for values that no GenerationConfig can hold.
+    """
+    place, options = _located(NANO if name is None else name)
+    if "gguf_file" in options or (replacement is None and not overrides):
+        return None
+    revision = options.get("revision")
+    try:
+        own = _read_defaults(place, revision)
+    except ValueError:
+        if replacement is None:
+            raise
+        own = {}  # it is broken, and nobody wants it
+    if own is None:
+        return None
+    if replacement is not None:
+        said = _said(place, revision)
+        own = {**{field: own.get(field, said.get(field)) for field in KEPT_DEFAULTS}, **replacement}
+    return _config_of({**own, **overrides}, "the chosen generation config")
+
+
+def _read_defaults(name: str, revision: str | None) -> dict[str, Any] | None:
+    """The fields of a model's generation_config.json, None without one. ValueError for a broken file, which transformers would
+    ignore."""
     missing: Any = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
-    if (path := cached_file(name, FILE, revision=revision, **missing)) is not None:
-        read_generation_config(Path(path))
+    path = cached_file(name, FILE, revision=revision, **missing)
+    return None if path is None else read_generation_config(Path(path))
+
+
+def _defaults_option(name: str, revision: str | None, chosen: GenerationConfig | None) -> dict[str, Any]:
+    """What `from_pretrained` is told of generation defaults. ValueError if none are chosen and the model's own are broken."""
+    if chosen is not None:
+        return {"generation_config": chosen}
+    if (values := _read_defaults(name, revision)) is not None:
+        _config_of(values, f"{FILE} of {name}")
+    return {}
+
+
+def _config_of(values: dict[str, Any], source: str) -> GenerationConfig:
+    """The GenerationConfig of some fields. ValueError, with the remedy, for values that it cannot hold."""
+    try:
+        return GenerationConfig.from_dict(values)
+    except (ValueError, TypeError) as error:
+        remedy = "correct it, or choose other defaults with --generation-config or --override-generation-config"
+        raise ValueError(f"{source} cannot be used ({error}): {remedy}") from error
 
 
 def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 import skipstone
 from skipstone.assets import NANO
+from skipstone.cli import options
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
 from skipstone.models.layered import LayeredModel
@@ -80,6 +81,35 @@ def test_settings_that_cannot_work_are_named_before_any_request(name: str) -> No
     expect_usable_defaults(LayeredModel(model), tokenizer())
 
 
+HARMFUL = {
+    "no JSON": "{",
+    "a wrong type": '{"temperature": "hot"}',
+    "refused by transformers": '{"eos_token_id": 5, "num_return_sequences": 3}',
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_file_that_nothing_can_load_is_ignored_by_a_flag(name: str, tmp_path: Path) -> None:
+    folder = str(nano(tmp_path, HARMFUL[name]))
+    with pytest.raises(ValueError, match=r"generation_config\.json.*(correct|remove) it"):
+        options.load(folder, "auto", "cpu")
+    for model in (
+        options.load(folder, "auto", "cpu", generation_config={})[0],
+        Chosen(folder, generation_config={}).load().model,
+    ):
+        assert model.generation_config.eos_token_id == (5 if "eos" in HARMFUL[name] else 0)
+
+
+def test_a_batch_without_the_model_s_defaults_is_another_run() -> None:
+    assert Chosen(generation_config={}).about() != Chosen().about()
+
+
+def test_a_field_that_transformers_refuses_can_be_overridden(tmp_path: Path) -> None:
+    folder = str(nano(tmp_path, HARMFUL["refused by transformers"]))
+    model, _ = options.load(folder, "auto", "cpu", override_generation_config={"num_return_sequences": None})
+    assert (model.generation_config.eos_token_id, model.generation_config.num_return_sequences) == (5, None)
+
+
 @pytest.mark.slow
 def test_a_batch_does_not_begin_with_them(tmp_path: Path) -> None:
     folder = str(nano(tmp_path, '{"eos_token_id": 0, "num_beams": 4}'))
@@ -114,6 +144,11 @@ def test_an_override_that_does_not_exist_is_refused_with_what_was_meant() -> Non
         replace_defaults(families.build("llama"), None, {"temprature": 1.0})
     with pytest.raises(ValueError, match="top_k"):
         replace_defaults(families.build("llama"), None, {"top_k": "x"})
+
+
+def test_a_misspelt_override_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"temprature.* temperature"):
+        options._read_overrides('{"temprature": 1.0}')
 
 
 def test_stop_strings_of_the_model_work_in_a_server() -> None:

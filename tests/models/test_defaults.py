@@ -21,6 +21,7 @@ from skipstone.methods.adadecode.heads import new_card
 from skipstone.models import recognition
 from skipstone.models.engines.buffers import dense, pointer
 from skipstone.models.engines.native import library
+from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
@@ -266,3 +267,13 @@ def test_buffers_that_fit_are_handed_on_without_a_copy() -> None:
     assert dense(columns).is_contiguous()
     assert torch.equal(dense(columns), columns)
     assert dense(torch.zeros(4, 3, 6)[:, :2, :5], free=2).shape == (4, 2, 5)
+
+
+def test_values_of_the_host_keep_their_kind() -> None:
+    """A drafter of a user's makes its mask of valid drafts by `on_device`, as docs/add-a-method.md shows."""
+    kinds = {torch.bool: [[True], [False]], torch.int64: [[1, 2]], torch.float32: [0.5, 1]}
+    for dtype, values in kinds.items():
+        made = on_device(values, torch.device("cpu"))
+        assert made.dtype is dtype
+        assert made.tolist() == values
+    assert on_device([], torch.device("cpu")).dtype is torch.int64

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
 import skipstone
 from tests.helpers.served import InThread, in_thread, refusal, with_template
@@ -102,6 +103,27 @@ def test_a_message_of_openai_s_client_can_be_sent_back(served: InThread) -> None
     client.chat.completions.create(model="skipstone-nano", messages=turns, max_tokens=3)
 
 
+class City(BaseModel):
+    """The arguments of a tool."""
+
+    name: Literal["Paris"]
+
+
+def test_a_parsed_message_of_openai_s_client_can_be_sent_back(served: InThread) -> None:
+    """What its helpers have read of a message stands in the message, and so does the index of a streamed call."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    user: Any = {"role": "user", "content": "f"}
+    asked: dict[str, Any] = {"model": "skipstone-nano", "messages": [user], "temperature": 0}
+    call: dict[str, Any] = {**asked, "tools": [openai.pydantic_function_tool(City)], "tool_choice": "required"}
+    document = client.chat.completions.parse(**asked, response_format=City)
+    with client.chat.completions.stream(**call) as stream:
+        streamed = stream.get_final_completion()
+    for answer in (document, client.chat.completions.parse(**call), streamed):
+        found = json.loads(answer.choices[0].message.to_json(exclude_none=False))
+        assert found.get("parsed") or found["tool_calls"][0]["function"]["parsed_arguments"]
+        client.chat.completions.create(**{**asked, "messages": [user, found, user]}, max_tokens=2)
+
+
 TOOL = '{"type": "function", "function": {"name": "f", "parameters": %s}}'
 SURROGATES = {
     "prompt": ("/v1/completions", '{"prompt": %s}'),
@@ -184,3 +206,14 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(served: In
 
 def test_other_mistakes_keep_the_status_as_their_code(served: InThread) -> None:
     assert served.http.post("/v1/completions", json={"prompt": "x", "n": 99}).json()["error"]["code"] == 400
+
+
+UNREADABLE = {"nothing": (b"", "no body"), "no UTF-8": (b'{"prompt": "\xff"}', "UTF-8"), "deep": (b"[" * 100_000, "deep")}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_body_that_cannot_be_read_is_told_why(served: InThread, name: str) -> None:
+    sent, cause = UNREADABLE[name]
+    found = served.http.post("/v1/completions", content=sent, headers={"Content-Type": "application/json"})
+    assert found.status_code == 400
+    assert cause in found.json()["error"]["message"]

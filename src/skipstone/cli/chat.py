@@ -63,6 +63,7 @@ def chat(
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.hf.call import resolve_for
+    from skipstone.hf.defaults import expect_usable_defaults
     from skipstone.hf.requests import generation_options
     from skipstone.loading import BUNDLED
     from skipstone.models.layered import LayeredModel
@@ -70,6 +71,7 @@ def chat(
 
     decoding = generation_options(temperature=temperature, top_p=top_p)
     layered, chosen = LayeredModel(loaded), resolve_for(loaded, asked)
+    expect_usable_defaults(layered, tokenizer)
     conversation = Conversation(layered, tokenizer, chosen, decoding, max_new_tokens, system)
     Chat(conversation, seed, color).talk(model or BUNDLED)
 

@@ -128,9 +128,16 @@ def _read_generation_config(source: str) -> dict[str, Any] | None:
 
 def _read_overrides(text: str | None) -> dict[str, Any]:
     """--override-generation-config as fields."""
-    from skipstone.models.generation_config import parse_generation_config
+    from skipstone.models.generation_config import misspelt_fields, parse_generation_config
 
-    return {} if text is None else parse_generation_config(text, "--override-generation-config")
+    if text is None:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a misspelt field is an error here
+        found = parse_generation_config(text, "--override-generation-config")
+    for name, meant in misspelt_fields(found):
+        raise ValueError(f"--override-generation-config: there is no field {name!r}; did you mean {meant}?")
+    return found
 
 
 NO_CONFIG = ("none", "vllm")  # the second is what vLLM calls it
@@ -226,6 +233,8 @@ def load(
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     elsewhere = any(options.get(name) is not None for name in ("device_map", "tp_plan"))
     place = "cpu" if elsewhere and device == "auto" else loading.usable(device)
+    defaults = loading.generation_defaults(model, generation_config, override_generation_config or {})
+    options["generation_config"] = defaults
     found, tokenizer = loading.load(model, dtype=wanted, device=place, engine=engine, quantize=quantize, **options)
     if generation_config is not None or override_generation_config:
         from skipstone.hf.defaults import replace_defaults

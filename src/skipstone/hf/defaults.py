@@ -9,16 +9,14 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.hf.fields import FIELDS
 from skipstone.hf.requests import build_request
+from skipstone.loading import KEPT_DEFAULTS
 from skipstone.models.generation_config import refuse_wrong_types
 from skipstone.models.layered import LayeredModel
 
 OVERRIDE = "--override-generation-config"
 """The option of the command line that changes single fields."""
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
-"""Fields that are facts of the model and no wishes: a replacement without them leaves them as they are."""
 
 
 def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
@@ -29,7 +27,8 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
         raise ValueError(f"{OVERRIDE}: there is no field {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     refuse_wrong_types(overrides, OVERRIDE)
     own: Any = model.generation_config
-    fields = own.to_dict() if replacement is None else {**{name: getattr(own, name, None) for name in KEPT}, **replacement}
+    kept = {name: getattr(own, name, None) for name in KEPT_DEFAULTS}
+    fields = own.to_dict() if replacement is None else {**kept, **replacement}
     model.generation_config = GenerationConfig.from_dict({**fields, **overrides})
 
 

@@ -59,10 +59,15 @@ def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{source} must be a JSON object, found {type(values).__name__}; correct it or remove it")
     refuse_wrong_types(values, source)
-    for name in values.keys() - _KINDS.keys():
-        if close := difflib.get_close_matches(name, _KINDS, n=1, cutoff=MISSPELT):
-            warnings.warn(f"{source} has {name!r}, which nothing reads; did you mean {close[0]}?", stacklevel=2)
+    for name, meant in misspelt_fields(values):
+        warnings.warn(f"{source} has {name!r}, which nothing reads; did you mean {meant}?", stacklevel=2)
     return values
+
+
+def misspelt_fields(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The names that are no fields but nearly, each with the field that is meant."""
+    close = {name: difflib.get_close_matches(name, _KINDS, n=1, cutoff=MISSPELT) for name in values if name not in _KINDS}
+    return [(name, found[0]) for name, found in close.items() if found]
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:

@@ -15,9 +15,19 @@ ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocato
 CPU = torch.device("cpu")  # for tensors of the host, whatever torch's default device is
 
 
-def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not."""
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not.
+
+    dtype: None takes bool for bools, int64 for whole numbers and float32 for fractions, whatever torch's default is.
+    """
+    dtype = _dtype_of(values) if dtype is None else dtype
     return torch.tensor(values, dtype=dtype, device=CPU).to(device, non_blocking=True)
+
+
+def _dtype_of(values: Any) -> torch.dtype:
+    while isinstance(values, Sequence) and values:
+        values = values[0]
+    return {bool: torch.bool, float: torch.float32}.get(type(values), torch.int64)
 
 
 def across(tensor: Tensor, device: torch.device) -> Tensor:

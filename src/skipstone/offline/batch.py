@@ -63,6 +63,7 @@ class Chosen:
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         more = {"engine": self.engine, "quantize": self.quantize, "kv_dtype": self.kv_dtype}
         more |= {"trust_remote_code": self.trust_remote_code, "keep_weights": False}
+        more |= {"generation_config": loading.generation_defaults(self.name, self.generation_config, self.overrides)}
         model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable(self.device), **more)
         replace_defaults(model, self.generation_config, self.overrides)
         layered = LayeredModel(model)
@@ -75,7 +76,8 @@ class Chosen:
         found = {"model": self.name or loading.BUNDLED, "called": self.called, "method": self.method or "the model's own"}
         found |= {"dtype": self.dtype, "engine": self.engine, "quantize": self.quantize}
         found |= {"kv_dtype": self.kv_dtype or "usual", "capacity": self.capacity or "usual"}
-        return found | {"generation_config": self.generation_config or "the model's own", "overrides": self.overrides}
+        defaults = "the model's own" if self.generation_config is None else self.generation_config
+        return found | {"generation_config": defaults, "overrides": self.overrides}
 
 
 @dataclass(frozen=True)

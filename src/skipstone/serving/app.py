@@ -25,6 +25,8 @@ from skipstone.serving.watch import Watch
 
 UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False}
 """Of FastAPI: its own telemetry, which newer versions have, would add a second span and tell what exceptions say."""
+UNREADABLE_BODY = "There was an error parsing the body"
+"""What FastAPI says of a body that it cannot decode at all."""
 PING = 15
 """Seconds after which a silent stream sends a comment, so that nothing on the way closes it."""
 
@@ -66,6 +68,8 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         said = {404: f"there is no {request.url.path}", 405: f"{request.method} is not what {request.url.path} takes"}
+        if error.detail == UNREADABLE_BODY:
+            said[400] = "the body cannot be read as JSON: it is no UTF-8, or is nested too deeply"
         return errors.response(said.get(error.status_code, str(error.detail)), error.status_code)
 
 

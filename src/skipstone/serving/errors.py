@@ -50,4 +50,6 @@ def invalid(error: RequestValidationError, content_type: str | None = "applicati
         return response(f"the header Content-Type must be application/json, found {found}", 400)
     if first["type"] in ("json_invalid", "model_attributes_type"):
         return response("the body is no JSON object", 400)
+    if first["type"] == "missing" and name is None:
+        return response("the request has no body; send a JSON object", 400)
     return response(f"{name}: {first['msg']}" if name else str(first["msg"]), 400, name)

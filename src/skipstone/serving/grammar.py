@@ -115,7 +115,8 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{field}: the schema is no valid Unicode; remove its unpaired surrogates") from None
     if not has_finite_value(schema):
-        raise ValueError(f"{field}: every value of the schema needs a further one, without end; make that part optional")
+        reasons = "its parts contradict each other, or every value needs a further one without end"
+        raise ValueError(f"{field}: the schema has no finite value: {reasons}; correct it, or make recursive parts optional")
 
 
 def _said(error: str) -> str:

@@ -190,18 +190,20 @@ class Tool(Body):
 
 
 class Called(Body):
-    """The name and the arguments of a call, these as JSON in a text."""
+    """The name and the arguments of a call, these as JSON in a text. parsed_arguments: added by openai-python, not used."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
-    """A call of an earlier turn."""
+    """A call of an earlier turn. index: its place in a stream, which openai-python keeps; not used."""
 
     id: str
     type: Literal["function"]
     function: Called
+    index: int | None = None
 
 
 class Named(Body):
@@ -219,7 +221,7 @@ class Choice(Body):
 
 class Message(Body):
     """A turn of a chat. content: its text, or its parts; none of an assistant that called tools. tool_call_id: of a tool's
-    answer. annotations: of an earlier answer; a model is not told of them."""
+    answer. annotations, parsed: of an earlier answer, as openai-python has it; a model is not told of them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -228,6 +230,7 @@ class Message(Body):
     tool_call_id: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
