@@ -80,5 +80,5 @@ def first_fault(error: ValidationError) -> str:
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A clause that names the known word most like an unknown one; nothing where none is like it."""
     plain = {one.lower().replace("_", "-"): one for one in known}
-    close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1)
+    close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1, cutoff=0.65)
     return f" (did you mean {plain[close[0]]!r}?)" if close else ""

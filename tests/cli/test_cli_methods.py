@@ -123,7 +123,7 @@ def test_flags_are_frozen() -> None:
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --quantize
         --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --explain --color
-        --no-color --debug"""
+        --no-color --debug --generation-config --override-generation-config"""
     assert generate == {*of_the_verb.split()}
     verbs = "batch bench chat check costs demo env export families generate inspect methods push search serve train tune"
     assert set(root.commands) == {*verbs.split()}
@@ -152,6 +152,7 @@ def test_flags_are_frozen() -> None:
         *("requests", "output", "--model", "--resume", "--method", "--speculative-config", "--served-model-name"),
         *("--max-num-seqs", "--max-model-len", "--ray", "--address", "--actors", "--cpus-per-actor", "--dtype", "--device"),
         *("--engine", "--quantize", "--kv-dtype", "--trust-remote-code", "--debug"),
+        *("--generation-config", "--override-generation-config"),
     }
     exporting = {name for parameter in root.commands["export"].params for name in parameter.opts}
     assert exporting == {

@@ -107,4 +107,6 @@ def test_mistakes_in_a_dry_run_are_one_line(tmp_path: Path) -> None:
     assert_refused(train(path, "--gpus", 2), "are about --dry-run: give it, too")
     assert_refused(train(path, "--dry-run", "--shape", "3B"), "one of 1B, 8B, 70B, found '3B'")
     assert_refused(train(path, "--dry-run", "--gpus", 0), "expected 1 GPU or more")
-    assert_refused(train(recipe(tmp_path / "two", exits={"exits": [0, 7]}), "--dry-run"), "exits must be layers from 0 to 2")
+    assert_refused(
+        train(recipe(tmp_path / "two", exits={"exit_layers": [1, 8]}), "--dry-run"), "exit_layers must lie between 1 and 3"
+    )

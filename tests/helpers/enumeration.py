@@ -24,6 +24,7 @@ from skipstone.decoding.sampling import Sampling
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel, only
 from skipstone.models.passes import Pass
+from skipstone.models.turns import ModelLock
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 Law = dict[tuple[int, ...], float]
@@ -194,7 +195,7 @@ class Tabled:
     depth, device, max_positions, kv_dtype, engine_draw, own_threads = 2, torch.device("cpu"), 64, None, None, False
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
-        self.embeddings = 64
+        self.embeddings, self.lock = 64, ModelLock()
         self._scores = torch.tensor([q, p], dtype=torch.double).log()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from _thread import RLock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,17 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.backends.registry import lookup_backend
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.activations import ACT2FN
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -24,6 +34,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -203,6 +214,21 @@ def hooks_of_accelerate() -> None:
     assert len(several._hf_hook.hooks) == 2
 
 
+def place_of_a_storage() -> None:
+    one = torch.zeros(3)
+    assert one.untyped_storage()._cdata == one[1:].untyped_storage()._cdata
+    assert one.untyped_storage()._cdata != torch.zeros(3).untyped_storage()._cdata
+
+
+def locks() -> None:
+    lock: Any = RLock()
+    assert not lock._is_owned()
+    lock.acquire()
+    assert lock._is_owned()
+    lock._at_fork_reinit()
+    assert not lock._is_owned()
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
     "_C": wrapper_subclasses,
     "_disabled_torch_function_impl": wrapper_subclasses,
@@ -219,6 +245,9 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_modules": places_of_modules_and_parameters,
     "_parameters": places_of_modules_and_parameters,
     "_version": version_of_a_parameter,
+    "_cdata": place_of_a_storage,
+    "_is_owned": locks,
+    "_at_fork_reinit": locks,
     "_pad_token_tensor": special_token_tensors,
     "_eos_token_tensor": special_token_tensors,
     "_is_stateful": stateful_models,
@@ -293,9 +322,26 @@ def backends() -> None:
     assert lookup_backend("eager")(graph, [torch.ones(1)])(torch.tensor([-1.0])).tolist() == [0.0]
 
 
+def activations() -> None:
+    assert torch.equal(ACT2FN["silu"](torch.ones(1)), torch.nn.functional.silu(torch.ones(1)))
+
+
+def bytes_of_letters() -> None:
+    letters = bytes_to_unicode()
+    assert (letters[ord("a")], letters[ord(" ")]) == ("a", "Ġ")
+    assert len(set(letters.values())) == 256
+
+
+def fast_tokenizers() -> None:
+    assert issubclass(PreTrainedTokenizerFast, TokenizersBackend)
+
+
 INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.cache_utils.get_layer_types_and_kwargs": layer_types,
     "transformers.distributed.configuration_utils.DistributedConfig": tensor_parallelism,
+    "transformers.activations.ACT2FN": activations,
+    "transformers.convert_slow_tokenizer.bytes_to_unicode": bytes_of_letters,
+    "transformers.tokenization_utils_tokenizers.TokenizersBackend": fast_tokenizers,
     "transformers.generation.logits_process.LogitsProcessorList": processors,
     "transformers.generation.logits_process.LogitNormalization": processors,
     "transformers.generation.logits_process.PrefixConstrainedLogitsProcessor": prefix_allowed_tokens_fn,
@@ -338,7 +384,7 @@ def own_names() -> set[str]:
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
             case _:
                 pass
-    return names - {"_attn_implementation", "_load_from_checkpoint"}
+    return names - {"_attn_implementation", "_load_from_checkpoint", "_modules"}
 
 
 def used_names() -> set[str]:

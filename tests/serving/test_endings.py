@@ -58,6 +58,8 @@ def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() ->
 
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_sentence(tmp_path: Path) -> None:
     with process(str(tmp_path / "nothing")) as served:
+        (tmp_path / "nothing").mkdir()
+        (tmp_path / "nothing" / "config.json").write_text("[]")
         assert served.begin().wait(ENDS) == 1
         (line,) = [line for line in served.said().splitlines() if "the model could not be loaded" in line]
         assert "nothing" in line

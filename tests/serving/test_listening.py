@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -146,16 +147,17 @@ def test_it_says_ready_when_it_is_and_not_before(
     assert served_by(load, 5, scenario, clients) == (False, True)
 
 
-def test_a_busy_port_is_reported_before_a_model_is_loaded() -> None:
+def test_a_busy_port_is_reported_before_a_model_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind((HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        result = run("serve", "no-such-folder-and-no-hub-id", "--port", str(port))
+        (tmp_path / "config.json").write_text("this is looked at when the model is loaded")
+        result = run("serve", str(tmp_path), "--port", str(port))
     assert result.exit_code == 2
     assert f"{HOST}:{port}" in result.stderr
     assert "--port" in result.stderr
-    assert "no-such-folder" not in result.stderr
+    assert "config.json" not in result.stderr
 
 
 def test_a_host_that_is_none_of_this_machine_s_is_reported() -> None:

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""Character -> byte, as byte-level tokenizers since GPT-2 write bytes."""
 _PREFIX = "abcdef"
 """A text in front of a token, so that the tokenizer does not strip the token's leading space."""
 
@@ -66,13 +69,3 @@ def _decoder_of(tokenizer: Any) -> str:
     """The decoder of a fast tokenizer as JSON, "" of a slow one."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return "" if decoder is None else bytes(decoder.__getstate__()).decode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte, as byte-level tokenizers since GPT-2 write bytes: printable ones as themselves, others from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTES = _byte_level_alphabet()
