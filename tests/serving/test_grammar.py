@@ -251,3 +251,15 @@ def test_a_trial_that_has_no_time_and_one_that_is_broken_are_not_the_schema_s_fa
     monkeypatch.setattr(module, "TRIAL", broken)
     with pytest.raises(RuntimeError, match="planted"):
         grammars.of_schema({"enum": ["a", "broken", "trial"]})
+
+
+def test_errors_quote_no_grammar_and_blame_patterns_only_for_patterns(grammars: Grammars) -> None:
+    impossible = {"type": "object", "properties": {"a": {"minimum": 3, "maximum": 1, "type": "integer"}}, "required": ["a"]}
+    with pytest.raises(ValueError, match="'a' is unsatisfiable") as told:
+        grammars.of_calls([("add", impossible)])
+    assert "call_0" not in str(told.value)
+    with pytest.raises(ValueError, match="integer range") as told:
+        grammars.of_schema({"type": "integer", "minimum": 10**30})
+    assert "pattern" not in str(told.value)
+    with pytest.raises(ValueError, match="pattern"):
+        grammars.of_schema({"type": "string", "pattern": "(("})

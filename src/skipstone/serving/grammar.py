@@ -5,6 +5,7 @@ So each text has two matchers: one sees only committed tokens and decides where 
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ TRIALS_KEPT = 256
 MAX_RECOMPILE_SECONDS = 5.0
 """Seconds of a processor that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
 PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
+SOURCE_LINE = re.compile(r"\d+ \| ")
+"""How llguidance quotes a line of the grammar, which no client wrote."""
 COMPLETE, DEAD_END = "complete", "dead end"
 """Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
 NO_EXTENSION = "NoExtension"
@@ -122,8 +125,8 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
 def _said(error: str) -> str:
     """llguidance's error in one line, with the remedy for a pattern."""
     lines = [line.strip() for line in error.partition("<state>")[0].splitlines()]
-    said = " ".join(line for line in lines if line.strip("^ "))
-    return f"{PATTERN_SYNTAX}: {said}" if "regex" in said else said
+    said = " ".join(line for line in lines if line.strip("^ ") and not SOURCE_LINE.match(line))
+    return f"{PATTERN_SYNTAX}: {said}" if re.search("regex parse error|in regex", said) else said
 
 
 @lru_cache(TRIALS_KEPT)
