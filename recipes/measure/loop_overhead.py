@@ -7,7 +7,7 @@ with self-speculative drafts and with prompt lookup. The time in the engine's ca
 call before the first one left out); what is left is divided by the number of turns. On the bundled model every pass reads
 weights that fill the caches, so that the loop's own code and data come from memory again. The last row times whole calls of one
 new token, the engine's time included: this is where the check whether the weights have changed counts most. A shape of 1B
-parameters is `--layers 16 --hidden 2048`.
+parameters is `--layers 26 --hidden 2048`.
 Two checkouts are compared by running the script in turns with PYTHONPATH=OTHER/src. Prints a table in Markdown and, as its last
 line, one JSON document: the smallest and the median milliseconds a turn, or a call, over the rounds.
 """

@@ -18,6 +18,7 @@ from skipstone.models.agreement import disagreement
 from skipstone.models.derivation import find_layers
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
+from skipstone.models import recognition
 from skipstone.models.families import reaches, text_config
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
@@ -97,6 +98,19 @@ def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pyte
     LayeredModel(families.build("llama", vocab=53), "eager")
     (kept,) = (tmp_path / "not" / "there" / "families").iterdir()
     assert "self_attn" in kept.read_text()
+
+
+@pytest.mark.parametrize("held", ['{"family": {"x": 1}}', '{"family": null}', "{}", "[]", "null", "no JSON"])
+def test_a_damaged_file_is_made_anew(held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path))
+    monkeypatch.setattr(recognition, "_KNOWN", {})
+    LayeredModel(families.build("llama", vocab=51), "eager")
+    (kept,) = (tmp_path / "families").iterdir()
+    whole = kept.read_text()
+    kept.write_text(held)
+    monkeypatch.setattr(recognition, "_KNOWN", {})
+    LayeredModel(families.build("llama", vocab=51, seed=1), "eager")
+    assert kept.read_text() == whole
 
 
 def a_wider_window_without_a_tree(patch: Patch) -> None:

@@ -195,10 +195,10 @@ def test_arguments_nested_deeply_are_refused(server: InThread) -> None:
 
 
 def test_arguments_that_are_no_json() -> None:
-    for arguments in ("n=2", "[" * 5000, "3"):
+    for arguments in ("n=2", "[" * 5000, "3", '{"n": NaN}', '{"n": 1e999}', '{"n": -Infinity}'):
         call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": arguments}}
         body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-        with pytest.raises(ValueError, match="arguments of double are no JSON object"):
+        with pytest.raises(ValueError, match="arguments of double must be a JSON object"):
             body.messages[0].turn()
     with pytest.raises(ValidationError, match="only an assistant"):
         ChatBody.model_validate({"messages": [{"role": "user", "tool_calls": [call]}]})

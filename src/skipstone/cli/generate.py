@@ -76,7 +76,11 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
+    from skipstone.hf.defaults import expect_usable_defaults
+    from skipstone.models.layered import LayeredModel
 
+    if flags.tp_plan is None:
+        expect_usable_defaults(LayeredModel(loaded), tokenizer)
     chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
     painter = None if flags.as_json else Painter(job, flags.color)
     show = painter and painter.show

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ def _remembered(key: str) -> Family | None:
     if (place := _place(key)) is None or not place.exists():
         return None
     try:
-        return _FAMILY.validate_python(json.loads(place.read_text(encoding="utf-8"))["family"])
-    except (OSError, ValueError, KeyError, TypeError):  # damaged, and made anew
+        held = json.loads(place.read_text(encoding="utf-8"))["family"]
+        return _FAMILY.validate_python(held) if held.keys() == {one.name for one in fields(Family)} else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged, and made anew
         return None

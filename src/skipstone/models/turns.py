@@ -22,13 +22,14 @@ class ModelLock(_RLOCK):
         self._entrance = Lock()  # held by the thread that is next
 
     def __enter__(self) -> bool:
-        if self._is_owned():
-            return self.acquire()
+        owned = self._is_owned()
         try:
+            if owned:
+                return self.acquire()  # at once
             with self._entrance:
                 return self.acquire()
-        except BaseException:  # Ctrl-C between the two lines above and the caller's `with`
-            if self._is_owned():
+        except BaseException:  # Ctrl-C before the caller's `with` knows of the lock
+            if owned or self._is_owned():
                 self.release()
             raise
 

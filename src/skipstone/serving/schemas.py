@@ -1,6 +1,7 @@
 """The bodies of requests: what is not named here is refused, never ignored."""
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -260,14 +261,21 @@ class Message(Body):
         return found
 
 
+def _finite(number: str) -> float:
+    """A number of JSON. ValueError for NaN and for one that is infinite as a float: a template would write it as no JSON."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(number)
+    return found
+
+
 def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
     """The function of a call as a chat template takes it. ValueError where its arguments are no JSON object."""
     try:
-        found = json.loads(call.function.arguments)
+        found = json.loads(call.function.arguments, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"messages: the arguments of {call.function.name} are no JSON object")
+        raise ValueError(f"messages: the arguments of {call.function.name} must be a JSON object, its numbers finite")
     refuse_surrogates(found)
     return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
 

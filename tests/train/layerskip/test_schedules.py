@@ -240,6 +240,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
        for value in ((), [1, 2], 3, (1, -1), (1, 0), (1.0,), (True,), ("1",), (NAN,))},
     "both numberings": (lambda: EarlyExitLoss(exits=(1,), exit_layers=(2,)), "found both"),
     "exits below 0": (lambda: EarlyExitLoss(exits=(-1,)), "counted from 0"),
+    "exits that are no list": (lambda: EarlyExitLoss(exits=8), "counted from 0"),
     "curriculum": (lambda: EarlyExitLoss(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
     "no curriculum": (lambda: EarlyExitLoss(curriculum=None), "found None"),
     "dropout curriculum": (lambda: LayerDropout(0.1, "linear"), "one of exponential, none, found 'linear'"),

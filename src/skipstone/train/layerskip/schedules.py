@@ -190,7 +190,7 @@ def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, .
         raise ValueError(
             f"give exit_layers, counted from 1, or exits, counted from 0, found both: {exit_layers!r} and {exits!r}"
         )
-    if not all(_is_whole(layer) and layer >= 0 for layer in exits):
+    if not isinstance(exits, (list, tuple)) or not all(_is_whole(layer) and layer >= 0 for layer in exits):
         raise ValueError(f"exits must be layers counted from 0, or None for all, found {exits!r}")
     renamed = tuple(layer + 1 for layer in exits)
     warnings.warn(

@@ -15,6 +15,8 @@ ABI = 3  # what sk_abi() of a library that this package can call returns
 VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # the environment variable that names a level instead of the best one
 STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"
 _LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class Found(NamedTuple):
