@@ -220,6 +220,17 @@ def place_of_a_storage() -> None:
     assert one.untyped_storage()._cdata != torch.zeros(3).untyped_storage()._cdata
 
 
+def default_devices() -> None:
+    assert not torch._C._len_torch_function_stack()
+    with torch.device("meta"):
+        assert torch._C._len_torch_function_stack() == 1
+    torch.set_default_device("meta")
+    try:
+        assert torch._C._len_torch_function_stack() == 1
+    finally:
+        torch.set_default_device(None)
+
+
 def locks() -> None:
     lock: Any = RLock()
     assert not lock._is_owned()
@@ -246,6 +257,7 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_parameters": places_of_modules_and_parameters,
     "_version": version_of_a_parameter,
     "_cdata": place_of_a_storage,
+    "_len_torch_function_stack": default_devices,
     "_is_owned": locks,
     "_at_fork_reinit": locks,
     "_pad_token_tensor": special_token_tensors,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone.models import recognition
 from skipstone.models.agreement import disagreement
 from skipstone.models.derivation import find_layers
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
-from skipstone.models import recognition
 from skipstone.models.families import reaches, text_config
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass

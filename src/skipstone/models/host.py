@@ -25,7 +25,7 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 
 
 def _dtype_of(values: Any) -> torch.dtype:
-    while isinstance(values, Sequence) and values:
+    while type(values) in (list, tuple) and values:
         values = values[0]
     return {bool: torch.bool, float: torch.float32}.get(type(values), torch.int64)
 

@@ -65,6 +65,7 @@ class LayeredModel(DecoderModules):
         refuse_state(model, inner)
         self.asked = asked_for(inner, engine, quantize, kv_dtype)
         self.lock = lock_of(inner)
+        self._pass_lock = self.lock.passes
         with self.lock:
             version = model_version(inner)
             with lock_of_config(inner):
@@ -103,12 +104,12 @@ class LayeredModel(DecoderModules):
 
         skip: sublayers that add nothing to the residual stream in this pass.
         """
-        with self.lock:
+        with self._pass_lock:
             return self.engine.run(hidden, at, store, layers, skip)
 
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
         """Draft a greedy chain in one call of an engine with `chains`."""
-        with self.lock:
+        with self._pass_lock:
             return self.engine.chain(start, store)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class LayeredModel(DecoderModules):
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
         No logits are kept."""
-        with self.lock:
+        with self._pass_lock:
             return self.engine.likeliest(hidden) if self.engine_picks else picks.likeliest(self.logits(hidden))
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
@@ -161,7 +162,7 @@ class LayeredModel(DecoderModules):
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
         shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
-        with self.lock:
+        with self._pass_lock:
             logits = self.engine.project(normed, head, shortlist)
         return logits if shortlist is None else only(shortlist, logits, self.head.weight.shape[0])
 

@@ -96,7 +96,7 @@ class stable_defaults:
         self._turns, self._modes = _turns, None
         self._turns.begin_pass()
         modes: list[Any] = []
-        if torch.get_default_device().type != "cpu":
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":  # a default device is a mode
             modes.append(torch.device("cpu"))
         if torch.get_default_dtype() is not torch.float32:
             modes.append(_Float32())

@@ -15,11 +15,14 @@ class ModelLock(_RLOCK):
     """Held by the thread that prepares a model or takes a decoding step with it, and never across a `yield`.
 
     It is re-entrant. A thread that has just released it goes behind those that wait, so that texts advance step by step.
+
+    passes: held for single passes, also by steps of another model that this one drafts for. Whoever holds it waits for nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._entrance = Lock()  # held by the thread that is next
+        self.passes: Any = RLock()
 
     def __enter__(self) -> bool:
         owned = self._is_owned()
@@ -37,6 +40,7 @@ class ModelLock(_RLOCK):
         """Make it free, in a process that was forked: whichever thread held it does not exist there."""
         self._at_fork_reinit()
         self._entrance = Lock()
+        self.passes._at_fork_reinit()
 
 
 _LOCKS: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
-from skipstone.models.engines.buffers import dense, pointer
+from skipstone.models.engines.buffers import dense, new_buffer, pointer
 from skipstone.models.engines.eager.patches import changed
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.native import library, threads
@@ -124,7 +123,7 @@ class NativeEngine:
         """As in `Engine`."""
         tokens = dense(tokens)
         ids = pointer("tokens", tokens, tokens.shape, torch.int64)
-        hidden, target = _made("states", (*tokens.shape, self._hidden))
+        hidden, target = new_buffer((*tokens.shape, self._hidden))
         self._library.sk_embed(self._model, ids, tokens.numel(), target)
         return hidden
 
@@ -134,7 +133,7 @@ class NativeEngine:
         data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
             raise NativeError(BAD_LAYER)
-        out, target = _made("states", hidden.shape)
+        out, target = new_buffer(hidden.shape)
         kept = self._fill_pass(at)  # what the pass struct points at
         self._library.sk_run(
             self._model,
@@ -161,14 +160,14 @@ class NativeEngine:
             raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
         numbers = ctypes.c_int64 * rows
         counts = numbers()
-        drafts, draft_ids = _made("drafts", (rows, width), torch.int64, torch.zeros)
+        drafts, draft_ids = new_buffer((rows, width), torch.int64, torch.zeros)
         if start.sure and start.thresholds is None:
             raise ValueError("who wants sure drafts only says by thresholds how sure")
-        states, states_told = _made("states", (rows, start.columns, self._hidden), make=torch.zeros)
+        states, states_told = new_buffer((rows, start.columns, self._hidden), make=torch.zeros)
         thresholds = probabilities = probabilities_told = None
         if start.thresholds is not None:
             thresholds = (ctypes.c_float * rows)(*start.thresholds)
-            probabilities, probabilities_told = _made("probabilities", (rows, width), make=torch.zeros)
+            probabilities, probabilities_told = new_buffer((rows, width), make=torch.zeros)
         ends, longest = _ends(start)
         told = self._pass
         told.b, told.first_row, told.extent = rows, 0, start.extent
@@ -205,7 +204,7 @@ class NativeEngine:
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         hidden, data = self._states("hidden", hidden)
-        normed, target = _made("states", hidden.shape)
+        normed, target = new_buffer(hidden.shape)
         self._library.sk_norm(self._model, data, hidden.numel() // self._hidden, target)
         return normed
 
@@ -216,7 +215,7 @@ class NativeEngine:
             logits = head(normed.to(weight.dtype)).float()
             return logits if shortlist is None else logits[..., shortlist]
         states, data = self._states("normed", normed)
-        logits, target = _made("logits", (*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
+        logits, target = new_buffer((*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
         rows, few = states.numel() // self._hidden, self._shortlist_address(shortlist)
         self._library.sk_head(self._model, few, data, rows, False, target, None, self.threads)
         return logits
@@ -224,15 +223,15 @@ class NativeEngine:
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
-        best, target = _made("tokens", states.shape[:-1], torch.int64)
+        best, target = new_buffer(states.shape[:-1], torch.int64)
         self._library.sk_head(self._model, None, data, best.numel(), True, None, target, self.threads)
         return best
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
-        best, found = _made("tokens", states.shape[:-1], torch.int64)
-        probability, sure = _made("probabilities", best.shape)
+        best, found = new_buffer(states.shape[:-1], torch.int64)
+        probability, sure = new_buffer(best.shape)
         address = None if transform is None else self._transform_address(transform)
         few = self._shortlist_address(shortlist)
         self._library.sk_test(self._model, few, data, best.numel(), address, found, sure, self.threads)
@@ -244,7 +243,7 @@ class NativeEngine:
             return largest(logits, count)
         logits = dense(logits)
         data = pointer("logits", logits, logits.shape, torch.float32)
-        tokens, target = _made("tokens", (*logits.shape[:-1], count), torch.int64)
+        tokens, target = new_buffer((*logits.shape[:-1], count), torch.int64)
         rows, size = tokens.numel() // count, logits.shape[-1]
         self._library.sk_largest(data, rows, size, size, count, target, self.threads)
         return tokens
@@ -253,7 +252,7 @@ class NativeEngine:
         """As in `Engine`."""
         rows, vocabulary = logits.shape
         logits, one = dense(logits, free=1), (rows,)
-        tokens, target = _made("tokens", one, torch.int64)
+        tokens, target = new_buffer(one, torch.int64)
         self._library.sk_draw(
             pointer("logits", logits, (rows, vocabulary), torch.float32, free=1),
             rows,
@@ -371,14 +370,6 @@ class NativeEngine:
             left_out = [SKIP_ATTENTION * (i in skip.attention) + SKIP_MLP * (i in skip.mlp) for i in range(depth)]
             bits = self._skips[skip] = (ctypes.c_int64 * depth)(*left_out)
         return ctypes.addressof(bits)
-
-
-def _made(
-    name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, make: Callable[..., Tensor] = torch.empty
-) -> tuple[Tensor, int]:
-    """A new tensor for C to write into, and its address. make: `torch.empty` or `torch.zeros`."""
-    tensor = make(shape, dtype=dtype, device=CPU)
-    return tensor, pointer(name, tensor, shape, dtype)
 
 
 def _ends(start: ChainStart) -> tuple[Any, int]:
