@@ -31,12 +31,12 @@ import httpx
 import torch
 
 import skipstone
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.export.draft import write_draft
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import kept
 from skipstone.models.engines.native.threads import cores
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 from skipstone.tasks.sets import named
 

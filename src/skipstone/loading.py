@@ -26,13 +26,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.extras import installed
 from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
-from skipstone.models.generation_config import FILE, read_generation_config
+from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config
 from skipstone.models.host import out_of_memory
 from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from skipstone import methods
 from skipstone.api import resolve_for
 from skipstone.bench.peers import PEERS
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.settings import settings_of
 from skipstone.methods import METHODS
 from skipstone.models.engines.choice import Setup
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.tasks import protocols, sets

@@ -66,7 +66,7 @@ def demo(
     from skipstone.cli import runs
     from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side
-    from skipstone.decoding.method import OWN_FIELD
+    from skipstone.models.generation_config import OWN_FIELD
 
     loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine, quantize=quantize)
     if not getattr(loaded.generation_config, OWN_FIELD, None):

@@ -41,8 +41,8 @@ def methods(
 def described(kind: Any) -> dict[str, Any]:
     """A method as plain JSON values. paper: the first that its module's docstring names. from: whose default a setting has: the
     class's, or the model's own."""
-    from skipstone.decoding.method import OWN_FIELD
     from skipstone.decoding.settings import settings_of
+    from skipstone.models.generation_config import OWN_FIELD
 
     cited = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", sys.modules[kind.__module__].__doc__ or "")
     return {

@@ -14,8 +14,6 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.models.layered import LayeredModel
 
-OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
-
 
 @dataclass(frozen=True)
 class Method:

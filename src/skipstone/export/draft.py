@@ -12,11 +12,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from skipstone.assets import NANO
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.export.layers import Kept
 from skipstone.files import hidden_folder, publish, write_json
 from skipstone.loading import BUNDLED, COMMIT, EXPORT, load_model
 from skipstone.models.derivation import close
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.modules import DecoderModules

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.decoding.method import Method
 from skipstone.decoding.settings import layer_in_range
 from skipstone.methods import MethodLike, resolve
 from skipstone.methods.early_exit import EarlyExit
@@ -13,6 +13,7 @@ from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.layer_sets import Space, load_profile
 from skipstone.methods.swift.swift import Swift
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 

@@ -17,10 +17,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.decoding.method import Method
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel, unwrapped
 
 ARGUMENTS = (

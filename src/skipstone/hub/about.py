@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.fetching import hub_name
 from skipstone.files import read_lines
 from skipstone.loading import BUNDLED, EXPORT
 from skipstone.methods import resolve
 from skipstone.methods.adadecode.heads import HeadsCard
 from skipstone.methods.shared.layer_sets import Profile
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.settings_files import first_fault
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import EXIT_FIGURE

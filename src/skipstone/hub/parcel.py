@@ -10,7 +10,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.files import file_digest
 from skipstone.hub import about
 from skipstone.hub.about import DATA, About
@@ -19,6 +18,7 @@ from skipstone.loading import look_up
 from skipstone.methods.adadecode.heads import CARD, WEIGHTS, read_heads
 from skipstone.methods.auto import memory
 from skipstone.methods.shared.layer_sets import PROFILE, read_profile
+from skipstone.models.generation_config import OWN_FIELD
 
 MODEL, HEADS, LAYER_SET, TUNED = "a model", "exit heads", "a layer set", "a tuned profile"
 MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, memory.TUNED: TUNED}

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from skipstone.decoding import method_text
-from skipstone.decoding.method import OWN_FIELD, DraftingMethod, Method
+from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.method_text import MethodMissing as MethodMissing
 from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import Setting, settings_of
@@ -28,6 +28,7 @@ from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
+from skipstone.models.generation_config import OWN_FIELD
 
 METHODS: dict[str, type[Method]] = {
     "auto": Auto,

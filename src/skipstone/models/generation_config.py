@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "generation_config.json"
+OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
 MISSPELT = 0.9
 """Similarity from which an unknown field counts as a misspelt one. A model may have fields of its own."""
 _BOOL = (

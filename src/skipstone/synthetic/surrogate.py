@@ -31,10 +31,10 @@ from skipstone.bench.plan import Plan, resolved
 from skipstone.bench.prompts import TaskRun
 from skipstone.bench.report.report import calibrated
 from skipstone.bench.run import Say, Subject, enter, measure_task
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.loading import usable
 from skipstone.methods.shared.layer_sets import Space
 from skipstone.models.engines.choice import attach
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import SkipSet
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Source, Task

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
@@ -32,6 +31,7 @@ from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.shared import states
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 
 

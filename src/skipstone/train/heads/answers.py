@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone import api
-from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.decoding.method import Method
 from skipstone.files import LineFile, digest, install, read_lines
 from skipstone.methods import resolve
 from skipstone.models.exits import watched
 from skipstone.models.fingerprint import fingerprint
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 from skipstone.train import Say

@@ -15,7 +15,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skipstone.decoding.method import OWN_FIELD
 from skipstone.files import digest, whole_folder, write_json
 from skipstone.hf.defaults import saved_field
 from skipstone.loading import load_model, load_tokenizer
@@ -23,6 +22,7 @@ from skipstone.methods import resolve
 from skipstone.methods.shared.shortlist import read_ids
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
+from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 from skipstone.models.modules import DecoderModules
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
