@@ -18,6 +18,7 @@ from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.refusals import refuse_state
+from skipstone.models.torch_threads import alone_after_fork
 from skipstone.models.turns import lock_of, lock_of_config
 from skipstone.models.weight_version import model_version
 
@@ -62,6 +63,7 @@ class LayeredModel(DecoderModules):
         ValueError for "native", and for quantised weights, where the native engine cannot run the model.
         """
         inner = unwrapped(model)
+        alone_after_fork()
         refuse_state(model, inner)
         self.asked = asked_for(inner, engine, quantize, kv_dtype)
         self.lock = lock_of(inner)

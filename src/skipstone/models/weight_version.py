@@ -177,4 +177,5 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 
 
 def _after_registration(parent: nn.Module, *_: Any) -> None:
-    _outdate({id(parent)})
+    if not torch.compiler.is_compiling():  # such as slices of a list of layers, which torch.compile follows
+        _outdate({id(parent)})

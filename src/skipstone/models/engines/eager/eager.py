@@ -17,7 +17,6 @@ from skipstone.models.kvstore import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 from skipstone.models.torch_defaults import with_stable_defaults
-from skipstone.models.torch_threads import alone_after_fork
 from skipstone.models.weight_version import Values
 
 _NOTHING = SkipSet()
@@ -60,7 +59,6 @@ class EagerEngine:
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
         self._running = patches.Running()
-        alone_after_fork()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
 
