@@ -134,7 +134,8 @@ def alike(one: dict[str, Any], other: dict[str, Any], within: float = 2e-5) -> N
     """Weights are the same to rounding."""
     assert one["weights"].keys() >= other["weights"].keys()
     for name, value in other["weights"].items():
-        torch.testing.assert_close(torch.tensor(one["weights"][name]), torch.tensor(value), rtol=1e-3, atol=within, msg=name)
+        found, expected = torch.tensor(one["weights"][name]), torch.tensor(value)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=within, msg=lambda said, name=name: f"{name}: {said}")
 
 
 @pytest.fixture
@@ -230,7 +231,8 @@ def test_accumulated_passes(rest: Any, tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(objective, "kept_rows", passes)
     place, results = rest
-    alike(results["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4))
+    # Adam divides a gradient by its size, so rounding moves a weight whose gradient is nearly 0 (by 1.2e-4 on a CPU with AMX)
+    alike(results["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4), within=5e-4)
     assert losses(place / "accumulated") == pytest.approx(losses(tmp_path), rel=1e-4)
 
 
