@@ -10,7 +10,7 @@ MAX_BATCH_GROUPS = 4
 KV_CACHE_SHARE = 0.25
 """Share of the memory of the model's device that the keys and values of all batch groups may take, unless a server is told."""
 MAX_METHOD_STATES = 64
-"""Settings of methods, of which it is kept what they have learnt on a model."""
+"""Number of method settings per model that keep what they have learnt."""
 METHOD_STATE_BYTES = 256 << 20
 """What these states may take together. The one that is in use is kept in any case."""
 SMALL_STATE_BYTES = 1 << 16

@@ -55,7 +55,7 @@ def generate(
     color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt: --prompt, --prompt-file, or standard input, whose last newline is left out. The text goes to stdout,
+    """Continue a prompt: --prompt, --prompt-file, or standard input without its last newline. The text goes to stdout,
     all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)

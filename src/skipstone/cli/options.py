@@ -191,7 +191,7 @@ def one_of(name: str, value: str | None, values: tuple[str, ...]) -> None:
 
 
 def check_readable(*files: Path | None) -> None:
-    """OSError for a file that is to be read and cannot be."""
+    """OSError for a file that cannot be read."""
     for file in files:
         if file is not None:
             file.open("rb").close()
@@ -206,7 +206,7 @@ def check_prompts(*files: Path | None) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """OSError where a file that is to be written cannot be."""
+    """OSError for a file that cannot be written."""
     check_folder_of(*files)
     for file in files:
         if file is not None and file.is_dir():

@@ -237,7 +237,7 @@ def compared(
 
 
 def busy_warning(*waited_shares: float | None) -> str | None:
-    """What is to be said beside figures that were measured while the machine had other work to do; None where it had none."""
+    """A warning for figures that were measured on a busy machine; None if it was idle."""
     most = max((share for share in waited_shares if share is not None), default=None)
     if most is None or not was_busy(most):
         return None

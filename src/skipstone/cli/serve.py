@@ -101,7 +101,7 @@ def serve(
 
 
 def _absolute(model: str | None) -> str | None:
-    """The same folder from everywhere; a hub id stays as it is."""
+    """The absolute path of a folder; a hub id is returned unchanged."""
     return os.path.abspath(model) if model is not None and os.path.exists(model) else model
 
 

@@ -47,7 +47,7 @@ class Recognised:
 
 _KNOWN: dict[str, Recognised] = {}
 _LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
-"""The trace that the latest family was derived from, of which model in which version: it is verified against the same one."""
+"""(model, its version, trace) of the latest family that was derived. The family is verified against the same trace."""
 
 
 def recognise(model: Any) -> Recognised:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 _MARK = "_skipstone_written"
 """The attribute of a tensor that holds the number of the last reported write into it."""
 _PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors whose addresses can be asked for."""
+"""Classes of tensors that have an address."""
 _LOCK = RLock()
 if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
@@ -92,7 +92,7 @@ class _Seen:
         self.look(model)
 
     def look(self, model: nn.Module) -> None:
-        """Take the model as it is now."""
+        """Record the current state of the model."""
         parts = list(model.modules())
         self.is_outdated = False
         self.parts = {id(part) for part in parts}

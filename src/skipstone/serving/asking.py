@@ -259,7 +259,7 @@ class Asking:
 
 
 def _obeying(request: Request, grammar: Grammar) -> Request:
-    """A request whose text is the grammar's, and ends with its document."""
+    """A request that obeys a grammar: its text ends with the document."""
     sampling = replace(request.sampling, processors=[*request.sampling.processors, grammar])
     eos, criteria = request.eos | set(grammar.ends), [*request.criteria, grammar.has_ended]
     return replace(request, sampling=sampling, eos=eos, criteria=criteria)

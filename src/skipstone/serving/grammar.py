@@ -216,7 +216,7 @@ class Grammar:
         return drafted.bits
 
     def _recompile(self) -> "_Path":
-        """A path for drafts whose matcher has looked at nothing yet."""
+        """A path for drafts with a fresh matcher."""
         self._drafted = _Path(self._new_matcher(), self._no_end)
         return self._drafted
 

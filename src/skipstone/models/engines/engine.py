@@ -141,7 +141,7 @@ class Engine(Protocol):
     def version(self) -> int | None: ...
 
     def holds(self, version: int | None) -> bool:
-        """Whether the engine still computes the model as it is: its weights, plain attributes, hooks and forwards. Rotary
+        """Whether the engine still computes the current model: its weights, plain attributes, hooks and forwards. Rotary
         tables that are outdated are made again when they are next used. version: of the model's weights now."""
         ...
 

@@ -612,7 +612,7 @@ static int64_t guarded(Body&& body) noexcept {
   }
 }
 
-// Whether rows x columns is a size that a buffer can have. Products of such sizes and of what an element takes do not overflow.
+// Whether rows x columns is a size that a buffer can have. In bytes such sizes do not overflow.
 static bool fits(int64_t rows, int64_t columns) {
   constexpr int64_t MOST_ELEMENTS = int64_t(1) << 44;
   return rows >= 0 && columns >= 0 && (columns == 0 || rows <= MOST_ELEMENTS / columns);
