@@ -105,7 +105,7 @@ def _estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json:
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_recipe: bool) -> None:
-    """FileNotFoundError for a missing file, ValueError for a recipe that is no YAML and for packages that
+    """FileNotFoundError for a missing file; ValueError for a recipe that is no YAML and for packages that
     training needs."""
     for file in files:
         if not file.is_file():

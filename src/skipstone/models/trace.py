@@ -71,7 +71,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
 
 @contextmanager
 def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> Iterator[None]:
-    """Write down all calls of this thread while the context lasts."""
+    """Record all calls of this thread while the context lasts."""
     tracing = get_ident()
 
     def part(call: Call) -> None:

@@ -64,7 +64,7 @@ class Server:
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
-        self.open_streams = 0  # whose clients have not got all of them
+        self.open_streams = 0  # streams that clients have not read to the end
         self._draining: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._asking: Asking | None = None
