@@ -48,7 +48,7 @@ def refuse_kind(model: Any) -> None:
 
 
 def refuse_heads(config: Any, name: str) -> None:
-    """ValueError for numbers of heads that no attention can have. config: of the text model. name: of the model, for the error."""
+    """ValueError for numbers of heads that no attention can have. config: of the text model. name: of the model."""
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if type(count) is int and count < 1:
