@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder
 from skipstone.decoding.method import Method

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session

@@ -10,7 +10,7 @@ import torch
 import skipstone
 from skipstone import SelfSpeculative
 from skipstone.bench import predictions
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.methods.speculative import Speculative
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session

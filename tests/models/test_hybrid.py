@@ -13,7 +13,7 @@ from torch import Tensor
 
 import skipstone
 from skipstone import Autoregressive, LayerSkip, PromptLookup, Speculative
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.method import Method
 from skipstone.methods import METHODS, resolve
 from skipstone.models import agreement, recurrent

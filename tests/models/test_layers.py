@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import EarlyExit
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Session
 from skipstone.models import recognition

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.session import Session

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method

@@ -12,7 +12,7 @@ import torch
 from starlette.testclient import TestClient
 
 import skipstone
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
 from skipstone.models.layered import LayeredModel

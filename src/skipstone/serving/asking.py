@@ -13,9 +13,9 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.api import token_ids
-from skipstone.decoding.batch import Request
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import resolve_for
 from skipstone.hf.requests import build_request, generation_options

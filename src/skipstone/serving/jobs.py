@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.serving.details import Details
 from skipstone.serving.grammar import COMPLETE, Grammar
 

@@ -62,7 +62,7 @@ class Lane:
         slots = max(longest, tokens)
         found = 0
         for model, store in session.stores:
-            capacity = store.capacity_for(slots + session.scratch) if slots else store.capacity
+            capacity = store.capacity_for(slots + session.drafter.requirements.scratch_slots) if slots else store.capacity
             of_token = KV_BYTES.get(model.model, str(model.kv_dtype), partial(kv_bytes_of, model))
             found += store.rows * (capacity + 1) * of_token * store.layers // model.depth
         return found
@@ -123,7 +123,7 @@ class Lane:
     def _tell_tokens(self, job: Job, row: int, step: Step, likely: Sequence[Likely] | None, details: Details | None) -> None:
         """Tell a job the tokens of a step."""
         job.figures.add(step, row)
-        job.figures.predicted = self.decoder.session.predicted(row)
+        job.figures.predicted = self.decoder.session.drafter.accepted_predictions(row)
         milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
         drafted, told = (step.drafted[row], step.drafter, step.reason), self._told(row, step, details)
         self.tell(job, Piece(job.figures.steps, step.tokens[row], step.origin[row], likely, *drafted, milliseconds, told))

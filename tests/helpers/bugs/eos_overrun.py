@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.methods.layerskip import LayerSkipSession
 from tests.helpers.bugs.base import broken
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.methods.layerskip import LayerSkipSession
 from tests.helpers.bugs.base import broken
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.loop import Decoder
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep

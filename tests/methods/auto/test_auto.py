@@ -29,7 +29,7 @@ from skipstone import (
 from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.methods import resolve

@@ -9,7 +9,7 @@ import pytest
 from skipstone.control import control
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import PLAIN, RECYCLE, WARM_AFTER, Done, Plan
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoSession
 from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NEW_TEXT_TRIED, Shift, Tally
 from skipstone.methods.layerskip import LayerSkip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skipstone import LayerSkip, PromptLookup
 from skipstone.control.state import PLAIN, PROBE
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.methods.auto.auto import Auto, AutoSession
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import llama, prompt, start

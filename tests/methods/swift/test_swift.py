@@ -15,7 +15,7 @@ import torch
 
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.methods.shared.hindsight import states_behind
