@@ -209,10 +209,6 @@ class AutoDrafter(Drafter):
         width = min(rules.window, self.texts.uncopied[row] - 1)
         reading = {name: one.drafter for name, one in self.candidates.items() if one.drafter in self._draft_models}
         lag = {name: one.tokens_to_replay(row, width) for name, one in reading.items()}
-            name: one.drafter.tokens_to_replay(row, width)
-            for name, one in self.candidates.items()
-            if one.drafter in self._draft_models
-        }
         if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
         self._take_preparations()
