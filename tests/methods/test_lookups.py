@@ -14,8 +14,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import skipstone
 from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
-from skipstone.decoding.request import Request
 from skipstone.decoding.loop import run
+from skipstone.decoding.request import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape

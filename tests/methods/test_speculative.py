@@ -16,13 +16,13 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
-from skipstone.decoding.request import Request
 from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter
 from skipstone.models.engines.choice import attach
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
@@ -93,14 +93,14 @@ def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: p
 # ------------------------------------------------------------------------------------------------- the second store
 
 
-def check_side(session: DraftModelSession, row: int, text: list[int]) -> int:
+def check_side(drafter: DraftModelDrafter, row: int, text: list[int]) -> int:
     """The draft model's store holds what a fresh forward over the row's text gives. Returns how many tokens it lacks."""
-    assert session.text[row] == text
-    known = session.side.store.length[row]
-    fresh = Session(session.draft_model, 1, len(text) + 1)
+    assert drafter.text[row] == text
+    known = drafter.store.length[row]
+    fresh = Session(drafter.draft_model, 1, len(text) + 1)
     fresh.admit(0, Request(torch.tensor(text), 1))
     fresh.prefill(len(text))
-    session.side.store.check(fresh.store, row)
+    drafter.store.check(fresh.store, row)
     return len(text) - known
 
 
@@ -115,7 +115,7 @@ def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(mo
         for row, tokens in enumerate(step.tokens):
             texts[row] += tokens
             if tokens and row not in step.finished and not step.prefill:
-                lags.add(check_side(decoder.session, row, texts[row]))  # type: ignore[arg-type]
+                lags.add(check_side(decoder.session.drafter, row, texts[row]))  # type: ignore[arg-type]
     assert lags == {1, 2}
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import EarlyExit
-from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
 from skipstone.models import recognition
 from skipstone.models.derivation import derive

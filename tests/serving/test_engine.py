@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.limits import MAX_BATCH_GROUPS
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.engine import Engine, Steps, Told

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
-from skipstone.decoding.request import Request
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card

@@ -15,12 +15,12 @@ import torch
 
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
-from skipstone.decoding.request import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.layer_sets import load_profile, save_profile
-from skipstone.methods.swift.swift import SwiftSession
+from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
@@ -269,8 +269,8 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
 
 def test_sessions_share_what_was_found() -> None:
     layered = LayeredModel(llama(layers=6))
-    one, wide = (METHOD.start(layered, rows, 20) for rows in (1, 3))
-    assert isinstance(one, SwiftSession)
-    assert isinstance(wide, SwiftSession)
+    one, wide = (METHOD.create_drafter(layered, rows, 20) for rows in (1, 3))
+    assert isinstance(one, SwiftDrafter)
+    assert isinstance(wide, SwiftDrafter)
     assert one.optimisation is wide.optimisation
     assert replace(METHOD, guard=True).optimisation(layered) is one.optimisation
