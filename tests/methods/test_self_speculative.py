@@ -83,7 +83,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: p
         texts, stats, _ = decode(method, layered, requests)
         decoder = start(method, layered, requests)
         decoder.step()
-        confidence = decoder.session.draft([DRAFTS] * 2).confidence
+        confidence = decoder.session.drafter.propose_draft([DRAFTS] * 2).confidence
         found.append((texts, stats.drafted, stats.draft_steps, stats.accepted, confidence))
     assert found[0][:4] == found[1][:4]
     assert torch.allclose(found[0][4], found[1][4], rtol=1e-4)

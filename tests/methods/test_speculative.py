@@ -124,8 +124,9 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
     method, layered = Speculative(draft, 3), LayeredModel(model)
     decoder = start(method, layered, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
     alone = [start(method, layered, [Request(prompt(5), 40)]), start(method, layered, [Request(prompt(8, 1), 40)])]
-    drafts, turn = decoder.session.draft, 0
-    decoder.session.draft = lambda limit: drafts([0 if turn % 5 else limit[0], limit[1]])  # type: ignore[method-assign]
+    drafter: Any = decoder.session.drafter
+    drafts, turn = drafter.propose_draft, 0
+    drafter.propose_draft = lambda limits: drafts([0 if turn % 5 else limits[0], limits[1]])
     texts: list[list[int]] = [[], []]
     behind: set[int] = set()
     while decoder.busy:
@@ -133,11 +134,11 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
         session: Any = decoder.session
         for row in range(2):
             if session.alive[row]:
-                behind.add(len(session.text[row]) - session.side.store.length[row])
+                behind.add(len(drafter.text[row]) - drafter.store.length[row])
         for row, tokens in enumerate(decoder.step().tokens):
             texts[row] += tokens
             if session.alive[row]:
-                check_side(session, row, session.text[row])
+                check_side(drafter, row, drafter.text[row])
     for row, other in enumerate(alone):
         mine: list[int] = []
         while other.busy:

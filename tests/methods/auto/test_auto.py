@@ -337,7 +337,7 @@ def test_a_prediction_is_drafted_from_and_what_it_gave_is_told(monkeypatch: pyte
     clock = Clocked(monkeypatch, {})
     text, decoder = written(Auto((PromptLookup(),)), [*plain[:60], 1, 2, *plain[62:]])
     assert text == plain
-    assert 60 <= decoder.session.predicted(0) <= 118
+    assert 60 <= decoder.session.drafter.accepted_predictions(0) <= 118
     assert clock.rate > 2
 
 

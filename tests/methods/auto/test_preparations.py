@@ -53,7 +53,7 @@ def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Pat
     while decoder.stats.steps < 90:
         decoder.step()
     assert isinstance(decoder.session.drafter, AutoDrafter)
-    mind = decoder.session.mind
+    mind = decoder.session.drafter.mind
     state = mind.state
     assert state is not None
     assert max(mind.plain_seconds) < 1

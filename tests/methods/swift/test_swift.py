@@ -41,7 +41,7 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     end = session.store.length[0]
     begin = end - 6
     with torch.inference_mode():
-        tokens, said = zip(*session.windows[0], strict=True)
+        tokens, said = zip(*session.drafter.windows[0], strict=True)
         layered = session.model
         found = layered.logits(states_behind(session.store, 0, tokens[:-1], layered, layered.depth, SKIP))[0]
         cache = model(ids[None, :begin], use_cache=True).past_key_values
@@ -61,7 +61,7 @@ def test_drafts_are_the_greedy_text_of_what_is_left() -> None:
     decoder, ids = running(model, method, steps=3)
     session: Any = decoder.session
     with torch.inference_mode():
-        draft = session.draft([5])
+        draft = session.drafter.propose_draft([5])
         end = session.store.length[0]
         cache = model(ids[None, :end], use_cache=True).past_key_values
         short, token, wanted = silenced(model, SKIP), ids[None, end : end + 1], []
