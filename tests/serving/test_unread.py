@@ -14,7 +14,7 @@ import pytest
 from skipstone.serving import unread
 from skipstone.serving.details import Branch, Details, Seen
 from skipstone.serving.jobs import Likely, Piece
-from tests.helpers.served import InThread, in_thread, slow_reader
+from tests.helpers.served import SLOW, InThread, in_thread, slow_reader
 
 BODY = {
     "prompt": "a = 1\n",
@@ -46,12 +46,13 @@ def test_what_is_not_read_stays_below_the_limit_and_the_client_is_told(
     slow = slow_reader(nano.port, {**BODY, "stream_speculative": "full"})
     try:
         with caplog.at_level(logging.WARNING):
-            while not nano.server.open_streams:
+            engine, end = nano.server.engine, time.monotonic() + SLOW
+            while not nano.server.open_streams or engine.running or engine.waits:
+                assert time.monotonic() < end, "its rows are not free"
                 time.sleep(0.01)
-            nano.until_idle(60)
+            assert nano.http.post("/v1/completions", json={**BODY, "max_tokens": 4}).status_code == 200
         assert pieces_alive() < 2 * LIMIT
         assert any("unread" in one.message for one in caplog.records)
-        assert nano.http.post("/v1/completions", json={**BODY, "max_tokens": 4}).status_code == 200
         got = b""
         while b"[DONE]" not in got:
             part = slow.recv(1 << 16)
