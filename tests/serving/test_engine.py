@@ -184,7 +184,7 @@ def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: A
 
     engine = Watched(model, 2, 256, 32, heard, chunk=32, kv_cache_bytes=limit)
     jobs = [
-        Job(Request(prompt(100, seed), 100), method, **({"logprobs": 20, "read": [], "echo": True} if seed % 2 else {}))
+        Job(Request(prompt(140, seed), 100), method, **({"logprobs": 20, "read": [], "echo": True} if seed % 2 else {}))
         for seed in range(6)
     ]
     engine.submit(jobs)
