@@ -15,6 +15,8 @@ METHOD_STATE_BYTES = 256 << 20
 """What these states may take together. The one that is in use is kept in any case."""
 SMALL_STATE_BYTES = 1 << 16
 """What a state counts as that has a few hundred numbers."""
+WEIGHT_COPIES_SHARE = 0.5
+"""Share of the machine's memory that a model's weights in fewer bits may take, which drafting reads."""
 UNREAD_BYTES = 64 << 20
 """What all events may take together that clients have not read yet."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
