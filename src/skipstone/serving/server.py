@@ -16,7 +16,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
 from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
-from skipstone.serving.grammar import Grammar
+from skipstone.serving.grammar import Grammar, NoGrammarMemory
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.metrics import Metrics
@@ -169,6 +169,8 @@ class Server:
             return await self._loop.run_in_executor(self._schemas, self.asking.grammar, body)
         except ValueError as error:
             raise Refused(400, str(error)) from None
+        except NoGrammarMemory as error:
+            raise Refused(429, str(error), RETRY_AFTER) from None
         except TimeoutError as error:
             raise Refused(503, str(error), COMES_BACK) from None
         finally:
