@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from skipstone.methods.auto.candidates import usual
 from skipstone.methods.speculative import Speculative
 from skipstone.models.engines import choice
 from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.models.engines.native.weights import quantised_bytes
 from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
 from tests.helpers.machine import decode, llama, prompt, start
 
@@ -159,3 +161,18 @@ def test_copies_take_about_what_was_expected(name: str, kind: str) -> None:
     raw = families.build(name, hidden_size=64, intermediate_size=256)
     taken = LayeredModel(raw, "native").in_fewer_bits(kind).engine._weights.bytes  # type: ignore[attr-defined]
     assert 0.9 * taken < quantised_bytes(raw, kind) < 1.1 * taken
+
+
+def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
+    """A model of n layers has 4 ** n of them. What was forgotten is made again, and drafts the same."""
+    model = LayeredModel(llama(layers=12), "native")
+    sets = [tuple(one for one in range(1, 11) if number >> one & 1) for number in range(2, 702, 2)]
+    first = [decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0]]
+    gc.collect()
+    before = sum(isinstance(one, SkipSet) for one in gc.get_objects())
+    for skip in sets:
+        decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 2)])
+    first.append(decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0])
+    gc.collect()
+    assert sum(isinstance(one, SkipSet) for one in gc.get_objects()) - before <= MAX_SKIP_SETS
+    assert first[0] == first[1]
