@@ -171,7 +171,7 @@ def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
     gc.collect()
     before = sum(isinstance(one, SkipSet) for one in gc.get_objects())
     for skip in sets:
-        decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 2)])
+        decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 4)])
     first.append(decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0])
     gc.collect()
     assert sum(isinstance(one, SkipSet) for one in gc.get_objects()) - before <= MAX_SKIP_SETS
