@@ -168,7 +168,7 @@ class Trails:
 
     def _held(self, *, inputs: bool) -> int:
         held = [one for trail in self._trails.values() for one in trail.tensors(inputs=inputs)]
-        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}.values())
+        return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
 
     def run(self, layer: int, hidden: Tensor, found: Iterable[Span], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
