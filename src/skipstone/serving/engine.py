@@ -18,7 +18,7 @@ from skipstone.decoding.method import Method
 from skipstone.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
-from skipstone.serving.lanes import Lane, length_of
+from skipstone.serving.lanes import Lane, length_of, row_bytes
 from skipstone.serving.reading import Reading
 
 CHUNK = 256
@@ -71,6 +71,8 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._lanes: dict[str, Lane] = {}
         self._reading: Reading | None = None  # of a prompt that waits
+        self._reading_bytes = 0  # that it takes at most
+        self._reading_waits = False  # whether a prompt waits for memory to be read in
         self._told: Told = []
         self._steps: Steps = []  # of which nobody was told yet
         self._failures = 0  # errors of the device since a step has worked
@@ -216,26 +218,46 @@ class Engine:
                 self._tell(job, ended)
 
     def _read(self) -> None:
-        """Look at one part of the first prompt that waits for it."""
-        job = next((job for job in self._waiting if job.unread), None)
-        if job is None or job.read is None:
-            self._reading = None
+        """Look at one part of the first prompt that waits for it. What was read takes memory until its text has ended, so only
+        one text waits with it for a row."""
+        self._reading_waits = False
+        held = any(job.writes and job.read and not job.unread for job in self._waiting)
+        job = next((job for job in self._waiting if job.unread and not (held and job.writes)), None)
+        reading = None if job is None else self._reading_of(job)
+        self._reading = reading
+        if job is None or reading is None:
             return
         try:
-            if self._reading is None or self._reading.likely is not job.read:
-                self._reading = Reading(job.request.prompt, job.logprobs or 0, job.read)
-            self._reading.go_on(self.model, self.chunk)
+            reading.go_on(self.model, self.chunk)
         except Exception as error:
             logger.exception("a prompt could not be read")
             self._fail(job, Ended(FAILED, "the prompt could not be read: see the server's log"))
             self._count(error)
+        if not job.unread:
+            self._reading = None
+
+    def _reading_of(self, job: Job) -> Reading | None:
+        """What reads the prompt of a job; None while there is no memory for it, and where there never is: the job has ended."""
+        assert job.read is not None
+        if self._reading is not None and self._reading.likely is job.read:
+            return self._reading
+        self._reading = None
+        tokens, (of_token, of_states) = len(job.request.prompt), row_bytes(self.model, self.chunk)
+        self._reading_bytes = tokens * of_token + of_states
+        try:
+            has_memory = self._has_memory(self._reading_bytes, f"the log-probabilities of a prompt of {tokens} tokens need")
+        except ValueError as error:
+            self._fail(job, Ended(FAILED, str(error), 400))
+            return None
+        self._reading_waits = not has_memory
+        return Reading(job.request.prompt, job.logprobs or 0, job.read) if has_memory else None
 
     def _admit(self) -> None:
         """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method. One
         for whose method there is no group, or no memory, holds up those of the method with the fewest texts: its rows become
         free so."""
-        full = set[str]()
-        blocked = False  # whether one waits for a group or for memory; then no further group is made
+        blocked = self._reading_waits  # whether one waits for a group or for memory; then no further group is made
+        full = {self._method_with_fewest_texts("")} if blocked else set[str]()
         for job in list(self._waiting):
             name = job.method.spelled
             if name in full or job.unread or (blocked and name not in self._lanes):
@@ -245,7 +267,7 @@ class Engine:
                 if lane is not None and not lane.free:
                     full.add(name)
                     continue
-                if lane is None or not self._has_memory(lane, length_of(job)):
+                if lane is None or not self._has_memory_for(lane, length_of(job)):
                     blocked = True
                     full |= {name, self._method_with_fewest_texts(name)}
                     continue
@@ -291,16 +313,23 @@ class Engine:
         self._lanes[name] = lane  # the last one now
         return lane
 
-    def _has_memory(self, lane: Lane, tokens: int) -> bool:
-        """Whether a text of so many tokens may join a group; groups that have no texts are given up for it. ValueError where
-        the group alone would take too much."""
-        needed = lane.memory_bytes(tokens)
+    def _has_memory_for(self, lane: Lane, tokens: int) -> bool:
+        """Whether a text of so many tokens may join a group. ValueError where the group alone would take too much."""
+        said = f"a text of {tokens} tokens in the {len(lane.jobs)} rows of {lane.method.name} needs"
+        return self._has_memory(lane.memory_bytes(tokens), said, lane)
+
+    def _has_memory(self, needed: int, said: str, lane: Lane | None = None) -> bool:
+        """Whether there are so many bytes, for a group or for a prompt that is read. Groups that have no texts are given up for
+        them. said: what needs them. ValueError where there are never so many."""
         if needed > self.kv_cache_bytes:
             raise ValueError(
-                f"a text of {tokens} tokens needs {needed} bytes of keys and values in the {len(lane.jobs)} rows of "
-                f"{lane.method.name}, and the server has {self.kv_cache_bytes} (--kv-cache-memory-bytes): ask for fewer tokens"
+                f"{said} {needed} bytes of keys and values, and the server has {self.kv_cache_bytes} "
+                "(--kv-cache-memory-bytes): ask for fewer tokens"
             )
-        while needed + sum(one.memory_bytes() for one in self._lanes.values() if one is not lane) > self.kv_cache_bytes:
+        reading = 0 if self._reading is None else self._reading_bytes
+        while (
+            needed + reading + sum(one.memory_bytes() for one in self._lanes.values() if one is not lane) > self.kv_cache_bytes
+        ):
             if not self._drop_idle_group(lane):
                 return False
         return True
