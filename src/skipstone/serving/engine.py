@@ -24,8 +24,8 @@ from skipstone.serving.reading import Reading
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
 POSTED_EVERY = 0.010
-"""Seconds between two lists of events. Readers see no difference. Every list costs another thread some of the interpreter's time,
-and the next step of a small model waits for it. First tokens and ends of texts are told at once."""
+"""Seconds between two lists of events. Readers see no difference. Every list costs another thread some of the interpreter's
+time, and the next step of a small model waits for it. First tokens and ends of texts are told at once."""
 RETRY_AFTER = 1
 """Seconds after which a client may ask again if the queue is full."""
 DIED = "the model's thread has ended by an error: see the server's log"
