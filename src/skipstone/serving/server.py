@@ -61,6 +61,7 @@ class Server:
         self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
+        self.failure: Exception | None = None  # why the model could not be loaded
         self.metrics = Metrics(settings.name)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
@@ -82,7 +83,7 @@ class Server:
         except Exception as error:  # whatever it was, /health tells of it and the log has it
             if self.state == "stopping":
                 return
-            self.state = "failed"
+            self.state, self.failure = "failed", error
             logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
             self.failed()
             return
