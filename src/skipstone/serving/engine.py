@@ -323,8 +323,8 @@ class Engine:
         return self._has_memory(lane.memory_bytes(tokens), said, lane)
 
     def _has_memory(self, needed: int, said: str, lane: Lane | None = None) -> bool:
-        """Whether there are so many bytes, for a group or for a prompt that is read. Groups without texts are given up for them.
-        said: what needs them. ValueError if there are never so many."""
+        """Whether there are so many bytes, for a group or for a prompt that is read. Groups without texts make room.
+        said: what needs the bytes. ValueError if there are never so many."""
         if needed > self.kv_cache_bytes:
             raise ValueError(
                 f"{said} {needed} bytes of keys and values, and the server has {self.kv_cache_bytes} "
