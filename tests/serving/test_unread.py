@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from skipstone.decoding.batch import Request
 
 import skipstone
+from skipstone.decoding.request import Request
 from skipstone.serving import grammar, unread
 from skipstone.serving.details import Branch, Details, Seen
 from skipstone.serving.jobs import Ended, Event, Job, Likely, Piece
