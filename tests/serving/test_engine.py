@@ -156,7 +156,7 @@ def test_recurrent_states_count_as_well(name: str) -> None:
     most = 0
     for seed in range(3):
         lane.admit(Job(Request(prompt(50, seed).repeat(3), 90), method))
-        while any(one is not None for one in lane.decoder.session.batch.waiting):
+        while lane.decoder.session.prefilling:
             lane.step()
     while lane.busy:
         lane.step()

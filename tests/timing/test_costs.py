@@ -49,9 +49,9 @@ def test_nothing_that_is_timed_is_committed() -> None:
     for timed in bench.entries(False).values():
         assert timed() > 0
         assert timed() > 0
-    for session in (bench.lookups, bench.exits, bench.chains, bench.ranked):
+    for session in (bench.lookups, bench.exits, bench.chains, bench.ranked_chains):
         session.store.length = [bench.context] * 2
-        assert session.batch.last == [0, 0]
+        assert session.view.last == [0, 0]
 
 
 def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
