@@ -171,9 +171,9 @@ def _listen() -> None:
     register_module_module_registration_hook(_after_registration)
 
 
+@torch.compiler.disable  # a compiled step runs fused kernels outside its graphs, too
 def _after_step(optimizer: Any, *_: Any) -> None:
-    if not torch.compiler.is_compiling():  # the writes of a compiled step are counted
-        _Writes.report(one for group in optimizer.param_groups for one in group["params"])
+    _Writes.report(one for group in optimizer.param_groups for one in group["params"])
 
 
 def _after_registration(parent: nn.Module, *_: Any) -> None:
