@@ -345,6 +345,12 @@ def test_tools_whose_arguments_refer_to_themselves(server: InThread, chatty: Any
     choice = asked(tree).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith('{"name": "grow", "arguments": {"left": {"left": {')
+    value = {"$ref": "#/a"}  # no reference where it is a value
+    constant = asked(
+        {"type": "object", "properties": {"b": {"const": value}}, "required": ["b"], "additionalProperties": False}
+    )
+    (call,) = constant.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"b": value}
     endless = asked(tree | {"required": ["left"]})
     assert endless.status_code == 400
     assert "without end" in refusal(endless)
