@@ -92,7 +92,7 @@ def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(words, "convert_tokens_to_string", lambda tokens: converted.append(tokens) or convert(tokens))
     monkeypatch.setattr(words, "get_vocab", lambda: walks.append(1) or vocabulary())
     options: dict[str, Any] = {"tokenizer": words, "stop_strings": ["never met"], "max_new_tokens": count}
-    found = skipstone.generate(model, torch.tensor([[260, 261]]), "autoregressive", eos_token_id=None, **options)
+    found: Any = skipstone.generate(model, torch.tensor([[260, 261]]), "autoregressive", eos_token_id=None, **options)
     assert len(found.new_tokens[0]) == count
     assert not walks
     assert len(converted) <= count, "one conversion for each written token at most"

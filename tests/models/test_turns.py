@@ -295,7 +295,8 @@ def test_the_next_call_works_after_ctrl_c_while_a_model_is_recognised(monkeypatc
         patch.setattr(torch.nn.Module, "register_forward_hook", interrupted)
         with pytest.raises(KeyboardInterrupt):
             skipstone.generate(model, IDS, "autoregressive", engine="native", max_new_tokens=4)
-    expected = fresh(3.1e-5).generate(IDS, max_new_tokens=4, do_sample=False)[:, IDS.shape[1] :].tolist()
+    reference: Any = fresh(3.1e-5)
+    expected = reference.generate(IDS, max_new_tokens=4, do_sample=False)[:, IDS.shape[1] :].tolist()
     assert skipstone.generate(model, IDS, "autoregressive", engine="native", max_new_tokens=4).new_tokens == expected
 
 
