@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 import skipstone
 from skipstone.assets import NANO
 from skipstone.decoding.stop_strings import StopStrings
-from tests.helpers import families
+from tests.helpers import families, text_tokenizers
 from tests.helpers.support import tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -44,6 +44,7 @@ TOKENIZERS: dict[str, Any] = {
     "letters": tokenizer,
     "sentencepiece": sentencepiece,
     "wordpiece": wordpiece,
+    **{kind: text_tokenizers.TOKENIZERS[kind] for kind in ("added", "mixed", "gemma")},
 }
 
 
@@ -96,6 +97,12 @@ def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(found.new_tokens[0]) == count
     assert not walks
     assert len(converted) <= count, "one conversion for each written token at most"
+
+
+def test_a_token_that_only_looks_like_a_byte_is_text() -> None:
+    words = sentencepiece()
+    words.add_tokens(["<0xZZ>"])
+    assert StopStrings(["0xZ"], words).completed_by_last(torch.tensor([1]), [len(words) - 1])
 
 
 def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:

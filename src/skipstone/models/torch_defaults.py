@@ -21,41 +21,40 @@ _CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch
 
 
 class _Turns:
-    """Passes run next to each other; a change of the defaults waits for the passes under way, and new passes wait for it."""
+    """Passes run next to each other; a change of the defaults waits for the passes under way, and new passes wait for it.
+
+    A pass enters itself first and then looks for changes. A change announces itself first and then looks for passes. So one
+    sees the other, and a pass takes no lock where nothing changes.
+    """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.num_passes = self.num_changes = 0
-        self.own = threading.local()  # depth: passes that this thread is inside of
+        self.num_changes = 0
+        self.passes: list[int] = []  # their threads; a list's methods are atomic
 
     def begin_pass(self) -> None:
-        depth = getattr(self.own, "depth", 0)
-        if not depth:
+        thread = threading.get_ident()
+        self.passes.append(thread)
+        while self.num_changes and self.passes.count(thread) == 1:  # a pass inside of a pass does not wait
+            self.end_pass()
             with self.condition:
-                while self.num_changes:
-                    self.condition.wait()
-                self.num_passes += 1
-        self.own.depth = depth + 1
+                self.condition.wait_for(lambda: not self.num_changes)
+            self.passes.append(thread)
 
     def end_pass(self) -> None:
-        self.own.depth -= 1
-        if not self.own.depth:
+        self.passes.remove(threading.get_ident())
+        if self.num_changes:
             with self.condition:
-                self.num_passes -= 1
-                if self.num_changes:
-                    self.condition.notify_all()
+                self.condition.notify_all()
 
     @contextmanager
     def a_change(self) -> Iterator[None]:
+        own = {threading.get_ident()}  # a thread does not wait for itself, also not for a pass that Ctrl-C has left unended
         with self.condition:
             self.num_changes += 1
-            try:
-                self.condition.wait_for(lambda: not self.num_passes)
-            except BaseException:
-                self.num_changes -= 1
-                self.condition.notify_all()
-                raise
         try:
+            with self.condition:
+                self.condition.wait_for(lambda: set(self.passes) <= own)
             yield
         finally:
             with self.condition:

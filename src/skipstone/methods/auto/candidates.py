@@ -16,6 +16,7 @@ from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
+from skipstone.models.engines.choice import missing_room_for_copy
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
@@ -116,7 +117,8 @@ def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
     if not model.family.recurrent:
         if bundled_name_for(model) is not None:
             of_model.append(AdaDecode())
-        if model.engine.name == "native" and model.engine.quantize is None:
+        is_plain = model.engine.name == "native" and model.engine.quantize is None
+        if is_plain and missing_room_for_copy(model.model, "int4") is None:
             of_model.append(SelfSpeculative(draft_quantize="int4"))
     if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*found, *of_model))):
         found.append(own)

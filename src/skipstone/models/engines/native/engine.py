@@ -33,6 +33,7 @@ from skipstone.models.passes import SkipSet, Tree
 from skipstone.models.picks import largest
 from skipstone.models.weight_version import Values, keep_version, model_version
 
+MAX_SKIP_SETS = 256  # whose bits are kept: a request may name any
 MOST_LARGEST = 100  # logits that `largest` looks for by itself
 
 
@@ -92,6 +93,7 @@ class NativeEngine:
         self._skips: dict[SkipSet, Any] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
+        self._warps: tuple[Warps | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest, and their addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
@@ -258,15 +260,22 @@ class NativeEngine:
             rows,
             vocabulary,
             logits.stride(0),
-            pointer("temperature", warps.temperature, one, torch.float32),
-            pointer("top_k", warps.top_k, one, torch.int64),
-            pointer("tail", warps.tail, one, torch.float32),
-            pointer("min_p", warps.min_p, one, torch.float32),
+            *self._warps_pointers(warps, one),
             pointer("counters", counters, one, torch.int64),
             warps.place,
             target,
         )
         return tokens
+
+    def _warps_pointers(self, warps: Warps, shape: tuple[int]) -> tuple[int, ...]:
+        """The addresses of the settings of all rows, which are checked once for each set of rows."""
+        if self._warps[0] is not warps or self._warps[1] != shape:
+            temperature = pointer("temperature", warps.temperature, shape, torch.float32)
+            top_k = pointer("top_k", warps.top_k, shape, torch.int64)
+            tail = pointer("tail", warps.tail, shape, torch.float32)
+            min_p = pointer("min_p", warps.min_p, shape, torch.float32)
+            self._warps = warps, shape, (temperature, top_k, tail, min_p)
+        return self._warps[2]
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""
@@ -366,6 +375,8 @@ class NativeEngine:
             return None
         bits = self._skips.get(skip)
         if bits is None:
+            if len(self._skips) >= MAX_SKIP_SETS:
+                self._skips.clear()
             depth = self._weights.model.depth
             left_out = [SKIP_ATTENTION * (i in skip.attention) + SKIP_MLP * (i in skip.mlp) for i in range(depth)]
             bits = self._skips[skip] = (ctypes.c_int64 * depth)(*left_out)
