@@ -128,7 +128,7 @@ def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -
     assert Prediction().next(5) == []
 
 
-@pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), remembers=False)])
+@pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), use_profile=False)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(method: Method, temperature: float) -> None:
     """Of a model that never repeats itself: nothing but the prediction can be looked up."""
@@ -145,7 +145,7 @@ def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(
 
 
 def test_a_prediction_is_refused_where_nothing_is_looked_up() -> None:
-    for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), remembers=False)):
+    for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), use_profile=False)):
         with pytest.raises(ValueError, match="auto or prompt_lookup"):
             start(method, LayeredModel(llama()), [Request(prompt(5, 1), 10, prediction=[1, 2])])
 
