@@ -169,7 +169,7 @@ BAD = [
     ("--prompt x --exit-layer 2", '--method "layerskip exit_layer=..."'),
     (
         "--prompt x --stop-threshold 0.5",
-        'No such option: --stop-threshold; settings are part of the method: --method "self_speculative confidence_threshold=..."',
+        'settings are part of the method: --method "self_speculative confidence_threshold=..."',
     ),
 ]
 

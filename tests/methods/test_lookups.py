@@ -352,7 +352,7 @@ IMPOSSIBLE: list[tuple[Method, str]] = [
     (PromptLookup(2, 3), "prompt_lookup_min=3 is more than prompt_lookup_max=2"),
     (PromptLookup(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
     (PromptLookup(prefer="last"), 'prefer must be "recent" or "first", found'),  # type: ignore[arg-type]
-    (Jacobi(0), "block must be at least 1, found 0"),
+    (Jacobi(0), "num_speculative_tokens must be at least 1, found 0"),
     (Lookahead(0), "window must be at least 1, found 0"),
     (Lookahead(7, 1), "ngram must be at least 2, found 1"),
     (Lookahead(guesses=True), "guesses must be an integer, found True"),
