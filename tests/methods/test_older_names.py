@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_an_older_name_gives_an_equal_method(
     expected = METHODS[name](**more, **{new: value})
     for key in (old, new):
         with one_warning(key, new):
-            assert WAYS[way](loaded, tmp_path, name, {**more, key: value}) == expected
+            found = WAYS[way](loaded, tmp_path, name, {**more, key: value})
+        assert (replace(found, own=None) if isinstance(found, Auto) else found) == expected, "the bundled model has a method"
 
 
 @pytest.mark.parametrize(("name", "old", "new", "value"), all_but(RENAMED[:1], RENAMED))
