@@ -33,7 +33,7 @@ METHODS = [
     skipstone.Jacobi(5),
     skipstone.Lookahead(3, 3, 3),
     skipstone.Recycle(),
-    skipstone.Recycle(nodes=20, candidates=4),
+    skipstone.Recycle(num_speculative_tokens=20, num_candidates=4),
     skipstone.Auto((skipstone.PromptLookup(), skipstone.Recycle())),
     skipstone.Speculative(None, 4),
     skipstone.Speculative(None, 4, "confidence", 0.2, rejection_sample_method="coupled"),
@@ -41,7 +41,7 @@ METHODS = [
 ]
 
 WAITING = [
-    skipstone.AdaDecode("original", threshold=0.3),
+    skipstone.AdaDecode("original", confidence_threshold=0.3),
     skipstone.Auto((skipstone.PromptLookup(), skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4))),
 ]
 """Methods that wait for the device more often than once a step: at every test of an exit, and to look at what drafts said."""
@@ -138,7 +138,12 @@ def test_the_draft_model_may_lie_on_the_cpu(model: PreTrainedModel, method: skip
     assert found.new_tokens == skipstone.generate(model, ids, "autoregressive", max_new_tokens=24, do_sample=False).new_tokens
 
 
-COMPILED = ["autoregressive", "layerskip exit_layer=2 num_speculative_tokens=4", "recycle nodes=5 candidates=3", "auto"]
+COMPILED = [
+    "autoregressive",
+    "layerskip exit_layer=2 num_speculative_tokens=4",
+    "recycle num_speculative_tokens=5 num_candidates=3",
+    "auto",
+]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -69,7 +69,7 @@ def measured(decoder: Decoder, watch: Watch) -> tuple[float, float, float]:
 
 def relaxed(target: Any, draft: Any, vocab: int) -> None:
     """The share of AdaSD's own figures."""
-    method = AdaSD(draft, adaptive_length=False, fixed_window=WINDOW)
+    method = AdaSD(draft, WINDOW, adaptive_length=False)
     figures = Watch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDDrafter, "observe_scores"))
     decoder = started(LayeredModel(target), method, [random.randrange(vocab) for _ in range(64)])
     whole, own, nodes = measured(decoder, figures)

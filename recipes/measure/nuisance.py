@@ -94,7 +94,7 @@ def main() -> None:
         alone, half = [[one] for one in prompts], len(prompts) // 2
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "steps.jsonl"
-            method = Auto(log=str(log), remembers=False)
+            method = Auto(log=str(log), use_profile=False)
             before = ratio(model, alone[:half], method, asked.new)
             if name.startswith("a busy"):
                 with busy_core():

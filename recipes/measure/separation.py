@@ -110,7 +110,7 @@ def main() -> None:
         options = {"max_new_tokens": given.max_new_tokens, "seed": seed, "eos_token_id": None, "top_k": 0, **sampling}
         with warnings.catch_warnings():  # that windows of 20 do not pay is no news
             warnings.simplefilter("ignore", RuntimeWarning)
-            skipstone.generate(model, reader.ids(one), AdaSD(given.draft, adaptive_length=False, fixed_window=20), **options)
+            skipstone.generate(model, reader.ids(one), AdaSD(given.draft, 20, adaptive_length=False), **options)
         samples.append(Looking.seen)
     table(samples)
     if given.picture is not None:

@@ -10,7 +10,6 @@ import torch
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.check.check import Checker, Scale
 from skipstone.models.engines.native import library
 from tests.helpers import families
 from tests.helpers.settings import QUIET
@@ -55,14 +54,6 @@ def test_an_enabled_model_and_custom_generate(kind: torch.dtype) -> None:
     assert torch.equal(called, expected)
     skipstone.enable(model, METHOD)
     assert torch.equal(model.generate(ids.to(kind), **OPTIONS), expected)
-
-
-def test_a_check_takes_prompts_of_any_integer_dtype() -> None:
-    prompts = [one.to(torch.int32) for one in families.prompts(2)]
-    checker = Checker(families.cached("llama"), METHOD, prompts, Scale(16))
-    checker.against_transformers()
-    checker.greedy()
-    assert not checker.finding.bugs
 
 
 @pytest.mark.parametrize("ids", [torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), np.ones((1, 3))], ids=str)

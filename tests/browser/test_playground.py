@@ -276,7 +276,7 @@ def told_by(stack: Any) -> str:
 
 
 def test_what_a_lossy_method_keeps_against_the_models_choice_is_marked(page: Any) -> None:
-    ask(page, "adadecode verification=false threshold=0.2", 120)
+    ask(page, "adadecode verification=false confidence_threshold=0.2", 120)
     written(page)
     marked = page.locator("#right_text .overruled")
     assert marked.count() > 0

@@ -123,7 +123,7 @@ BAD = [
     (
         "--prompt x --method 'early_exit num_speculative_tokens=3'",
         "early_exit has no setting 'num_speculative_tokens'; it has exit_layer (num_speculative_tokens is a setting of "
-        "layerskip, swift, self_speculative, speculative, prompt_lookup)",
+        "layerskip, swift, self_speculative, adadecode, speculative, adasd, prompt_lookup, jacobi, recycle)",
     ),
     (
         "--prompt x --method 'autoregressive exit_layer=2'",
@@ -169,7 +169,7 @@ BAD = [
     ("--prompt x --exit-layer 2", '--method "layerskip exit_layer=..."'),
     (
         "--prompt x --stop-threshold 0.5",
-        'No such option: --stop-threshold; settings are part of the method: --method "self_speculative stop_threshold=..."',
+        'settings are part of the method: --method "self_speculative confidence_threshold=..."',
     ),
 ]
 

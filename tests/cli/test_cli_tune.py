@@ -37,7 +37,7 @@ def test_what_is_kept_is_where_the_next_run_begins(folder: Path, cache: Path) ->
     assert first["position"] > 30, "it begins with what was learnt"
     assert said["stats"]["tokens_per_second"] > 0
     other = cache.parent / "other.jsonl"
-    succeed(*text, f"auto log={other} remembers=false")
+    succeed(*text, f"auto log={other} use_profile=false")
     assert json.loads(other.read_text().splitlines()[0])["state"]["position"] == 0
 
 

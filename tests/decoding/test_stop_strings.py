@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+import skipstone
 from skipstone.assets import NANO
 from skipstone.decoding.stop_strings import StopStrings
-from tests.helpers import text_tokenizers
+from tests.helpers import families, text_tokenizers
 from tests.helpers.support import tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -85,16 +86,17 @@ def test_without_the_prompt_only_what_is_written_counts() -> None:
     assert not ours.without_prompt().completed_by_last(torch.tensor(prompt), written[:1])
 
 
-def test_a_token_costs_no_walk_over_the_vocabulary() -> None:
-    words = TOKENIZERS["sentencepiece"]()
-    converted: list[Any] = []
-    convert = words.convert_tokens_to_string
-    words.convert_tokens_to_string = lambda tokens: converted.append(tokens) or convert(tokens)
-    ours, prompt = StopStrings(["never met"], words), torch.tensor([5])
-    tokens = [260, 261, 262] * 200
-    for count in range(1, len(tokens) + 1):
-        ours.completed_by_last(prompt, tokens[:count])
-    assert len(converted) <= 4
+def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, count = sentencepiece(), 12
+    model, converted, walks = families.build("llama", vocab=len(words)), [], []
+    convert, vocabulary = words.convert_tokens_to_string, words.get_vocab
+    monkeypatch.setattr(words, "convert_tokens_to_string", lambda tokens: converted.append(tokens) or convert(tokens))
+    monkeypatch.setattr(words, "get_vocab", lambda: walks.append(1) or vocabulary())
+    options: dict[str, Any] = {"tokenizer": words, "stop_strings": ["never met"], "max_new_tokens": count}
+    found: Any = skipstone.generate(model, torch.tensor([[260, 261]]), "autoregressive", eos_token_id=None, **options)
+    assert len(found.new_tokens[0]) == count
+    assert not walks
+    assert len(converted) <= count, "one conversion for each written token at most"
 
 
 def test_a_token_that_only_looks_like_a_byte_is_text() -> None:

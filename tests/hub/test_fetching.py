@@ -62,7 +62,10 @@ def test_heads_by_their_hub_id_are_those_of_the_folder(hub: Hub, tmp_path: Path)
         loaded, here = load_heads(name, model), load_heads(folder, model)
         with torch.no_grad():
             assert torch.equal(loaded.logits(model, 0, hidden), here.logits(model, 0, hidden)), name
-    by_id, by_folder = new_tokens("adadecode heads=me/heads threshold=0.1"), new_tokens(f"adadecode heads={new} threshold=0.1")
+    by_id, by_folder = (
+        new_tokens("adadecode heads=me/heads confidence_threshold=0.1"),
+        new_tokens(f"adadecode heads={new} confidence_threshold=0.1"),
+    )
     assert by_id.new_tokens == by_folder.new_tokens
     assert by_id.stats.drafted == by_folder.stats.drafted > 0
 
@@ -134,8 +137,8 @@ def test_what_another_machine_has_learnt_is_where_auto_begins(hub: Hub, tuned: P
     learnt = json.loads(tuned.read_text())["state"]["position"]
     assert learnt > 10
     for number, profile in enumerate(("me/tuned", tuned)):
-        assert first_position(tmp_path / f"{number}.jsonl", f"auto remembers=false profile={profile}") == learnt
-    assert first_position(tmp_path / "none.jsonl", "auto remembers=false") == 0
+        assert first_position(tmp_path / f"{number}.jsonl", f"auto use_profile=false profile={profile}") == learnt
+    assert first_position(tmp_path / "none.jsonl", "auto use_profile=false") == 0
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_a_folder_here_comes_before_a_repository(hub: Hub, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     heads_folder(tmp_path / "me" / "heads")
     profile_file(tmp_path / "me" / "set")
-    assert new_tokens("adadecode heads=me/heads threshold=0.1").stats.drafted > 0
+    assert new_tokens("adadecode heads=me/heads confidence_threshold=0.1").stats.drafted > 0
     assert new_tokens("self_speculative profile=me/set").stats.drafted > 0
     with pytest.raises(OSError, match=r"me/missing\.json"):
         new_tokens("self_speculative profile=me/missing.json")

@@ -128,7 +128,7 @@ def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -
     assert Prediction().next(5) == []
 
 
-@pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), remembers=False)])
+@pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), use_profile=False)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(method: Method, temperature: float) -> None:
     """Of a model that never repeats itself: nothing but the prediction can be looked up."""
@@ -145,7 +145,7 @@ def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(
 
 
 def test_a_prediction_is_refused_where_nothing_is_looked_up() -> None:
-    for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), remembers=False)):
+    for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), use_profile=False)):
         with pytest.raises(ValueError, match="auto or prompt_lookup"):
             start(method, LayeredModel(llama()), [Request(prompt(5, 1), 10, prediction=[1, 2])])
 
@@ -352,7 +352,7 @@ IMPOSSIBLE: list[tuple[Method, str]] = [
     (PromptLookup(2, 3), "prompt_lookup_min=3 is more than prompt_lookup_max=2"),
     (PromptLookup(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
     (PromptLookup(prefer="last"), 'prefer must be "recent" or "first", found'),  # type: ignore[arg-type]
-    (Jacobi(0), "block must be at least 1, found 0"),
+    (Jacobi(0), "num_speculative_tokens must be at least 1, found 0"),
     (Lookahead(0), "window must be at least 1, found 0"),
     (Lookahead(7, 1), "ngram must be at least 2, found 1"),
     (Lookahead(guesses=True), "guesses must be an integer, found True"),

@@ -213,7 +213,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = T
     monkeypatch.setattr(mind, "LEARNT_AT_ONCE", 1)  # the position is that of every step
     monkeypatch.setattr(auto, "mind_of", lambda *_: auto.Mind())  # each run learns by itself
     asked = requests(3, frozenset(), (200, 200, 200))
-    drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), remembers=False), asked, steps=30)
+    drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), use_profile=False), asked, steps=30)
     return [tuple(one.valid.sum(1).tolist()) for one in drafts]
 
 

@@ -87,7 +87,7 @@ def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: p
     monkeypatch.setattr(VerificationThreshold, "value", torch.tensor([0.9]))
     model, draft = exactly
     with pytest.raises(AssertionError, match="the loop's law is the target's"):
-        proves(model, AdaSD(draft, 1, adaptive_length=False, fixed_window=1))
+        proves(model, AdaSD(draft, 1, adaptive_length=False))
 
 
 # ------------------------------------------------------------------------------------------------- the second store
@@ -363,8 +363,8 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
     refused(Speculative(draft, 0), "num_speculative_tokens must be at least 1, found 0")
     refused(Speculative(draft, schedule="linear"), "schedule must be", target=model)  # type: ignore[arg-type]
     refused(Speculative(draft, confidence_threshold=0.4), 'confidence_threshold goes with schedule="confidence"', target=model)
-    refused(AdaSD(draft, 0), "max_window must be at least 1, found 0", target=model)
-    refused(AdaSD(draft, fixed_window=0), "fixed_window must be at least 1, found 0", target=model)
+    refused(AdaSD(draft, 0), "num_speculative_tokens must be at least 1, found 0", target=model)
+    refused(AdaSD(draft, 0, adaptive_length=False), "num_speculative_tokens must be at least 1, found 0", target=model)
     refused(AdaSD(draft, variant="D"), 'variant must be "A", "B", "C" or None, found', target=model)  # type: ignore[arg-type]
     refused(AdaSD(draft, variant="A", relaxed=False), "it goes with relaxed=True", target=model)
     refused(AdaSD(draft, relaxed=1), "relaxed must be true or false, found 1", target=model)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_ot
     gc.disable()
     try:
         for count in range(1, 101):
-            states.of(skipstone.Recycle(nodes=count % 64 + 1, candidates=count % 8 + 1), model, count, None, make)
+            states.of(skipstone.Recycle(count % 64 + 1, count % 8 + 1), model, count, None, make)
         alive = [one for one in made if one() is not None]
     finally:
         gc.enable()

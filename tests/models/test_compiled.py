@@ -35,16 +35,16 @@ METHODS = [
     "autoregressive",
     "layerskip exit_layer=2 num_speculative_tokens=4",
     "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6",
-    "adadecode heads=original threshold=0.3",
+    "adadecode heads=original confidence_threshold=0.3",
     "lookahead",
-    "recycle nodes=5 candidates=3",
+    "recycle num_speculative_tokens=5 num_candidates=3",
     "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",
     "early_exit exit_layer=2",
     "self_speculative skip_attention=1 skip_mlp=2 num_speculative_tokens=4",
     "prompt_lookup num_speculative_tokens=4",
-    "jacobi block=5",
+    "jacobi num_speculative_tokens=5",
     "speculative num_speculative_tokens=4",
-    "adasd max_window=4",
+    "adasd num_speculative_tokens=4",
     "auto",
 ]
 DRAFTED = ("speculative", "adasd")  # by another model, which has graphs of its own
@@ -78,7 +78,7 @@ def engine_of(model: PreTrainedModel) -> Any:
 def method_of(text: str, name: str) -> Any:
     if text.startswith("speculative"):
         return Speculative(families.near(name), 4)
-    return AdaSD(families.near(name), max_window=4, relaxed=False) if text.startswith("adasd") else text
+    return AdaSD(families.near(name), num_speculative_tokens=4, relaxed=False) if text.startswith("adasd") else text
 
 
 def assert_texts_are_the_eager_engine_s(model: Any, name: str, text: str, rows: int, options: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ METHODS = (
     "self_speculative skip_attention=1,2 skip_mlp=2",
     "swift num_speculative_tokens=4",
     "lookahead",
-    "adadecode heads=original exit_layers=2 threshold=0.1",
+    "adadecode heads=original exit_layers=2 confidence_threshold=0.1",
 )
 TEXTS: list[str] = [name for name in families.FURTHER if name not in families.HYBRIDS] + [*VARIANTS]
 QUICK_TEXTS = ("gptj", "mpt", "biogpt", "two MLPs beside each other", "dense and sparse layers by turns")

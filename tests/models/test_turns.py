@@ -282,6 +282,24 @@ def test_the_next_call_works_after_an_error_inside_a_step(
         assert in_threads(text) == [expected], "another one"
 
 
+def test_the_next_call_works_after_ctrl_c_while_a_model_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that were left behind would refuse the native engine."""
+    model, hook, count = fresh(3.1e-5), torch.nn.Module.register_forward_hook, iter(range(100))
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return hook(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "register_forward_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            skipstone.generate(model, IDS, "autoregressive", engine="native", max_new_tokens=4)
+    reference: Any = fresh(3.1e-5)
+    expected = reference.generate(IDS, max_new_tokens=4, do_sample=False)[:, IDS.shape[1] :].tolist()
+    assert skipstone.generate(model, IDS, "autoregressive", engine="native", max_new_tokens=4).new_tokens == expected
+
+
 def _interrupt_passes(patch: pytest.MonkeyPatch, engine: Any, interrupt: Interrupt) -> None:
     """Ctrl-C arrives in the middle of an engine's call: when it has written keys and values, before it returns."""
     for name in ("run", "chain") if engine.chains else ("run",):

@@ -332,20 +332,25 @@ def test_a_prediction_needs_a_method_that_looks_up(plain: InThread) -> None:
         assert "auto or prompt_lookup" in refusal(response)
 
 
-def test_tools_whose_arguments_refer_to_themselves(server: InThread) -> None:
+def test_tools_whose_arguments_refer_to_themselves(server: InThread, chatty: Any) -> None:
     """A reference is one within the parameters; arguments without an end are refused before a token is written."""
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
+    deeper = {str(chatty.convert_tokens_to_ids(token)): 100 for token in '{"'}
 
     def asked(parameters: dict[str, Any]) -> httpx.Response:
         tools = [{"type": "function", "function": {"name": "grow", "parameters": parameters}}]
         body = {"messages": ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 40, "temperature": 0}
-        return server.http.post("/v1/chat/completions", json=body)
+        return server.http.post("/v1/chat/completions", json={**body, "logit_bias": deeper})
 
     choice = asked(tree).json()["choices"][0]
-    if choice["finish_reason"] == "tool_calls":
-        assert set(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])) <= {"left"}
-    else:
-        assert choice["message"]["content"].startswith('{"name": "grow", "arguments": {"left": {')
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith('{"name": "grow", "arguments": {"left": {"left": {')
+    value = {"$ref": "#/a"}  # no reference where it is a value
+    constant = asked(
+        {"type": "object", "properties": {"b": {"const": value}}, "required": ["b"], "additionalProperties": False}
+    )
+    (call,) = constant.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"b": value}
     endless = asked(tree | {"required": ["left"]})
     assert endless.status_code == 400
     assert "without end" in refusal(endless)

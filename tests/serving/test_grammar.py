@@ -224,16 +224,6 @@ def test_drafts_that_use_up_a_limit_change_nothing(grammars: Grammars) -> None:
     assert drafted.end_of(draft) == DEAD_END, "where it ends is decided by the text alone"
 
 
-def test_a_text_ends_with_its_document_where_the_model_has_no_end() -> None:
-    _, tokenizer = skipstone.load(None)
-    no_end = Grammars(tokenizer, 512, [])
-    assert follow(no_end.of_schema(SCHEMA).fresh(2), '{"a": "xy", "b": true}')[1] == COMPLETE
-    number = no_end.of_schema({"type": "integer"}).fresh(2)
-    (one,) = tokenizer("1", add_special_tokens=False)["input_ids"]
-    allowed = mask(number, [one]).nonzero().flatten().tolist()
-    assert {str(tokenizer.decode([token])) for token in allowed} == set("0123456789"), "no end is made up"
-
-
 def test_a_schema_is_tried_out_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"enum": ["tried", "out", "once"]}
     grammars.of_schema(schema)

@@ -136,7 +136,7 @@ def settings() -> Iterator[dict[str, Any]]:
         yield {"method": "layerskip", "exit_layer": 2 + count % 11, "num_speculative_tokens": 1 + count % 16}
         yield {"method": "speculative", "num_speculative_tokens": 1 + count % 16}
         yield {"method": "lookahead", "window": 2 + count % 7, "ngram": 2 + count % 4, "guesses": 1 + count % 9}
-        yield {"method": "recycle", "nodes": 1 + count % 32, "candidates": 1 + count % 8}
+        yield {"method": "recycle", "num_speculative_tokens": 1 + count % 32, "num_candidates": 1 + count % 8}
         yield {"method": "prompt_lookup", "num_speculative_tokens": 1 + count % 24}
         yield {"method": "jacobi", "block": 2 + count % 24}
 

@@ -77,8 +77,13 @@ def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
 
 
 def _given(plan: Line) -> Line:
-    """A plan without the options of tasks that are left open: a newer skipstone has more of them."""
-    return {**plan, "tasks": [{name: x for name, x in task.items() if x is not None} for task in plan.get("tasks", ())]}
+    """A plan without the options of tasks that are left open, which a newer skipstone has more of, and with the present names
+    of settings."""
+    from skipstone.methods import stored_settings  # imports torch, which a file is checked without
+
+    methods = [stored_settings(wish["method"], wish) for wish in plan.get("methods", ())]
+    tasks = [{name: x for name, x in task.items() if x is not None} for task in plan.get("tasks", ())]
+    return {**plan, "methods": methods, "tasks": tasks}
 
 
 class Journal(LineFile):

@@ -21,7 +21,8 @@ def _names(settings: str, aliases: str = "", lossless: bool = True) -> MethodNam
 
 METHODS = {
     "auto": _names(
-        "candidates=method;...|none own=method;...|none slack=float log=text|none remembers=true|false profile=text|none"
+        "candidates=method;...|none own=method;...|none slack=float log=text|none use_profile=true|false profile=text|none",
+        "remembers=use_profile",
     ),
     "autoregressive": _names(""),
     "early_exit": _names("exit_layer=int|none", "assistant_early_exit=exit_layer", lossless=False),
@@ -34,22 +35,22 @@ METHODS = {
     ),
     "swift": _names(
         "skip_ratio=float num_speculative_tokens=int confidence_threshold=float|adaptive|none context_window=int "
-        "search=linear_ts|swift|random|uniform bayes_interval=int max_steps=int patience=int enough=float "
+        "search=linear_ts|swift|random|uniform bayes_interval=int max_steps=int patience=int target_matchness=float "
         "dynamic_verification=true|false profile=text|none search_seed=int guard=true|false "
         "draft_vocabulary=int|text|none",
-        "num_assistant_tokens=num_speculative_tokens",
+        "num_assistant_tokens=num_speculative_tokens enough=target_matchness",
     ),
     "self_speculative": _names(
         "skip_attention=int,... skip_mlp=int,... profile=text|none num_speculative_tokens=int "
-        "stop_threshold=float|adaptive|none guard=true|false draft_vocabulary=int|text|none "
+        "confidence_threshold=float|adaptive|none guard=true|false draft_vocabulary=int|text|none "
         "draft_quantize=text|none",
-        "num_assistant_tokens=num_speculative_tokens",
+        "num_assistant_tokens=num_speculative_tokens stop_threshold=confidence_threshold",
     ),
     "adadecode": _names(
-        "heads=text|none threshold=float max_pending=int exit_layers=int,... verification=true|false "
-        "recheck=true|false rejection_sample_method=standard|coupled guard=true|false "
+        "heads=text|none confidence_threshold=float num_speculative_tokens=int exit_layers=int,... "
+        "verification=true|false recheck=true|false rejection_sample_method=standard|coupled guard=true|false "
         "draft_vocabulary=int|text|none",
-        "confidence_threshold=threshold num_speculative_tokens=max_pending num_assistant_tokens=max_pending",
+        "threshold=confidence_threshold max_pending=num_speculative_tokens num_assistant_tokens=num_speculative_tokens",
     ),
     "speculative": _names(
         "draft_model=text|none num_speculative_tokens=int schedule=constant|heuristic|confidence "
@@ -59,19 +60,22 @@ METHODS = {
         "num_assistant_tokens_schedule=schedule assistant_confidence_threshold=confidence_threshold",
     ),
     "adasd": _names(
-        "draft_model=text|none max_window=int relaxed=true|false adaptive_length=true|false fixed_window=int "
+        "draft_model=text|none num_speculative_tokens=int|none relaxed=true|false adaptive_length=true|false "
         "variant=A|B|C|none guard=true|false draft_device=text|none draft_dtype=text|none "
         "draft_quantize=text|none rejection_sample_method=standard|coupled draft_vocabulary=int|text|none",
-        "model=draft_model assistant_model=draft_model",
+        "model=draft_model assistant_model=draft_model max_window=num_speculative_tokens fixed_window=num_speculative_tokens",
         lossless=False,
     ),
     "prompt_lookup": _names(
         "prompt_lookup_max=int prompt_lookup_min=int num_speculative_tokens=int prefer=recent|first guard=true|false",
         "prompt_lookup_num_tokens=num_speculative_tokens max_matching_ngram_size=prompt_lookup_max",
     ),
-    "jacobi": _names("block=int guard=true|false", "num_speculative_tokens=block"),
+    "jacobi": _names("num_speculative_tokens=int guard=true|false", "block=num_speculative_tokens"),
     "lookahead": _names("window=int ngram=int guesses=int guard=true|false"),
-    "recycle": _names("nodes=int candidates=int guard=true|false"),
+    "recycle": _names(
+        "num_speculative_tokens=int num_candidates=int guard=true|false",
+        "nodes=num_speculative_tokens candidates=num_candidates",
+    ),
 }
 
 PEERS = {

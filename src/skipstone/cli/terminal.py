@@ -54,9 +54,10 @@ def _usage(error: Any) -> str:
     if name and any("--method" in parameter.opts for parameter in context.command.params):
         from skipstone.cli.method_table import METHODS
 
-        owners = [method for method, about in METHODS.items() if name in about.settings]
+        owners = [method for method, about in METHODS.items() if name in about.settings or name in about.aliases]
         if owners:
             owner = max(owners, key=lambda method: METHODS[method].lossless)  # the first of those that keep the text
+            name = METHODS[owner].aliases.get(name, name)
             return f'{error.format_message()}; settings are part of the method: --method "{owner} {name}=..."'
     return f"{error.format_message()} (see {context.command_path} --help)"
 

@@ -3,10 +3,11 @@
 The loop knows methods only through this file, `Session` and `Drafter`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from transformers import PreTrainedModel
 
@@ -16,14 +17,27 @@ from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.models.layered import LayeredModel
 
 
+class _AcceptsAliases(type):
+    """The class of methods' classes: a method can be made by the aliases of its fields too."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields only
+
+        def __call__(cls, *args, **settings):
+            if cls.aliases.keys() & settings.keys():
+                cls.warn_of_aliases(settings, stacklevel=3)
+                positional = [field.name for field in fields(cls) if not field.kw_only]
+                args, settings = (), cls.renamed(dict(zip(positional, args, strict=False)) | settings)
+            return super().__call__(*args, **settings)
+
+
 @dataclass(frozen=True)
-class Method:
+class Method(metaclass=_AcceptsAliases):
     """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
 
-    name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
-    means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
-    them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a sentence, that states
-    without positions do not allow.
+    name: how users call it. aliases: older names of fields and other packages' names, accepted with a warning.
+    if_few_accepted: what it means for this method that hardly any draft is accepted. by_model: fields whose default is the
+    model's own; None leaves them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a
+    sentence, that states without positions do not allow.
     """
 
     name: ClassVar[str]
@@ -32,6 +46,30 @@ class Method:
     by_model: ClassVar[tuple[str, ...]] = ()
     of_methods: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[str] = ""
+
+    @classmethod
+    def warn_of_aliases(cls, given: Iterable[str], stacklevel: int) -> None:
+        """Warn of every name that is an alias. stacklevel: as in `warnings.warn`, seen from here."""
+        for key in given:
+            if key in cls.aliases:
+                warnings.warn(f"{key} is called {cls.aliases[key]} in skipstone", FutureWarning, stacklevel=stacklevel)
+
+    @classmethod
+    def renamed(cls, *sources: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings from several sources by their fields' names. A later source overrides an earlier one.
+
+        ValueError for a source that gives one field under two names.
+        """
+        found: dict[str, Any] = {}
+        for source in sources:
+            own: dict[str, Any] = {}
+            for key, value in source.items():
+                name = cls.aliases.get(key, key)
+                if name in own:
+                    raise ValueError(f"{name} is given twice")
+                own[name] = value
+            found |= own
+        return found
 
     def takes_predictions(self, model: LayeredModel) -> bool:
         """Whether it drafts from what a request predicts."""

@@ -16,7 +16,7 @@ class MethodMissing(ValueError):
 
 @dataclass(frozen=True)
 class MethodNames:
-    """What the text of a method may say. settings: types by name, as in `Setting.type`. aliases: other packages' names."""
+    """What the text of a method may say. settings: types by name, as in `Setting.type`. aliases: as in `Method`."""
 
     settings: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def expect_method(name: Any, known: Known, place: str = "method") -> str:
 
 
 def expect_setting(method: str, key: str, known: Known) -> str:
-    """The name of a setting that is called so, here or in another package. ValueError says which there are, and which methods
+    """The name of a setting that is called so, or that has this alias. ValueError says which there are, and which methods
     have this one."""
     own = known[method]
     name = own.aliases.get(key, key)

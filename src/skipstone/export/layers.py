@@ -71,7 +71,7 @@ def kept(model: LayeredModel, method: MethodLike = None, exit_layer: int | None 
     found = resolve(method, own)
     layers = _layers(found, model)
     drafts = getattr(found, "num_speculative_tokens", MOST_DRAFTS)
-    threshold = getattr(found, "confidence_threshold", getattr(found, "stop_threshold", None))
+    threshold = getattr(found, "confidence_threshold", None)
     return Kept(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
 
 

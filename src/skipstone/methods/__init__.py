@@ -4,7 +4,6 @@ A method is said in one way everywhere: as text, `layerskip exit_layer=4 confide
 `{"method": "layerskip", "exit_layer": 4}`. Python code may also give the mapping or the Method itself.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -70,7 +69,7 @@ def _made(method: MethodLike, defaults: str | Mapping[str, Any] | None) -> Metho
     own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
     kind, given = (own, {}) if method is None else _read(method, "method", own)
     kind = kind or Auto
-    wanted = {**settings, **given} if kind is own else given
+    wanted = kind.renamed(settings if kind is own else {}, given)
     if "own" in kind.of_methods and defaults and own is not kind:
         wanted.setdefault("own", [defaults])
     for name in set(kind.of_methods) & set(wanted):
@@ -125,13 +124,20 @@ def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") 
 
 
 def find_setting(kind: Any, key: str) -> Setting:
-    """A setting by its own name or another package's. ValueError says which there are, and which methods have this one."""
+    """A setting by its own name or an alias. ValueError says which there are, and which methods have this one."""
     known = _known({**METHODS, kind.name: kind})
     return settings_of(kind)[method_text.expect_setting(kind.name, key, known)]
 
 
+def stored_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a file holds by their present names, without a warning; those of a peer as they are."""
+    kind = METHODS.get(method)
+    return dict(settings) if kind is None else kind.renamed(settings)
+
+
 def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type[Method], dict[str, Any]]:
-    """The class and the settings that a text or a mapping stands for. own: the class where no method is named."""
+    """The class and the settings, as they were named, that a text or a mapping stands for. own: the class where no method is
+    named."""
     if not isinstance(given, (str, Mapping)):
         raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {given!r}")
     settings = dict(parse(given, own=own) if isinstance(given, str) else given)
@@ -141,12 +147,7 @@ def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type
         kind = own
     else:
         raise MethodMissing(f"the key 'method' is missing in {place}={given!r}; there are {', '.join(METHODS)}")
-    named: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = find_setting(kind, key).name
-        if name != key:
-            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=5)
-        if name in named:
-            raise ValueError(f"{name} is given twice")
-        named[name] = value
-    return kind, named
+    for key in settings:
+        find_setting(kind, key)
+    kind.warn_of_aliases(settings, stacklevel=6)
+    return kind, settings

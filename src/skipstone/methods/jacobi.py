@@ -32,10 +32,10 @@ class Jacobi(DraftingMethod):
     """Jacobi decoding in blocks of guesses."""
 
     name: ClassVar[str] = "jacobi"
-    aliases: ClassVar[dict[str, str]] = {"num_speculative_tokens": "block"}
+    aliases: ClassVar[dict[str, str]] = {"block": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = "Guesses of Jacobi decoding are rarely right before their turn; lookahead keeps them."
 
-    block: int = setting(16, "guesses that every pass refines.")
+    num_speculative_tokens: int = setting(16, "guesses that every pass refines, a block.")
 
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         return JacobiDrafter(self, model, rows)
@@ -45,7 +45,7 @@ class JacobiDrafter(Drafter):
     """guesses: [B, block] int64, of what follows the last committed token. They never leave the device."""
 
     def __init__(self, method: Jacobi, model: LayeredModel, rows: int) -> None:
-        self.block, self.device = method.block, model.device
+        self.block, self.device = method.num_speculative_tokens, model.device
         self.first_guesses = [[0] * self.block for _ in range(rows)]
         self.guesses = on_device(self.first_guesses, model.device)
         self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest after the root and after every guess

@@ -43,10 +43,11 @@ class Recycle(DraftingMethod):
 
     name: ClassVar[str] = "recycle"
     positional: ClassVar[str] = "verifies trees"
+    aliases: ClassVar[dict[str, str]] = {"nodes": "num_speculative_tokens", "candidates": "num_candidates"}
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text goes on differently every time."
 
-    nodes: int = setting(8, "tokens of the drafted tree; the paper has 80.")
-    candidates: int = setting(8, "k, continuations that are kept for every token.", within=(1, len(RANK_ACCEPTANCES)))
+    num_speculative_tokens: int = setting(8, "tokens of the drafted tree; the paper has 80.")
+    num_candidates: int = setting(8, "k, continuations that are kept for every token.", within=(1, len(RANK_ACCEPTANCES)))
 
     def report(self, model: Any) -> dict[str, Any]:
         return states.known(self, None, model)
@@ -82,10 +83,10 @@ class RecycleDrafter(LookupDrafter):
     """Trees out of what was kept, and the keeping."""
 
     def __init__(self, method: Recycle, model: LayeredModel, rows: int, kept: Kept) -> None:
-        super().__init__(rows, scratch_slots=method.nodes)
+        super().__init__(rows, scratch_slots=method.num_speculative_tokens)
         self.model = model
-        self.candidates = min(method.candidates, model.embeddings)
-        self.shape, self.kept = shape(method.nodes, method.candidates), kept
+        self.candidates = min(method.num_candidates, model.embeddings)
+        self.shape, self.kept = shape(method.num_speculative_tokens, method.num_candidates), kept
         self._drafts: list[RowDraft] = []
 
     def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:

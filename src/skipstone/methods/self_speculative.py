@@ -29,7 +29,10 @@ class SelfSpeculative(ShortlistMethod):
 
     name: ClassVar[str] = "self_speculative"
     positional: ClassVar[str] = "leaves sublayers out"
-    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
+    aliases: ClassVar[dict[str, str]] = {
+        "num_assistant_tokens": "num_speculative_tokens",
+        "stop_threshold": "confidence_threshold",
+    }
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that the layer set, or so few bits, does not suit the model or the text."
     )
@@ -40,7 +43,7 @@ class SelfSpeculative(ShortlistMethod):
     skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
     profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, that says so instead.")
     num_speculative_tokens: int = setting(12, "most drafts a step.")
-    stop_threshold: Threshold = setting(
+    confidence_threshold: Threshold = setting(
         "adaptive",
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
         within=(0, 1),
@@ -98,7 +101,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
-        found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.stop_threshold)
+        found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.confidence_threshold)
         found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
         found.drafting_model = self.drafting_model(model)
         return found

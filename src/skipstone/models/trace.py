@@ -94,9 +94,11 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
         watched += [(name, child, counted(number)) for name, child in one.named_children()]
     for number, calls in found.inside.items():
         watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
-    hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found, tracing))]
-    hooks += [one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched]
+    hooks: list[Any] = []
     try:
+        hooks.append(layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found, tracing)))
+        # one by one: Ctrl-C in between leaves no hook behind
+        hooks.extend(one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched)
         yield
     finally:
         for hook in hooks:

@@ -167,13 +167,13 @@ def _outdate(parts: set[int]) -> None:
 @cache
 def _listen() -> None:
     """Have torch report what it does not count. What was written before the first copy does not matter."""
-    register_optimizer_step_post_hook(_after_step)
+    uncompiled: Any = torch.compiler.disable(_after_step)  # a compiled step runs fused kernels outside its graphs, too
+    register_optimizer_step_post_hook(uncompiled)
     register_module_module_registration_hook(_after_registration)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    if not torch.compiler.is_compiling():  # the writes of a compiled step are counted
-        _Writes.report(one for group in optimizer.param_groups for one in group["params"])
+    _Writes.report(one for group in optimizer.param_groups for one in group["params"])
 
 
 def _after_registration(parent: nn.Module, *_: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skipstone import loading
+from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.fingerprint import fingerprint
@@ -67,9 +68,10 @@ class Chosen:
         model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable(self.device), **more)
         replace_defaults(model, self.generation_config, self.overrides)
         layered = LayeredModel(model)
-        resolve_for(model, self.method).check(layered)
+        method = resolve_for(model, self.method)
+        method.check(layered)
         expect_usable_defaults(layered, tokenizer)
-        return Loaded(self, model, tokenizer)
+        return Loaded(self, model, tokenizer, method)
 
     def about(self) -> dict[str, Any]:
         """What a run that goes on must share with its beginning, as far as it is known without the model."""
@@ -82,11 +84,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is there. chosen: how it writes."""
+    """A model that is there. chosen: how it writes. method: that it decodes with; None for the model's own."""
 
     chosen: Chosen
     model: Any
     tokenizer: Any
+    method: Method | None = None
 
     def about(self) -> dict[str, Any]:
         """As of `Chosen`, and a hash of the weights."""
@@ -96,7 +99,7 @@ class Loaded:
     async def server(self) -> AsyncIterator[Server]:
         """What answers, without HTTP. Died where it cannot begin."""
         chosen = self.chosen
-        settings = Settings(chosen.called, chosen.method, chosen.rows, chosen.capacity, UNBOUNDED, None, 0.0)
+        settings = Settings(chosen.called, self.method, chosen.rows, chosen.capacity, UNBOUNDED, None, 0.0)
         server = Server(lambda: (self.model, self.tokenizer), settings)
         await server.start()
         try:

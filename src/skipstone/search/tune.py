@@ -67,7 +67,7 @@ def tune(
     more: candidates beside the usual ones. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
     """
     layered = LayeredModel(model)
-    method, began = Auto(candidates(layered, more), remembers=False), time.perf_counter()
+    method, began = Auto(candidates(layered, more), use_profile=False), time.perf_counter()
     method.check(layered)
     total = Stats()
     same = identities(method.methods(layered), drafters_of(method.methods(layered), layered, 1, 1))

@@ -113,7 +113,10 @@ def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def settings(**changes: Any) -> dict[str, dict[str, Any]]:
     return {
-        label: {"heads": "mine", "guard": False, "threshold": threshold, "max_pending": 5, "recheck": False, **changes}
+        label: {
+            **{"heads": "mine", "guard": False, "confidence_threshold": threshold, "num_speculative_tokens": 5},
+            **{"recheck": False, **changes},
+        }
         for label, threshold in LABELS.items()
     }
 
@@ -142,7 +145,7 @@ def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path
     assert curves["rejected"][0][1] == pytest.approx(12 / 72)
     page = report.report([tmp_path / "a.jsonl"], "html")
     assert "Speed and early predictions by threshold" in page
-    for number, change in enumerate(({"guard": True}, {"max_pending": 2}, {"recheck": True})):
+    for number, change in enumerate(({"guard": True}, {"num_speculative_tokens": 2}, {"recheck": True})):
         changed = settings()
         changed["c"] |= change
         (group,) = report.load([written(tmp_path / f"{number}.jsonl", early(changed))])[1]
@@ -150,6 +153,16 @@ def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path
     changed = settings()
     changed["c"]["heads"] = "others"
     assert by_threshold(report.load([written(tmp_path / "z.jsonl", early(changed))])[1][0]) == {}
+
+
+def test_a_file_with_older_names_of_settings_says_the_same(tmp_path: Path) -> None:
+    older = {"confidence_threshold": "threshold", "num_speculative_tokens": "max_pending"}
+    renamed = {label: {older.get(key, key): value for key, value in own.items()} for label, own in settings().items()}
+    (now,), (then,) = (
+        report.load([written(tmp_path / f"{number}.jsonl", early(own))])[1] for number, own in enumerate((settings(), renamed))
+    )
+    assert by_threshold(then) == by_threshold(now) != {}
+    assert by_exit_head(then) == by_exit_head(now)
 
 
 def test_runs_without_exit_heads_have_no_such_table(tmp_path: Path) -> None:

@@ -88,11 +88,11 @@ def test_deferred_layers_run_jointly_as_in_figure_2(calls: list[tuple[int, int]]
     assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
 
 
-def test_with_max_pending_predictions_the_newest_token_is_not_tested(calls: list[tuple[int, int]]) -> None:
+def test_with_as_many_predictions_as_are_allowed_the_newest_token_is_not_tested(calls: list[tuple[int, int]]) -> None:
     """Two predictions at layer 1; the third token goes up at once, with both on their way."""
     model = figure2()
     heads = scripted(model, (1, 2), [True, True])
-    _, session = step_of(model, AdaDecode(heads, max_pending=2))
+    _, session = step_of(model, AdaDecode(heads, num_speculative_tokens=2))
     calls.clear()
     with torch.inference_mode():
         session.score(session.drafter.propose_draft([5]))
@@ -289,7 +289,7 @@ class LiteralDrafter(AdaDecodeDrafter):
         logits = self.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
         found.token, found.q, _ = self.sampler.propose(logits, position, frontier.tokens[:, 1:])
         assert found.q is not None
-        if found.q[0, found.token].item() > self.method.threshold:
+        if found.q[0, found.token].item() > self.method.confidence_threshold:
             found.layers = [exits[0][1]]
         return found
 
@@ -345,9 +345,9 @@ def test_deeper_heads_that_are_sure_of_another_token_end_predicting() -> None:
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
-    (AdaDecode("original", threshold=1.5), r"threshold must be a number in \[0, 1\], found 1.5"),
-    (AdaDecode("original", threshold=float("nan")), r"threshold must be a number in \[0, 1\]"),
-    (AdaDecode("original", max_pending=0), "max_pending must be at least 1, found 0"),
+    (AdaDecode("original", confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\], found 1.5"),
+    (AdaDecode("original", confidence_threshold=float("nan")), r"confidence_threshold must be a number in \[0, 1\]"),
+    (AdaDecode("original", num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
     (AdaDecode("original", exit_layers=(4,)), r"after layers 1 to 3 of this model, in order, found \[4\]"),
     (AdaDecode("original", exit_layers=(0, 2)), r"after layers 1 to 3 of this model, in order, found \[0, 2\]"),
     (AdaDecode("original", exit_layers=[3, 2]), r"in order, found \[3, 2\]"),  # type: ignore[arg-type]

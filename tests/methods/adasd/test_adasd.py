@@ -73,7 +73,7 @@ class Trace:
         tokens: list[int] = []
         entropies: list[float] = []
         said: list[Tensor] = []
-        window = self.method.max_window if self.method.adaptive_length else self.method.fixed_window
+        window = self.method.num_speculative_tokens or (20 if self.method.adaptive_length else 5)
         while len(tokens) < min(window, room):
             said.append(self.scores(self.draft, text + tokens))
             entropies.append(float(scipy_entropy(said[-1].double().softmax(-1), base=2)))
@@ -116,8 +116,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"variant": "A"},
     {"variant": "B"},
     {"variant": "C"},
-    {"adaptive_length": False, "fixed_window": 5},
-    {"max_window": 4},
+    {"adaptive_length": False},
+    {"num_speculative_tokens": 4},
     {"relaxed": False},
 ]
 

@@ -48,7 +48,7 @@ def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Pat
         return hidden.shape[1] > 1 or count[0] % 5 == 0
 
     compiling(monkeypatch, LayeredModel(raw).engine, sometimes)
-    method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), remembers=False, log=str(path))
+    method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), use_profile=False, log=str(path))
     decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
     while decoder.stats.steps < 90:
         decoder.step()

@@ -205,7 +205,7 @@ def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:
 
 
 def test_a_search_ends_at_its_most_steps_or_with_a_set_that_is_good_enough() -> None:
-    short, good, none = optimisation(max_steps=2), optimisation(enough=0.9), optimisation(max_steps=0)
+    short, good, none = optimisation(max_steps=2), optimisation(target_matchness=0.9), optimisation(max_steps=0)
     for score in (0.5, 0.4):
         assert short.searching
         short.evaluated(short.space.random(4, np.random.default_rng(int(score * 10))), score, 32)

@@ -210,13 +210,13 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     (Swift(search="grid"), 'search must be "linear_ts", "swift", "random" or "uniform", found'),  # type: ignore[arg-type]
     (Swift(guard=2), "guard must be true or false, found 2"),  # type: ignore[arg-type]
     (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
-    (Swift(enough=2), r"enough must be a number in \[0, 1\], found 2"),
+    (Swift(target_matchness=2), r"target_matchness must be a number in \[0, 1\], found 2"),
     (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
     (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
     (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
     (Swift(search_seed=-1), "search_seed must be at least 0, found -1"),
-    (SelfSpeculative((1,), stop_threshold=2), r"stop_threshold must be a number in \[0, 1\]"),
+    (SelfSpeculative((1,), confidence_threshold=2), r"confidence_threshold must be a number in \[0, 1\]"),
     (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
 ]
 

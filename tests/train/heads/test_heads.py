@@ -491,7 +491,7 @@ def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Pat
     assert {one.dtype for one in weights.values()} == {torch.bfloat16}
     model, _ = skipstone.load(base / "model", dtype=torch.bfloat16)
     for heads in (str(folder), exit_heads.load_heads(folder, LayeredModel(model)).float()):
-        wanted = AdaDecode(heads, threshold=0.05)
+        wanted = AdaDecode(heads, confidence_threshold=0.05)
         assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
     other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load_heads(folder, LayeredModel(model)))
     with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):

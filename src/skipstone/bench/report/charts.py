@@ -172,8 +172,9 @@ def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
         speed_up = group.over_all(label).get("decode_speedup")
         if settings.get("guard", AdaDecode.guard) or early is None or speed_up is None:
             continue
-        rest = json.dumps({name: value for name, value in settings.items() if name != "threshold"}, sort_keys=True)
-        families.setdefault(rest, {})[settings.get("threshold", AdaDecode.threshold)] = (speed_up, early, wrong or 0.0)
+        threshold = settings.get("confidence_threshold", AdaDecode.confidence_threshold)
+        rest = json.dumps({name: value for name, value in settings.items() if name != "confidence_threshold"}, sort_keys=True)
+        families.setdefault(rest, {})[threshold] = (speed_up, early, wrong or 0.0)
     points = max(families.values(), key=len, default={})
     if len(points) < 3:
         return {}

@@ -15,6 +15,7 @@ from skipstone.bench.journal import CELL, Line
 from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.prompts import added, calm
 from skipstone.decoding.stats import Stats
+from skipstone.methods import stored_settings
 from skipstone.tasks.scores import pass_at_k
 from skipstone.timing.statistics import Rate, pooled, predicted_speedup, rate
 
@@ -86,7 +87,8 @@ class Group:
 
     def settings(self, label: str) -> dict[str, Any]:
         """A method's settings, chosen or given."""
-        return self.tuned[label]["chosen"] if label in self.tuned else self.about["methods"][label]["settings"] or {}
+        about = self.about["methods"][label]
+        return stored_settings(about["method"], self.tuned[label]["chosen"] if label in self.tuned else about["settings"] or {})
 
     def shown(self) -> list[Line]:
         """The headline's lines; all, where none is left."""

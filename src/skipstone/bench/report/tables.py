@@ -319,7 +319,7 @@ def by_exit_head(group: Group) -> Table:
         rows.append(
             {
                 "method": group.shown_as(label),
-                "threshold": number(group.settings(label).get("threshold", AdaDecode.threshold)),
+                "threshold": number(group.settings(label).get("confidence_threshold", AdaDecode.confidence_threshold)),
                 "tokens predicted early": percent(early),
                 "rejected": percent(wrong),
                 "of the tests at each exit (rejected)": ", ".join(exits),

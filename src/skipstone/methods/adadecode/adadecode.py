@@ -7,7 +7,7 @@ newest token reaches the top, all tokens have, and all early predictions are ver
 
 Deviations: the threshold is asked of the head's most probable token before anything is drawn (Eq. 1, read literally, asks it of
 the drawn token, which biases sampling); a depth's list is emptied when it is run (Algorithm 1 as printed never does); with
-`max_pending` early predictions the newest token goes to the top untested; a deeper head may stop further predictions
+`num_speculative_tokens` early predictions the newest token goes to the top untested; a deeper head may stop further predictions
 (`recheck`, ours, off).
 """
 
@@ -40,17 +40,19 @@ class AdaDecode(ShortlistMethod):
     name: ClassVar[str] = "adadecode"
     positional: ClassVar[str] = "lets tokens wait at different layers"
     aliases: ClassVar[dict[str, str]] = {
-        "confidence_threshold": "threshold",
-        "num_speculative_tokens": "max_pending",
-        "num_assistant_tokens": "max_pending",
+        "threshold": "confidence_threshold",
+        "max_pending": "num_speculative_tokens",
+        "num_assistant_tokens": "num_speculative_tokens",
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the heads are not trained for this model or text."
 
     heads: str | ExitHeads | None = setting(
         None, "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads"
     )
-    threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.", within=(0, 1))
-    max_pending: int = setting(5, "early predictions a step.")
+    confidence_threshold: float = setting(
+        0.75, "gamma, predict early where the most probable token has more than this.", within=(0, 1)
+    )
+    num_speculative_tokens: int = setting(5, "early predictions a step.")
     exit_layers: tuple[int, ...] = setting((), "candidates among the heads' layers; empty for all.")
     verification: bool = setting(True, "False keeps every early prediction (Table 3; lossy).")
     recheck: bool = setting(
@@ -168,7 +170,9 @@ class AdaDecodeDrafter(Drafter):
 
     def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
-        chain = Chain([min(self.method.max_pending, allowed) for allowed in limits], self.view.alive, self.model.device)
+        chain = Chain(
+            [min(self.method.num_speculative_tokens, allowed) for allowed in limits], self.view.alive, self.model.device
+        )
         frontier = self.view.start_forward(chain.most, self.shortlist)
         self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], frontier.passes
         position = frontier.positions[:, 0] + 1  # [B]
@@ -198,7 +202,7 @@ class AdaDecodeDrafter(Drafter):
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
         found = frontier.draft_greedily(
-            layer, None, chain.most, [self.method.threshold], self.sampler.eos, transform, sure=True
+            layer, None, chain.most, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
         )
         if found is None:
             return [], None
@@ -245,7 +249,7 @@ class AdaDecodeDrafter(Drafter):
                 logits = self.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
-            rows = (confidence > self.method.threshold) & on_device(climbing, confidence.device, torch.bool)
+            rows = (confidence > self.method.confidence_threshold) & on_device(climbing, confidence.device, torch.bool)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
             self.tallies.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
             if self.method.recheck:
@@ -274,7 +278,9 @@ class AdaDecodeDrafter(Drafter):
                 scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != frontier.tokens[:, place + 1]
-                doubts.append((confidence > self.method.threshold) & differs & on_device(here, differs.device, torch.bool))
+                doubts.append(
+                    (confidence > self.method.confidence_threshold) & differs & on_device(here, differs.device, torch.bool)
+                )
         return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.view.rows
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

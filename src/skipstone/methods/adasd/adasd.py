@@ -15,6 +15,7 @@ the other warpers.
 """
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,17 +36,27 @@ from skipstone.models.engines.engine import Survival
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 
+MAX_WINDOW = 20
+"""Most drafts a step with the generation threshold (appendix A)."""
+FIXED_WINDOW = 5
+"""Drafts a step without it (section 5.3)."""
+
 
 @dataclass(frozen=True)
 class AdaSD(DraftModelMethod):
     """AdaSD: a draft model with two thresholds that set themselves."""
 
     name: ClassVar[str] = "adasd"
+    aliases: ClassVar[dict[str, str]] = DraftModelMethod.aliases | {
+        "max_window": "num_speculative_tokens",
+        "fixed_window": "num_speculative_tokens",
+    }
 
-    max_window: int = setting(20, "most drafts a step.")
+    num_speculative_tokens: int | None = setting(
+        None, f"most drafts a step; none: {MAX_WINDOW}, or {FIXED_WINDOW} without adaptive_length."
+    )
     relaxed: bool = setting(True, "keep drafts whose distribution is near the target's (section 4.4; lossy).")
     adaptive_length: bool = setting(True, "stop drafting at an uncertain token (section 4.3).")
-    fixed_window: int = setting(5, "drafts a step without adaptive_length.")
     variant: Variant | None = setting(None, "A, B or C of appendix B, of how near is near enough.")
 
     @property
@@ -55,7 +66,16 @@ class AdaSD(DraftModelMethod):
     @property
     def window(self) -> int:
         """Most drafts a step."""
-        return self.max_window if self.adaptive_length else self.fixed_window
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return MAX_WINDOW if self.adaptive_length else FIXED_WINDOW
+
+    @classmethod
+    def renamed(cls, *sources: Mapping[str, Any]) -> dict[str, Any]:
+        """As in `Method`. `max_window` counts with adaptive_length only, and `fixed_window` without it only."""
+        adaptive = {key: value for source in sources for key, value in source.items()}.get("adaptive_length", True)
+        ignored = "fixed_window" if adaptive else "max_window"
+        return super().renamed(*({key: value for key, value in one.items() if key != ignored} for one in sources))
 
     def check(self, model: LayeredModel) -> None:
         if self.variant is not None and not self.relaxed:

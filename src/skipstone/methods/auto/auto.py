@@ -50,6 +50,7 @@ class Auto(Method):
 
     name: ClassVar[str] = "auto"
     of_methods: ClassVar[tuple[str, ...]] = ("candidates", "own")
+    aliases: ClassVar[dict[str, str]] = {"remembers": "use_profile"}
 
     candidates: tuple[Method, ...] | None = setting(
         None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
@@ -58,7 +59,7 @@ class Auto(Method):
     slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
 
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
-    remembers: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
+    use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
@@ -117,7 +118,7 @@ class AutoDrafter(Drafter):
         self._unread: list[list[RowVerdict]] = []  # of such steps; between the shortest ones there are it would take long
         self._uncounted: list[tuple[float, float]] = []  # their seconds, and those that were spent before them beside decoding
         self.ledger = Ledger(slack=method.slack)
-        if not mind.states and (method.remembers or method.profile is not None):
+        if not mind.states and (method.use_profile or method.profile is not None):
             known = memory.recalled(model, self._first_state(0.0), identities(wanted, candidates), method.profile)
             mind.states |= {} if known is None else {1: known}
         if method.log is not None and mind.log is None and model.ranks.writes:

@@ -24,7 +24,7 @@ class Optimisation:
     """
 
     def __init__(self, method: SwiftSettings, model: LayeredModel, profile: SkipSet | None = None) -> None:
-        self.space, self.patience, self.enough = Space.of(model), method.patience, method.enough
+        self.space, self.patience, self.target_matchness = Space.of(model), method.patience, method.target_matchness
         if profile is None:
             kind, count = SEARCHES[method.search], self.space.count(method.skip_ratio)
             by = Objective(by="matchness")
@@ -62,7 +62,7 @@ class Optimisation:
             self.since_better = 0
             self._use(best)
         self.matchness = search.estimate(self.skipped)
-        found = self.matchness is not None and self.matchness > self.enough
+        found = self.matchness is not None and self.matchness > self.target_matchness
         self.searching = not (self.steps_left <= 0 or self.since_better >= self.patience or found)
 
     def _places(self) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ class SwiftSettings(ShortlistMethod):
 
     name: ClassVar[str] = "swift"
     positional: ClassVar[str] = "leaves sublayers out and verifies trees"
-    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
+    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens", "enough": "target_matchness"}
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that this model does not bear skipping so many sublayers."
     )
@@ -34,7 +34,7 @@ class SwiftSettings(ShortlistMethod):
     bayes_interval: int = setting(25, "beta, evaluations of search=swift, one of which is Bayesian.")
     max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")
-    enough: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
+    target_matchness: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
     dynamic_verification: bool = setting(True, "runners-up are verified too.")
     profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of a search.")
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)

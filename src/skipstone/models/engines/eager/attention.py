@@ -4,7 +4,7 @@ With grouped key/value heads and a mask, transformers' sdpa copies every cached 
 Here the queries of a group are laid out as more rows of one head instead, so nothing is copied; the mask comes in that layout.
 
 On a GPU torch's kernel for float32 with a mask takes up to eleven times as long as two products and a softmax
-(docs/performance.md), which a compiled graph takes in its place.
+(docs/lab/performance.md), which a compiled graph takes in its place.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Linear layers over a few rows in float32, in the place of nn.Linear's forward while skipstone runs a model.
 
 On the CPU `F.linear` reads the weights in one thread for one row, and takes several times as long for 2 to 8
-(docs/performance.md). One row against the weights in as many blocks as there are threads, and W x^T for more, have neither
+(docs/lab/performance.md). One row against the weights in as many blocks as there are threads, and W x^T for more, have neither
 cliff in MKL. On a GPU cuBLAS takes several times as long for some numbers of rows than for W x^T. Only the order of summation
 differs.
 """
@@ -19,7 +19,7 @@ FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear on the CPU
 TRANSPOSED_ROWS = range(8, 32)
 """Rows for which a GPU takes W x^T. Compiled passes have powers of two, so that these are 8 and 16. There it takes .2 to .4 of
 the time of F.linear where the layer is small, and .9 to 1.2 where it is large; over 2 rows of a large layer it takes 4.5 times
-as long (docs/performance.md)."""
+as long (docs/lab/performance.md)."""
 
 
 def _is_plain(module: nn.Module, device: str) -> bool:
