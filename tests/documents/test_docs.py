@@ -86,6 +86,12 @@ def test_concepts_snippets_hold(checkpoint):
     assert fast.text != namespace["alone"].text
 
 
+def test_models_page_loads_a_model_over_devices(checkpoint):
+    out = run_python(DOCS / "models.md", checkpoint)["out"]
+    assert out.method == "layerskip"
+    assert len(out.new_tokens[0]) == 8
+
+
 @pytest.mark.parametrize(
     ("page", "least"),
     [

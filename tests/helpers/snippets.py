@@ -1,4 +1,4 @@
-"""Reads the documents (code blocks, tables, links, trees); builds the tiny checkpoint that stands in for a reader's model."""
+"""Reads the documents (code blocks, tables, links); builds the tiny checkpoint that stands in for a reader's model."""
 
 from __future__ import annotations
 
@@ -81,18 +81,6 @@ def anchors(page: Path) -> set[str]:
     """What a link into the page may end in, made from its headings as GitHub does."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-def tree(code: str) -> dict[str, str]:
-    """path -> remark of an annotated tree, two blanks of indentation a level; directories end in a slash."""
-    entries: dict[str, str] = {}
-    above: list[str] = []
-    for line in code.splitlines():
-        name, _, remark = line.strip().partition(" ")
-        level = (len(line) - len(line.lstrip())) // 2
-        above = [*above[:level], name]
-        entries["".join(above)] = remark.strip()
-    return entries
 
 
 def table_rows(page: Path) -> list[list[str]]:

@@ -247,7 +247,7 @@ def test_a_sharded_model_of_every_type_computes_what_the_whole_one_computes(tmp_
     refused = {name: reason for name, model in models.items() if (reason := ranks.cannot_share(model.config, 2))}
     assert {name for name in refused if "has no plan" not in refused[name]} == {"cohere", "gemma3n_text", "doge"}
     attentions = {name: model.config._attn_implementation for name, model in models.items() if name not in refused}
-    assert len(attentions) >= 80, "docs/devices.md says how many, and there is the one that is not sparse"
+    assert len(attentions) >= 80, "docs/lab/models.md says how many, and there is the one that is not sparse"
     assert NOT_SPARSE in attentions
     for name in attentions:
         models[name].save_pretrained(tmp_path / name)

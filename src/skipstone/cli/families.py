@@ -9,6 +9,7 @@ from skipstone.cli import terminal
 from skipstone.settings_files import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
+SUPPORT = ("tested", "derived", "refused")
 SPELT = {"gpt-sw3": "gpt2"}
 """Names that transformers has for a type beside its own."""
 
@@ -31,8 +32,7 @@ def families(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     elif markdown:
-        lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-        typer.echo("\n".join([*lines, *("| " + " | ".join(row[column] for column in COLUMNS) + " |" for row in rows)]))
+        typer.echo(markdown_table(rows))
     else:
         from rich.table import Table
 
@@ -40,6 +40,16 @@ def families(
         for row in rows:
             table.add_row(*(row[column] for column in COLUMNS))
         terminal.console().print(table)
+
+
+def markdown_table(rows: list[dict[str, str]]) -> str:
+    """One Markdown row for all types that have the same support, engines and reason; tested types first, large groups first."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in COLUMNS[1:]), []).append(row["type"])
+    in_order = sorted(groups.items(), key=lambda group: (SUPPORT.index(group[0][0]), -len(group[1])))
+    cells = [(*COLUMNS[1:], "types"), ("---",) * len(COLUMNS), *((*shared, ", ".join(types)) for shared, types in in_order)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def described() -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ class Quantisation:
     unloadable: str | None = None
 
 
-_GPTQMODEL = "pip install --no-deps gptqmodel optimum, and what they import (docs/quantised.md)"
+_GPTQMODEL = "pip install --no-deps gptqmodel optimum, and what they import (docs/models.md)"
 METHODS: dict[str, Quantisation] = {
     "bitsandbytes": Quantisation("bitsandbytes", ("bitsandbytes Linear8bitLt", "bitsandbytes Linear4bit")),
     "torchao": Quantisation("torchao", ("torchao Int8Tensor", "torchao IntxUnpackedToInt8Tensor")),
