@@ -96,6 +96,9 @@ def test_concepts_snippets_hold(checkpoint):
         ("methods/speculative.md", 6),
         ("methods/adasd.md", 8),
         ("methods/lookahead.md", 5),
+        ("methods/recycle.md", 5),
+        ("methods/prompt_lookup.md", 3),
+        ("methods/jacobi.md", 3),
         ("training.md", 10),
     ],
 )
