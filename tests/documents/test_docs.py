@@ -102,6 +102,9 @@ def test_models_page_loads_a_model_over_devices(checkpoint):
         ("methods/speculative.md", 6),
         ("methods/adasd.md", 8),
         ("methods/lookahead.md", 5),
+        ("methods/recycle.md", 5),
+        ("methods/prompt_lookup.md", 3),
+        ("methods/jacobi.md", 3),
         ("training.md", 10),
     ],
 )
