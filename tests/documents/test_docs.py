@@ -111,11 +111,11 @@ def test_every_method_page_belongs_to_a_method():
     assert {page.stem for page in (DOCS / "methods").glob("*.md")} <= set(skipstone.METHODS)
 
 
-def test_design_page_names_every_room_of_the_house():
-    rooms = {row[0].strip("`") for row in table_rows(DOCS / "design.md") if row[0].startswith("`") and "tests/" not in row[1]}
+def test_design_page_names_every_package():
+    named = {row[0].strip("`") for row in table_rows(DOCS / "design.md") if row[0].startswith("`") and "tests/" not in row[1]}
     present = {f"{path.name}/" if path.is_dir() else path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")}
-    assert rooms >= present - {"py.typed"}, sorted(present - rooms)
-    assert [room for room in rooms if room.endswith(("/", ".py")) and not (PACKAGE / room).exists()] == []
+    assert named >= present - {"py.typed"}, sorted(present - named)
+    assert [name for name in named if name.endswith(("/", ".py")) and not (PACKAGE / name).exists()] == []
 
 
 def test_design_page_names_tests_that_exist():
