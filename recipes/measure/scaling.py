@@ -14,7 +14,7 @@ waits, and the one that came first goes first.
 
 --drive plays the same conversations to a server that runs, `least loaded` by a new session for every request, for comparison.
 
---load is the share of the time that replicas would be busy if nothing were kept. docs/scaling.md has assumptions and figures.
+--load is the share of the time that replicas would be busy if nothing were kept. docs/lab/scaling.md has assumptions.
 """
 
 import argparse
@@ -424,7 +424,7 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--drive", metavar="URL", help="play conversations to a server of --replicas, and simulate nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --drive: for how long conversations begin")
     parser.add_argument("--out", type=Path, help="of --measure: where the times are written to")
-    parser.add_argument("--service", type=Path, help="measured times; default: those of docs/scaling.md")
+    parser.add_argument("--service", type=Path, help="measured times; default: those of docs/lab/scaling.md")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 8, 64, 256, 1000])
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7])
@@ -462,7 +462,7 @@ def main() -> None:
 
 
 MEASURED = Service({1: 331.0, 2: 361.0, 4: 504.0, 8: 769.0}, 2124.0)
-"""skipstone-nano, float32, plain decoding, one core: see docs/scaling.md."""
+"""skipstone-nano, float32, plain decoding, one core: see docs/lab/scaling.md."""
 
 if __name__ == "__main__":
     main()
