@@ -11,8 +11,8 @@ BENCH ?=
 ENGINE ?=
 
 NATIVE := $(VENV)/.native
-NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
-	$(wildcard src/skipstone/models/engines/native/csrc/*.h src/skipstone/models/engines/native/csrc/*.cpp)
+NATIVE_SOURCES := src/skipstone/engines/native/build.py \
+	$(wildcard src/skipstone/engines/native/csrc/*.h src/skipstone/engines/native/csrc/*.cpp)
 
 .PHONY: demo serve quick test test-rest test-all test-native test-clients test-browser test-ray soak lint format bench clean
 
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	touch $@
 
 $(NATIVE): $(NATIVE_SOURCES) | $(STAMP)  ## without a compiler it says so, the target goes on, and the next one tries again
-	@if $(BIN)/python -m skipstone.models.engines.native.build --if-stale; then touch $@; fi
+	@if $(BIN)/python -m skipstone.engines.native.build --if-stale; then touch $@; fi
 
 demo: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
@@ -87,4 +87,4 @@ bench: $(STAMP) $(NATIVE)  ## MODEL=path or hub id, BENCH="more flags": see `ski
 	@mv bench-new.jsonl bench.jsonl
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/skipstone/models/engines/native/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/skipstone/engines/native/*.so .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
-PACKAGE = "skipstone.models.engines.native"
+PACKAGE = "skipstone.engines.native"
 LOST = "Everything else works; without the native engine, models on the CPU run on PyTorch's kernels."
 
 

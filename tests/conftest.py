@@ -41,7 +41,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _bandwidth_once() -> Iterator[None]:
     """How fast this machine's memory is takes a second to measure, and every benchmark asks."""
-    from skipstone.timing import machine
+    from skipstone.lab.timing import machine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "bandwidth", functools.cache(machine.bandwidth))

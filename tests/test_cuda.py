@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.hf import generation
 from skipstone.hf.call import prepare
-from skipstone.models.engines.eager import linear
+from skipstone.engines.eager import linear
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from skipstone import files
-from skipstone.files import LineFile, read_lines
+from skipstone.utils import files
+from skipstone.utils.files import LineFile, read_lines
 
 
 class Planted(Exception):

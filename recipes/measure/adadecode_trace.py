@@ -24,8 +24,8 @@ import torch
 import skipstone
 from skipstone import AdaDecode, Autoregressive
 from skipstone.methods.adadecode.heads import load_heads
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 
 PLACE = 200

@@ -19,7 +19,7 @@ import torch
 
 from skipstone import AdaSD, Autoregressive, Decoder, LayeredModel, Lookahead, Method, PromptLookup, Request
 from skipstone.methods.adasd import adasd
-from skipstone.synthetic import surrogate
+from skipstone.lab.synthetic import surrogate
 
 WINDOW, STEPS, WARM, CONTEXT, WORDS = 20, 6, 6, 4096, 300
 

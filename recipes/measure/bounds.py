@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from skipstone.bench.journal import read
-from skipstone.bench.report import report
-from skipstone.bench.report.groups import groups
+from skipstone.lab.bench.journal import read
+from skipstone.lab.bench.report import report
+from skipstone.lab.bench.report.groups import groups
 
 UNTIMED, SECONDS = 0.01, 5.0
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 ENGINES = ("eager", "native", "compiled")
 

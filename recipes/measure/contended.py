@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.models.engines.native.threads import VARIABLE as THREADS
-from skipstone.tasks.sets import named
+from skipstone.engines.native.threads import VARIABLE as THREADS
+from skipstone.lab.tasks.sets import named
 
 SPIN = "import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
 SETTLES = 0.2  # seconds until what spins has its core

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipstone.models.engines.eager.attention import unfused
-from skipstone.models.engines.eager.linear import transposed
+from skipstone.engines.eager.attention import unfused
+from skipstone.engines.eager.linear import transposed
 
 CALLS = 50  # in a CUDA graph
 REPLAYS = 5

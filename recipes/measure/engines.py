@@ -25,15 +25,15 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.bench.peers.ggml import SETTLES, Worker
-from skipstone.bench.peers.hf import HFGenerate
-from skipstone.models.engines.native.threads import cores
-from skipstone.models.host import left_padded
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.lab.bench.peers.ggml import SETTLES, Worker
+from skipstone.lab.bench.peers.hf import HFGenerate
+from skipstone.engines.native.threads import cores
+from skipstone.engines.host import left_padded
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
-from skipstone.tasks.sets import named
-from skipstone.timing import machine
+from skipstone.lab.tasks.sets import named
+from skipstone.lab.timing import machine
 
 CONTEXT = 150  # tokens before the passes that are timed
 PREFILL = 512  # tokens of the prefill that is timed

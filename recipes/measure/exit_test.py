@@ -17,8 +17,8 @@ import torch
 
 import skipstone
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
-from skipstone.models.layered import LayeredModel
-from skipstone.synthetic import surrogate
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.synthetic import surrogate
 
 TURNS = 60
 

@@ -35,10 +35,10 @@ from skipstone.export.draft import write_draft
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import kept
-from skipstone.models.engines.native.threads import cores
+from skipstone.engines.native.threads import cores
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.layered import LayeredModel
-from skipstone.tasks.sets import named
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.tasks.sets import named
 
 READY = 120.0  # seconds that a server has to load a file
 PATIENCE = 600.0  # seconds that an answer may take on a machine with much else to do

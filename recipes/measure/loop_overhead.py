@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import skipstone
 from skipstone import LayeredModel
-from skipstone.models.engines.engine import ENGINES
+from skipstone.engines.engine import ENGINES
 
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.timing.statistics import repeated_share
+from skipstone.lab.timing.statistics import repeated_share
 from skipstone.train.data.documents import Document, collect, deduplicate, split
 from skipstone.train.data.rows import TokenRows, pack
 from skipstone.train.layerskip.arguments import Recipe, read

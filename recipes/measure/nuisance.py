@@ -21,7 +21,7 @@ import torch
 import skipstone
 from skipstone.control.record import replayed
 from skipstone.methods.auto.auto import Auto
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 
 @contextmanager

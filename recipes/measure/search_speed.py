@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from skipstone.methods.shared.layer_sets import Costs, Objective, Space
+from skipstone.methods.drafting.layer_sets import Costs, Objective, Space
 from skipstone.methods.swift.search import LinearThompson
 
 

@@ -20,12 +20,12 @@ import torch
 
 import skipstone
 from skipstone import AdaSD
-from skipstone.bench.plan import read, resolved
-from skipstone.bench.prompts import conversations
+from skipstone.lab.bench.plan import read, resolved
+from skipstone.lab.bench.prompts import conversations
 from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDDrafter
-from skipstone.tasks.dialogue import Reader
+from skipstone.lab.tasks.dialogue import Reader
 
 Tokens = list[tuple[bool, float, float]]
 """(accepted, entropy in bits, distance) of every draft token that was judged."""

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipstone.api import generate as generate
-    from skipstone.api import stream as stream
+    from skipstone.hf.api import generate as generate
+    from skipstone.hf.api import stream as stream
     from skipstone.decoding.draft import Draft as Draft
     from skipstone.decoding.draft import Step as Step
     from skipstone.decoding.loop import Decoder as Decoder
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from skipstone.hf.enable import enable as enable
     from skipstone.hf.generation import Output as Output
     from skipstone.hf.generation import RowError as RowError
-    from skipstone.hub.push import push as push
-    from skipstone.loading import load as load
+    from skipstone.export.hub.push import push as push
+    from skipstone.engines.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
     from skipstone.methods import AdaSD as AdaSD
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from skipstone.methods import Speculative as Speculative
     from skipstone.methods import Swift as Swift
     from skipstone.methods.adadecode.heads import ExitHeads as ExitHeads
-    from skipstone.models.layered import LayeredModel as LayeredModel
+    from skipstone.engines.model_runner import LayeredModel as LayeredModel
     from skipstone.models.weight_version import refresh as refresh
 
 __version__ = "0.1.0"

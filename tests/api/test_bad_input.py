@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import forwards, tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.loading import load_model, load_tokenizer, look_up
+from skipstone.engines.loading import load_model, load_tokenizer, look_up
 from tests.helpers import commandline, families
 from tests.helpers.gguf_names import NAMES
 from tests.helpers.pairwise import all_but

@@ -10,7 +10,7 @@ import torch
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.models.engines.native import library
+from skipstone.engines.native import library
 from tests.helpers import families
 from tests.helpers.settings import QUIET
 

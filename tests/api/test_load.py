@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import skipstone
 from skipstone import LayerSkip
 from skipstone.models.checkpoints import expect_fit
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import alone, tokenizer

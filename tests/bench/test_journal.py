@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.bench import journal
-from skipstone.bench.journal import Journal
+from skipstone.lab.bench import journal
+from skipstone.lab.bench.journal import Journal
 from tests.helpers.training import in_processes, kill_when
 
 PLAN = {"models": ["a"], "seed": 0, "lengths": (2, 4)}

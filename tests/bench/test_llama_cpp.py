@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.bench.peers.ggml import LlamaCpp, Worker
-from skipstone.timing.measure import measure
+from skipstone.lab.bench.peers.ggml import LlamaCpp, Worker
+from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
 from tests.helpers.pairwise import all_but, in_turn
@@ -100,7 +100,7 @@ def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers" / "fakes"))
     monkeypatch.setattr(sys, "modules", {**sys.modules})  # what is imported here is forgotten afterwards
     llama_cpp = importlib.import_module("llama_cpp")
-    ggml_worker = importlib.import_module("skipstone.bench.peers.ggml_worker")
+    ggml_worker = importlib.import_module("skipstone.lab.bench.peers.ggml_worker")
     passes: list[tuple[Any, int]] = []
     decode = llama_cpp.llama_decode
     monkeypatch.setattr(
@@ -122,11 +122,11 @@ def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: 
 
 
 def test_what_comes_after_the_text_is_not_counted(peer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipstone.bench.peers.ggml.SETTLES", 30.0)
-    monkeypatch.setattr("skipstone.bench.peers.ggml.time.sleep", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr("skipstone.lab.bench.peers.ggml.SETTLES", 30.0)
+    monkeypatch.setattr("skipstone.lab.bench.peers.ggml.time.sleep", lambda seconds: waited.append(seconds))
     waited: list[float] = []
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("skipstone.timing.measure.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("skipstone.lab.timing.measure.time.perf_counter", lambda: float(next(clock)))
     found = measure(families.cached("llama"), peer(), torch.tensor(PROMPT), {"max_new_tokens": 3}, 0)
     assert waited == [30.0]
     assert found.seconds == 20, "began at 0, asked at 10, ended at 20"

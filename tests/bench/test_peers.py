@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.bench.peers import PEERS, hf
-from skipstone.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
+from skipstone.lab.bench.peers import hf
+from skipstone.lab.bench.peers import PEERS
+from skipstone.lab.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.hf.defaults import neutral_defaults
-from skipstone.models.layered import LayeredModel
-from skipstone.timing import measure
-from skipstone.timing.measure import Skipstone, options_for
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.timing import measure
+from skipstone.lab.timing.measure import Skipstone, options_for
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 
@@ -165,7 +166,7 @@ def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, mo
 
 def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):
     drafter = families.build("llama", seed=1)
-    monkeypatch.setattr("skipstone.bench.peers.hf.load_model", lambda name, **_: drafter)
+    monkeypatch.setattr("skipstone.lab.bench.peers.hf.load_model", lambda name, **_: drafter)
     before, prompt = drafter.generation_config.to_dict(), families.prompts(1)[0]
     with neutral_defaults(llama):
         plain, assisted = (
@@ -178,10 +179,10 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
 
 def test_without_scikit_learn_a_threshold_that_moves_is_refused(llama, monkeypatch):
     """transformers then leaves the threshold where it is, and says nothing."""
-    monkeypatch.setattr("skipstone.bench.peers.hf.find_spec", lambda name: None)
+    monkeypatch.setattr("skipstone.lab.bench.peers.hf.find_spec", lambda name: None)
     assert "which is not installed" in HFAssisted("x", 5, 0.4).refusal(llama)
     assert HFAssisted("x", 5, 0.0).refusal(llama) is None
-    monkeypatch.setattr("skipstone.bench.peers.hf.find_spec", lambda name: name)
+    monkeypatch.setattr("skipstone.lab.bench.peers.hf.find_spec", lambda name: name)
     assert HFAssisted("x", 5, 0.4).refusal(llama) is None
 
 

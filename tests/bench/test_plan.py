@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from skipstone.bench import plan
-from skipstone.bench.peers.hf import HFEarlyExit
-from skipstone.bench.prompts import conversations, drawn
-from skipstone.tasks.dialogue import VICUNA, Conversation, Reader
-from skipstone.tasks.sets import TASKS
-from skipstone.tasks.task import untabbed
-from skipstone.timing.measure import Skipstone
+from skipstone.lab.bench import plan
+from skipstone.lab.bench.peers.hf import HFEarlyExit
+from skipstone.lab.bench.prompts import conversations, drawn
+from skipstone.lab.tasks.dialogue import VICUNA, Conversation, Reader
+from skipstone.lab.tasks.sets import TASKS
+from skipstone.lab.tasks.task import untabbed
+from skipstone.lab.timing.measure import Skipstone
 from tests.helpers import families
 
 TASKS_HERE = Path(__file__).parents[1] / "helpers" / "records"
@@ -229,7 +229,7 @@ def read(reader: Reader, said: Any = ()) -> str:
 
 def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = Chatting()
-    monkeypatch.setattr("skipstone.tasks.dialogue.bos_prefix", lambda _: [])
+    monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [])
     assert read(Reader(tokenizer, True, 99)) == "<u>one<a>"
     assert read(Reader(tokenizer, True, 99), [("one", "yes")]) == "<u>one<a>yes<u>two<a>"
     assert read(Reader(tokenizer, False, 99)) == "one"
@@ -240,7 +240,7 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
 
 
 def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipstone.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
+    monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
     assert read(Reader(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
 
 

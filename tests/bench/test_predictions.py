@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from skipstone import METHODS, LayerSkip, PromptLookup, SelfSpeculative, Swift
-from skipstone.bench import predictions
-from skipstone.bench.report import tables
-from skipstone.bench.report.groups import groups
+from skipstone.lab.bench import predictions
+from skipstone.lab.bench.report import tables
+from skipstone.lab.bench.report.groups import groups
 from skipstone.decoding.costs import BatchCosts, Curve, MeanStep
 from skipstone.decoding.stats import Stats
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.results import lines
 

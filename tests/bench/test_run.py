@@ -13,21 +13,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from skipstone.bench import journal, prompts
-from skipstone.bench import run as running
-from skipstone.bench.journal import Journal
-from skipstone.bench.peers.hf import HFPromptLookup
-from skipstone.bench.plan import Plan, read
-from skipstone.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
-from skipstone.bench.report import report
-from skipstone.bench.report.groups import groups
-from skipstone.bench.run import at_every_exit, run, rungs, tune
-from skipstone.loading import load
-from skipstone.tasks.dialogue import Conversation, Reader
-from skipstone.tasks.protocols import TaskSettings
-from skipstone.tasks.sandbox import Outcome
-from skipstone.tasks.task import Score, Source, Task
-from skipstone.timing.measure import Skipstone, growth
+from skipstone.lab.bench import journal
+from skipstone.lab.bench import prompts
+from skipstone.lab.bench import run as running
+from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.peers.hf import HFPromptLookup
+from skipstone.lab.bench.plan import Plan, read
+from skipstone.lab.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
+from skipstone.lab.bench.report import report
+from skipstone.lab.bench.report.groups import groups
+from skipstone.lab.bench.run import at_every_exit, run, rungs, tune
+from skipstone.engines.loading import load
+from skipstone.lab.tasks.dialogue import Conversation, Reader
+from skipstone.lab.tasks.protocols import TaskSettings
+from skipstone.lab.tasks.sandbox import Outcome
+from skipstone.lab.tasks.task import Score, Source, Task
+from skipstone.lab.timing.measure import Skipstone, growth
 from tests.helpers import families, support
 from tests.helpers.machine import prompt
 from tests.helpers.training import in_processes
@@ -224,7 +225,7 @@ def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeyp
     for path, wanted in ((out, []), (scored, [{"pass": 0.0}])):
         (line,) = (line for line in journal.read(path) if line["kind"] == "prompt")
         assert line["rows"]["autoregressive"]["scores"] == wanted
-    monkeypatch.setattr("skipstone.bench.run.sandbox.run", lambda _: Outcome(False, "ValueError: no limits here", True))
+    monkeypatch.setattr("skipstone.lab.bench.run.sandbox.run", lambda _: Outcome(False, "ValueError: no limits here", True))
     with pytest.raises(OSError, match="every program would fail: ValueError: no limits here"):
         run(allowed, tmp_path / "c.jsonl", [], quiet)
 
@@ -342,7 +343,7 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt_projected"])
 def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipstone.bench.prompts.CHUNK", 3)
+    monkeypatch.setattr("skipstone.lab.bench.prompts.CHUNK", 3)
     model, asked, answer = families.cached(family), prompt(6, vocab=50), prompt(8, 1, vocab=50).tolist()
     said = model(torch.cat([asked, torch.tensor(answer)])[None]).logits[0, 5:-1].double().log_softmax(-1)
     expected = said.gather(1, torch.tensor(answer)[:, None]).sum()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from skipstone import LayerSkip
-from skipstone.check.bits import Bits
-from skipstone.check.check import Checker, Finding, Scale
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.layered import LayeredModel
+from skipstone.lab.check.bits import Bits
+from skipstone.lab.check.check import Checker, Finding, Scale
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import all_but, in_turn

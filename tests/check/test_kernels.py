@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone import EarlyExit, LayerSkip, Method
-from skipstone.check.check import Checker, Judge, Report, Scale
-from skipstone.check.kernels import ROWS, WIDTHS, measured, spread, stored_spread
+from skipstone.lab.check.check import Checker, Judge, Report, Scale
+from skipstone.lab.check.kernels import ROWS, WIDTHS, measured, spread, stored_spread
 from skipstone.models import quantised as rooms
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import quantised
 from tests.helpers.machine import prompt
 

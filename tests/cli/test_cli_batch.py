@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from skipstone.cli import batch, terminal
-from skipstone.offline.journal import journal_of
+from skipstone.serving.batch_files.journal import journal_of
 from tests.helpers.batches import greedy, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
 from tests.helpers.served import SLOW, free_port

@@ -19,7 +19,7 @@ import pytest
 import skipstone
 from skipstone.cli import chat, runs
 from skipstone.decoding.prefill import Prefill
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.conversation import Conversation, plain_text
 from skipstone.serving.lanes import Lane
 from tests.helpers.commandline import LAYERSKIP, assert_refused, run, succeed

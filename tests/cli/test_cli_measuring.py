@@ -10,10 +10,10 @@ import pytest
 
 import skipstone
 from skipstone import ExitHeads, LayeredModel
-from skipstone.bench import journal
-from skipstone.check.check import Checker
+from skipstone.lab.bench import journal
+from skipstone.lab.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.models.engines.native import library
+from skipstone.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")

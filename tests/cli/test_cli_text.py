@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from skipstone.cli import runs, showing
-from skipstone.timing.machine import ProcessorWatch, was_busy
+from skipstone.lab.timing.machine import ProcessorWatch, was_busy
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, program, run, succeed
 
 SHORT = ("--max-new-tokens", 12, *LAYERSKIP)

@@ -21,7 +21,7 @@ from recipes.measure.llama_cpp_draft import wait_until_ready
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import Kept
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import support
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, byte_level, plain
 from tests.helpers.served import HOST, free_port

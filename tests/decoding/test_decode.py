@@ -28,9 +28,9 @@ from skipstone import (
 from skipstone.decoding.draft import Picked, RowVerdict, Verdict
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.methods.shared.chain import LOOK_EVERY
-from skipstone.models import host
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.chain import LOOK_EVERY
+from skipstone.engines import host
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
 from tests.helpers.pairwise import crossed

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import skipstone
-from skipstone.models.engines.eager.patches import take_off
+from skipstone.engines.eager.patches import take_off
 from tests.helpers import families
 from tests.helpers.settings import QUIET, SKIP
 from tests.helpers.support import alone, decode

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipstone import Autoregressive, LayerSkip, Request, Sampling
 from skipstone.decoding.noise import TARGET, Noise
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 

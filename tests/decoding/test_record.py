@@ -13,7 +13,7 @@ from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, Step
 from skipstone.decoding.draft import TokenRecord
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.record import Keeper
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees
 

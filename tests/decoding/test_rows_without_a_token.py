@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList
 
 import skipstone
 from skipstone.decoding.noise import Noise
-from skipstone.models.engines.native import library
-from skipstone.models.layered import LayeredModel
-from skipstone.models.picks import NO_TOKEN
+from skipstone.engines.native import library
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.picks import NO_TOKEN
 from tests.helpers import families
 
 ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="not built"))]

@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from skipstone import LayerSkip, Request, Sampling
 from skipstone.decoding.noise import Noise
 from skipstone.decoding.sampling import NUCLEUS, Sampler, Warping, warp
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees, reference

@@ -10,7 +10,7 @@ import torch
 import skipstone
 from skipstone import Sampling
 from skipstone.decoding.sampling import GREEDY_BELOW, Warping, warp
-from skipstone.models.engines.native import library
+from skipstone.engines.native import library
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import in_turn

@@ -12,8 +12,8 @@ import torch
 
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Stats, Step
 from skipstone.decoding.drafter import Drafter
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 
 

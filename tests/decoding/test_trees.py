@@ -9,7 +9,7 @@ import pytest
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from skipstone import Autoregressive, Request, Sampling, Stats, Step
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt
 from tests.helpers.pairwise import crossed

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import skipstone
-from skipstone.check.check import Checker
+from skipstone.lab.check.check import Checker
 from skipstone.cli import app
 from tests.helpers.snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_checkpoint
 

@@ -53,7 +53,7 @@ def test_the_check_finds_what_it_looks_for() -> None:
 
 def test_addresses_are_taken_in_one_place() -> None:
     places = {str(path) for path, text in sources() if "data_ptr" in text}
-    assert places == {"models/engines/buffers.py", "models/weight_version.py"}, "to hand memory to C, and to compare addresses"
+    assert places == {"engines/buffers.py", "models/weight_version.py"}, "to hand memory to C, and to compare addresses"
 
 
 def test_process_wide_state_is_left_alone() -> None:
@@ -71,4 +71,4 @@ def test_process_wide_state_is_left_alone() -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr in setters
     ]
-    assert {path for path, _ in found} <= {"bench/run.py", "synthetic/surrogate.py", "models/torch_threads.py"}, found
+    assert {path for path, _ in found} <= {"lab/bench/run.py", "lab/synthetic/surrogate.py", "engines/torch_threads.py"}, found

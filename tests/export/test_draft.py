@@ -16,8 +16,8 @@ import skipstone
 from skipstone.export import draft as exporting
 from skipstone.export.draft import write_draft
 from skipstone.export.layers import Kept, kept
-from skipstone.methods.shared.layer_sets import save_profile
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.layer_sets import save_profile
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers import conformance, families, machine, support, wrapped
 from tests.helpers.pairwise import in_turn

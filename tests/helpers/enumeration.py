@@ -21,10 +21,10 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel, only
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel, only
 from skipstone.models.passes import Pass
-from skipstone.models.turns import ModelLock
+from skipstone.engines.turns import ModelLock
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 Law = dict[tuple[int, ...], float]

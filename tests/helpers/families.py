@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skipstone.models.derivation import find_layers
 from skipstone.models.families import text_config
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 WINDOW = 8
 POSITIONS = 2048

@@ -22,7 +22,7 @@ import pytest
 import transformers.utils.hub
 from huggingface_hub import constants, hf_api
 
-from skipstone import fetching
+from skipstone.models import fetching
 
 LFS = (".safetensors", ".gguf")
 """Files that go to the large file storage; the others are part of the commit's body."""

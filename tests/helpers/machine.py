@@ -16,7 +16,7 @@ from skipstone.decoding.loop import PREFILL_CHUNK, Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from skipstone.models.engines.native import build, library
-from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.engines.native.weights import RECIPES
+from skipstone.engines.native import build
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
+from skipstone.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 from tests.helpers import families
 

@@ -12,8 +12,8 @@ from skipstone import ExitHeads
 from skipstone.export.draft import write_draft
 from skipstone.export.layers import Kept
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.methods.shared.layer_sets import save_profile
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.layer_sets import save_profile
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama
 from tests.helpers.support import tokenizer
 

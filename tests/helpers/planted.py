@@ -19,10 +19,10 @@ from skipstone.decoding.sampling import Sampler, Scores, Warping
 from skipstone.decoding.session import Session
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.layerskip import LayerSkipDrafter
-from skipstone.methods.shared.confidence import Confidence
-from skipstone.models import frontier
-from skipstone.models.engines.engine import Survival
-from skipstone.models.kvstore import KVStore
+from skipstone.methods.drafting.confidence import Confidence
+from skipstone.engines import partial_forward as frontier
+from skipstone.engines.engine import Survival
+from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass
 
 Patch = pytest.MonkeyPatch

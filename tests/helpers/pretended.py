@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skipstone.decoding import draft
-from skipstone.models import facts, host
+from skipstone.engines import host
+from skipstone.models import facts
 
 DEVICE = torch.device("cuda:0")
 aten: Any = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skipstone.bench.journal import Journal
+from skipstone.lab.bench.journal import Journal
 from skipstone.decoding.stats import Stats
 
 

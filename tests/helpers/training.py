@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from skipstone.files import read_lines
+from skipstone.utils.files import read_lines
 from skipstone.train.data.documents import collect
 from skipstone.train.data.rows import IGNORED, Prepared, RowPlan, prepare
 from skipstone.train.heads.recipe import HeadsRecipe, made

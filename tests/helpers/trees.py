@@ -18,8 +18,8 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel
 
 ROOT = -1
 

@@ -18,7 +18,7 @@ from skipstone import Detokenizer
 from skipstone.cli.runs import Job, decode
 from skipstone.cli.showing import Painter, document
 from skipstone.methods import resolve
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.conversation import Conversation
 from tests.helpers import families
 from tests.helpers.text_tokenizers import TOKENIZERS

@@ -15,8 +15,8 @@ from skipstone.assets import NANO
 from skipstone.cli import options
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
-from skipstone.models.layered import LayeredModel
-from skipstone.offline.batch import Chosen
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.serving.batch_files.batch import Chosen
 from tests.helpers import families
 from tests.helpers.served import in_thread
 from tests.helpers.support import tokenizer

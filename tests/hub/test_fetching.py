@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 import skipstone
-from skipstone import fetching
-from skipstone.fetching import HubName, hub_name
+from skipstone.models import fetching
+from skipstone.models.fetching import HubName, hub_name
 from skipstone.methods.adadecode.heads import load_heads
 from skipstone.methods.auto import memory
-from skipstone.methods.shared.layer_sets import load_profile
+from skipstone.methods.drafting.layer_sets import load_profile
 from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt
@@ -113,7 +113,7 @@ def test_a_layer_set_by_its_hub_id(method: str, hub: Hub, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `auto` has learnt of the target, with the name of a machine that is not this one."""
-    from skipstone.search.tune import tune
+    from skipstone.lab.search.tune import tune
 
     model = target()
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})

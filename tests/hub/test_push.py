@@ -18,9 +18,9 @@ import torch
 import skipstone
 from skipstone.export.draft import write_draft
 from skipstone.export.layers import Kept
-from skipstone.hub.card import MARK
+from skipstone.export.hub.card import MARK
 from skipstone.methods.auto import memory
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import all_but
@@ -40,7 +40,7 @@ def card(repo: Repo) -> str:
 
 def tuned_file(folder: Path) -> Path:
     """What `auto` has learnt of the target, as `skipstone tune` keeps it."""
-    from skipstone.search.tune import tune
+    from skipstone.lab.search.tune import tune
 
     model = target()
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})

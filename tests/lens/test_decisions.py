@@ -8,7 +8,7 @@ import pytest
 
 from skipstone.control.record import Decided
 from skipstone.control.state import Done, Plan
-from skipstone.lens import decisions
+from skipstone.lab.inspect import decisions
 
 pytest.importorskip("matplotlib")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skipstone.lens.lens import Expected, expectations, look, save, through
+from skipstone.lab.inspect.lens import Expected, expectations, look, save, through
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
-from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
 from tests.helpers import families
 from tests.helpers.machine import prompt
 

@@ -19,10 +19,10 @@ from skipstone.decoding.request import Request
 from skipstone.methods.lookahead import LookaheadDrafter, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape
-from skipstone.methods.shared.lookups import RowDraft
-from skipstone.methods.shared.predictions import AT_FIRST, Prediction
-from skipstone.models import host
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.lookups import RowDraft
+from skipstone.methods.drafting.predictions import AT_FIRST, Prediction
+from skipstone.engines import host
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt, start
 from tests.helpers.pairwise import all_but

@@ -19,9 +19,9 @@ import torch
 
 import skipstone
 from skipstone import METHODS
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.weights import RECIPES
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.native import library
+from skipstone.engines.native.weights import RECIPES
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
 from tests.helpers.pairwise import all_but, crossed

@@ -12,9 +12,10 @@ import pytest
 from torch import Tensor
 
 from skipstone import LayerSkip
-from skipstone.models.engines.engine import ChainEnd
-from skipstone.models.engines.native import build, library
-from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.engines.engine import ChainEnd
+from skipstone.engines.native import build
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.passes import Pass
 from tests.helpers import planted
 from tests.helpers.conformance import ROWS, assert_greedy_equals_alone

@@ -16,13 +16,13 @@ import yaml
 
 import skipstone
 from skipstone import METHODS, AdaSD, Auto, Autoregressive, Recycle
-from skipstone.bench import plan
-from skipstone.bench.journal import Journal
+from skipstone.lab.bench import plan
+from skipstone.lab.bench.journal import Journal
 from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
 from skipstone.methods import resolve
-from skipstone.models.layered import LayeredModel
-from skipstone.offline.batch import Chosen
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.serving.batch_files.batch import Chosen
 from skipstone.serving.asking import Asking
 from tests.helpers.commandline import succeed
 from tests.helpers.pairwise import all_but

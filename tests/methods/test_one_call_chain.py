@@ -16,12 +16,12 @@ from skipstone.control import control
 from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
 from skipstone.methods.auto import auto, mind
-from skipstone.models.engines.engine import ChainStart
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.engines.engine import ChainStart
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.facts import Facts
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import start
 from tests.helpers.pairwise import crossed

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.trees import Trees, reference
 

@@ -10,15 +10,15 @@ import torch
 
 import skipstone
 from skipstone import SelfSpeculative
-from skipstone.bench import predictions
+from skipstone.lab.bench import predictions
 from skipstone.decoding.request import Request
 from skipstone.methods.auto.candidates import usual
 from skipstone.methods.speculative import Speculative
-from skipstone.models.engines import choice
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import MAX_SKIP_SETS, NativeEngine
-from skipstone.models.engines.native.weights import quantised_bytes
-from skipstone.models.layered import LayeredModel
+from skipstone.engines import choose_engine as choice
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
+from skipstone.engines.native.weights import quantised_bytes
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
 from tests.helpers.machine import decode, llama, prompt, start

@@ -27,11 +27,11 @@ from skipstone import (
     Swift,
 )
 from skipstone.decoding.draft import Draft
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.methods.shared.shortlist import ShortlistMethod
-from skipstone.models.engines.choice import Setup
-from skipstone.models.engines.native import library
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.draft_model import DraftModel
+from skipstone.methods.drafting.shortlist import ShortlistMethod
+from skipstone.engines.choose_engine import Setup
+from skipstone.engines.native import library
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, near, prompt, start
 from tests.helpers.pairwise import all_but, crossed, in_turn

@@ -21,12 +21,12 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
-from skipstone.methods.shared import draft_model as draft_models
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter
-from skipstone.models.engines.choice import attach
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting import draft_model as draft_models
+from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, mistral, near, prompt, small, start

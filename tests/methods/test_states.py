@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.limits import MAX_METHOD_STATES
-from skipstone.methods.shared import states
-from skipstone.models.layered import LayeredModel
+from skipstone.utils.limits import MAX_METHOD_STATES
+from skipstone.methods.drafting import states
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
 from tests.helpers import families
 

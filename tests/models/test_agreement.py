@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from skipstone.models import recognition
-from skipstone.models.agreement import disagreement
+from skipstone.engines.agreement import disagreement
 from skipstone.models.derivation import find_layers
-from skipstone.models.engines.eager.eager import EagerEngine
+from skipstone.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.trace import shrunk_windows, trace
 from tests.helpers import families
@@ -72,7 +72,7 @@ def test_a_second_model_of_the_shape_is_not_verified_again() -> None:
 SECOND = """
 import sys
 from collections import Counter
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 model, passes = families.build("llama", vocab=59), Counter()

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from skipstone.methods import METHODS as KNOWN
 from skipstone.methods import AdaSD, Speculative
-from skipstone.models.engines import choice
-from skipstone.models.engines.compiled import BACKEND_VARIABLE, COLUMNS
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines import choose_engine as choice
+from skipstone.engines.compiled import BACKEND_VARIABLE, COLUMNS
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.pairwise import all_but, in_turn

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skipstone.cli.families import described
-from skipstone.models.engines.compiled import BACKEND_VARIABLE
+from skipstone.engines.compiled import BACKEND_VARIABLE
 from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.settings import QUIET

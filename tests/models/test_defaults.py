@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads, LayerSkip, PromptLookup
-from skipstone.loading import load_model
+from skipstone.engines.loading import load_model
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.models import recognition
-from skipstone.models.engines.buffers import dense, pointer
-from skipstone.models.engines.native import library
-from skipstone.models.host import on_device
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.buffers import dense, pointer
+from skipstone.engines.native import library
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
 from tests.helpers.conformance import ROWS

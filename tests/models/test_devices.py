@@ -20,11 +20,11 @@ import skipstone
 from skipstone.cli import main
 from skipstone.methods import METHODS
 from skipstone.models import refusals
-from skipstone.models.engines.choice import attach
-from skipstone.models.engines.eager.patches import Forward
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.eager.patches import Forward
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.placing import home
 from tests.helpers import families

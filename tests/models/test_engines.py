@@ -12,14 +12,14 @@ from torch import Tensor
 
 import skipstone
 from skipstone.cli import options
-from skipstone.loading import load
+from skipstone.engines.loading import load
 from skipstone.methods import Speculative
-from skipstone.models.engines import choice
-from skipstone.models.engines.eager.eager import EagerEngine
-from skipstone.models.engines.engine import ENGINES
-from skipstone.models.engines.rotary import RotaryTables
+from skipstone.engines import choose_engine as choice
+from skipstone.engines.eager.eager import EagerEngine
+from skipstone.engines.engine import ENGINES
+from skipstone.engines.rotary import RotaryTables
 from skipstone.models.families import Rotary
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.decoding.method import Method
 from skipstone.methods import METHODS, resolve
-from skipstone.methods.shared.chain import LOOK_EVERY
+from skipstone.methods.drafting.chain import LOOK_EVERY
 from tests.helpers import families
 from tests.helpers.pairwise import in_turn
 from tests.helpers.pretended import Pretended, pretended

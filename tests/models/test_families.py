@@ -16,7 +16,7 @@ import skipstone
 from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.noise import TARGET, Noise, row_seed
 from skipstone.models.families import RECURRENT, kinds
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.wrapped import WRAPPERS

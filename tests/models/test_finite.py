@@ -7,8 +7,8 @@ import errno
 import pytest
 import torch
 
-from skipstone.models.host import out_of_memory
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.host import out_of_memory
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 

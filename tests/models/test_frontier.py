@@ -12,8 +12,8 @@ from torch import Tensor
 
 from skipstone import Autoregressive, Request
 from skipstone.decoding.session import Session
-from skipstone.models.frontier import Frontier
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import llama, mistral, prompt, start
 from tests.helpers.pairwise import in_turn

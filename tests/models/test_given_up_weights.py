@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import skipstone
-from skipstone.models.engines.choice import attach
-from skipstone.models.engines.native import library
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.packed import PackedWeight, is_packed
 from tests.helpers import families
 from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, assert_same_bits, chain, text
@@ -238,7 +238,7 @@ def test_load_gives_up_what_it_is_told_to() -> None:
 
 
 def test_a_draft_model_that_was_named_is_nobodys_but_ours() -> None:
-    from skipstone.methods.shared.draft_model import draft_model_for
+    from skipstone.methods.drafting.draft_model import draft_model_for
 
     target, _ = skipstone.load()
     draft = draft_model_for(None, LayeredModel(target))
@@ -251,7 +251,7 @@ MEASURE = """
 import json, sys
 import torch, skipstone
 from transformers import LlamaForCausalLM  # what loading imports is there before
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 def status(name):
     with open("/proc/self/status") as lines:
@@ -260,8 +260,8 @@ def status(name):
 skipstone.load(keep_weights=False)  # the same code, with a small model
 torch.set_num_threads(1)
 before = status("VmRSS")
-from skipstone.loading import load_model
-from skipstone.models.engines.choice import attach
+from skipstone.engines.loading import load_model
+from skipstone.engines.choose_engine import attach
 model = load_model(sys.argv[1])
 attach(model, "native", sys.argv[3] if sys.argv[3] != "none" else None, keep_weights=sys.argv[2] == "True")
 if sys.argv[4] == "True":

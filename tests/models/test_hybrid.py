@@ -16,15 +16,16 @@ from skipstone import Autoregressive, LayerSkip, PromptLookup, Speculative
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.methods import METHODS, resolve
-from skipstone.models import agreement, recurrent
-from skipstone.models.agreement import disagreement
-from skipstone.models.engines.eager.eager import EagerEngine
+from skipstone.engines import agreement
+from skipstone.engines import recurrent_states as recurrent
+from skipstone.engines.agreement import disagreement
+from skipstone.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
 from skipstone.models.families import RECURRENT, kinds, text_config
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree
-from skipstone.models.recurrent import Trail
+from skipstone.engines.recurrent_states import Trail
 from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but, in_turn
@@ -262,8 +263,8 @@ def test_every_other_method_decodes_a_hybrid() -> None:
 
 
 def test_hybrids_without_attention_or_costs_are_refused(tmp_path: Any) -> None:
-    from skipstone.search.search import SearchSettings, search
-    from skipstone.timing.costs import costs_of
+    from skipstone.lab.search.search import SearchSettings, search
+    from skipstone.lab.timing.costs import costs_of
 
     with pytest.raises(ValueError, match="a recurrent state in every layer"):
         LayeredModel(families.build("lfm2", layer_types=["conv"] * 4))

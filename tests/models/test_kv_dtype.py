@@ -9,12 +9,12 @@ import torch
 
 import skipstone
 from skipstone.cli import options
-from skipstone.loading import load
+from skipstone.engines.loading import load
 from skipstone.methods import Speculative
-from skipstone.models.engines import choice
-from skipstone.models.engines.native import library
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines import choose_engine as choice
+from skipstone.engines.native import library
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]

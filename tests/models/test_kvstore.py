@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt, sharpened, small, start

@@ -23,8 +23,8 @@ from skipstone.decoding.session import Session
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
 from skipstone.models.families import Family, Rotary, Step
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, Reach, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from skipstone.models.engines.eager import linear
+from skipstone.engines.eager import linear
 from tests.helpers.pairwise import crossed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")

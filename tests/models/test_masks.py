@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone.models.frontier import Frontier
-from skipstone.models.kvstore import KVStore
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import MaskForm, Pass, Reach, ancestors
 from tests.helpers import families, planted
 from tests.helpers.enumeration import Tabled

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.kvstore import KVStore
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
+from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.native import (

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.models.engines.native import build, library
+from skipstone.engines.native import build
+from skipstone.engines.native import library
 
 ROOT = Path(__file__).parents[2]
 NATIVE = "skipstone/models/engines/native"

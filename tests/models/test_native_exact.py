@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.weights import Weights
-from skipstone.models.kvstore import KVStore
+from skipstone.engines.native import library
+from skipstone.engines.native.weights import Weights
+from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.native import DTYPES, FAMILIES, assert_near, native, references, scenario, shaped, text

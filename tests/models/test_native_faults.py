@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.structs import declare
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.native import library
+from skipstone.engines.native.structs import declare
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="the native engine is not built")
@@ -100,7 +100,7 @@ def test_the_memory_of_a_long_prompt_is_given_back() -> None:
         float,
         in_process(
             "import torch",
-            "from skipstone.models.layered import LayeredModel",
+            "from skipstone.engines.model_runner import LayeredModel",
             "from tests.helpers import families",
             "def megabytes(): return int(open('/proc/self/statm').read().split()[1]) * 4096 / 2**20",
             "model = LayeredModel(families.build('llama'), 'native')",

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone.models.engines.engine import QUANTIZED as CHOICES
-from skipstone.models.engines.native import build, library
-from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.engines.native.structs import Matrix, Model, declare
-from skipstone.models.engines.native.weights import QUANTIZED
+from skipstone.engines.engine import QUANTIZED as CHOICES
+from skipstone.engines.native import build
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
+from skipstone.engines.native.structs import Matrix, Model, declare
+from skipstone.engines.native.weights import QUANTIZED
 from skipstone.models.facts import Facts
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
 

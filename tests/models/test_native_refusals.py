@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine, why_not
-from skipstone.models.engines.native.weights import RECIPES
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine, why_not
+from skipstone.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.weight_version import model_version
 from tests.helpers import families

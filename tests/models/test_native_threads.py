@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from skipstone.models.engines.native import library, threads
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.native import library
+from skipstone.engines.native import threads
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 

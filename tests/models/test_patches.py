@@ -18,9 +18,10 @@ from transformers import AttentionInterface
 
 import skipstone
 from skipstone import LayerSkip, SelfSpeculative
-from skipstone.models.engines.eager import attention, linear
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.eager import attention
+from skipstone.engines.eager import linear
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import all_but

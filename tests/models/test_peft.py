@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.refusals import ADAPTERS
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but

@@ -17,13 +17,13 @@ from torch import nn
 
 import skipstone
 from skipstone import LayerSkip, SelfSpeculative, Speculative, Swift
-from skipstone.check.check import Judge
-from skipstone.loading import load_model
+from skipstone.lab.check.check import Judge
+from skipstone.engines.loading import load_model
 from skipstone.models import quantised as rooms
-from skipstone.models.engines.eager import linear
-from skipstone.models.engines.native import library
+from skipstone.engines.eager import linear
+from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import all_but

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import skipstone
 from skipstone.models import known_types, recognition
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from tests.helpers import families, support
 from tests.helpers.wrapped import WRAPPERS

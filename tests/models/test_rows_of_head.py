@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone.models.engines.choice import attach
-from skipstone.models.engines.native import library
-from skipstone.models.engines.native.weights import RECIPES
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.native import library
+from skipstone.engines.native.weights import RECIPES
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import llama
 

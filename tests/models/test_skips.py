@@ -20,8 +20,8 @@ from skipstone import Method, SelfSpeculative, Swift
 from skipstone.models import recognition
 from skipstone.models.derivation import derive, find_layers
 from skipstone.models.families import Family, text_config
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import all_but

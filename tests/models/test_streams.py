@@ -17,10 +17,10 @@ import skipstone
 from skipstone import AdaDecode, LayerSkip
 from skipstone.models import altup, recognition
 from skipstone.models.derivation import Underivable, _streams
-from skipstone.models.exits import layer_states
+from skipstone.engines.exits import layer_states
 from skipstone.models.families import text_ids
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.trace import Call
 from skipstone.train.layerskip.run import _shorten

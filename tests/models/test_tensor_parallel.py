@@ -22,11 +22,11 @@ from torch import Tensor
 import skipstone
 from skipstone import AdaDecode, Swift
 from skipstone.cli import main
-from skipstone.loading import load_model
+from skipstone.engines.loading import load_model
 from skipstone.methods import METHODS
 from skipstone.models import ranks, refusals
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.support import tokenizer

@@ -12,9 +12,9 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
-from skipstone.models.engines.native import library
-from skipstone.models.layered import LayeredModel
-from skipstone.models.torch_threads import OneThread
+from skipstone.engines.native import library
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.torch_threads import OneThread
 from tests.helpers import families
 
 

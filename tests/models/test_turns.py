@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import skipstone
-from skipstone.check.check import Checker, Scale
-from skipstone.models.turns import ModelLock, lock_of
+from skipstone.lab.check.check import Checker, Scale
+from skipstone.engines.turns import ModelLock, lock_of
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import in_turn

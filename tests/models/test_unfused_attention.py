@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from skipstone import Output
-from skipstone.models.engines.compiled import BACKEND_VARIABLE
-from skipstone.models.engines.eager import attention, linear
+from skipstone.engines.compiled import BACKEND_VARIABLE
+from skipstone.engines.eager import attention
+from skipstone.engines.eager import linear
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 

@@ -19,9 +19,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import skipstone
 from skipstone.methods.adadecode.heads import ExitHeads, heads_fitting, new_card, original_heads
-from skipstone.models.engines.native import library
+from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.weight_version import model_version
 from tests.helpers import families
 from tests.helpers.native import chain, text

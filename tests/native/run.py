@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from skipstone.models.engines.native import build, library
+from skipstone.engines.native import build
+from skipstone.engines.native import library
 
 DRIVER = Path(__file__).with_name("driver.cpp")
 DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.offline import batch
-from skipstone.offline.answering import Died
-from skipstone.offline.batch import AHEAD, Chosen, Loaded
-from skipstone.offline.journal import Journal, failed, journal_of
-from skipstone.offline.lines import Lines
+from skipstone.serving.batch_files import batch
+from skipstone.serving.batch_files.answering import Died
+from skipstone.serving.batch_files.batch import AHEAD, Chosen, Loaded
+from skipstone.serving.batch_files.journal import Journal, failed, journal_of
+from skipstone.serving.batch_files.lines import Lines
 from skipstone.serving.engine import Engine
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
 from tests.helpers.pairwise import all_but

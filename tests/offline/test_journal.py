@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from skipstone.offline import journal as journals
-from skipstone.offline.journal import Journal, expect_free, failed, journal_of, whole
-from skipstone.offline.lines import Lines
+from skipstone.serving.batch_files import journal as journals
+from skipstone.serving.batch_files.journal import Journal, expect_free, failed, journal_of, whole
+from skipstone.serving.batch_files.lines import Lines
 from tests.helpers.batches import greedy, read, request, write
 
 ABOUT = {"model": "nano", "weights": "abc", "method": None}

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-LIGHT = ["skipstone.offline.tries", "skipstone.serving.settings"]
+LIGHT = ["skipstone.serving.batch_files.tries", "skipstone.serving.settings"]
 HEAVY = ("torch", "transformers")
 
 
-@pytest.mark.parametrize("module", [*LIGHT, pytest.param("skipstone.offline.batch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", [*LIGHT, pytest.param("skipstone.serving.batch_files.batch", marks=pytest.mark.slow)])
 def test_no_torch_where_no_model_is(module: str) -> None:
     program = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()

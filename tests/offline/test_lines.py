@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.offline.lines import Lines
+from skipstone.serving.batch_files.lines import Lines
 from tests.helpers.batches import greedy, request, write
 
 GOOD = request("one", greedy("def a("))

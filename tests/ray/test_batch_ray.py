@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from skipstone.assets import DRAFTS
-from skipstone.offline import batch, cluster
-from skipstone.offline.batch import Chosen
-from skipstone.offline.cluster import DIED, Placing, Worker
-from skipstone.offline.journal import Journal, failed, journal_of
-from skipstone.offline.lines import Lines
+from skipstone.serving.batch_files import batch
+from skipstone.serving.batch_files import cluster
+from skipstone.serving.batch_files.batch import Chosen
+from skipstone.serving.batch_files.cluster import DIED, Placing, Worker
+from skipstone.serving.batch_files.journal import Journal, failed, journal_of
+from skipstone.serving.batch_files.lines import Lines
 from tests.helpers.batches import greedy, many, read, request, write
 from tests.helpers.commandline import assert_refused, run
 
@@ -100,8 +101,8 @@ def poisoned() -> type[Worker]:
 
     class Poisoned(Worker):
         def __init__(self, **given: Any) -> None:
-            from skipstone.offline import batch as alike
-            from skipstone.offline import cluster as here
+            from skipstone.serving.batch_files import batch as alike
+            from skipstone.serving.batch_files import cluster as here
 
             answered = here.answered
 

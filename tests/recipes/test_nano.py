@@ -16,7 +16,7 @@ import skipstone
 from skipstone import AdaDecode, LayeredModel
 from skipstone.assets import HEADS, NANO
 from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.timing import statistics
+from skipstone.lab.timing import statistics
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip.arguments import read
 

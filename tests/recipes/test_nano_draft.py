@@ -13,8 +13,8 @@ import torch
 import skipstone
 from skipstone import AdaSD, Method, Speculative
 from skipstone.assets import DRAFTS, NANO
-from skipstone.loading import vocabulary
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.loading import vocabulary
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.train import beside
 from skipstone.train.layerskip.arguments import read
 from tests.helpers.pairwise import all_but

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from skipstone import methods
-from skipstone.bench import plan as plans
+from skipstone.lab.bench import plan as plans
 from skipstone.decoding.settings import settings_of
-from skipstone.settings_files import mapping
+from skipstone.utils.settings_files import mapping
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "measure"
 PLANS = sorted(FOLDER.glob("*.yaml"))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
-from skipstone.search import search as layer_search
-from skipstone.search.search import Found, SearchSettings, Trial, search
+from skipstone.lab.search import search as layer_search
+from skipstone.lab.search.search import Found, SearchSettings, Trial, search
 from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt, silenced

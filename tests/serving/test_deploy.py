@@ -25,7 +25,7 @@ from typer.main import get_command
 import skipstone
 from skipstone.cli import app as program
 from skipstone.cli.serve import API_KEY
-from skipstone.files import CACHE
+from skipstone.utils.files import CACHE
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.guard import PUBLIC
@@ -107,7 +107,7 @@ def test_extras_and_pinned_versions_exist() -> None:
 def test_modules_that_are_run_exist() -> None:
     modules = re.findall(r"python -m (\S+) ?(--\S+)?", " ".join(rest("RUN")))
     ours = [(name, option) for name, option in modules if name.startswith("skipstone")]
-    assert ours == [("skipstone.models.engines.native.build", "--if-stale")]
+    assert ours == [("skipstone.engines.native.build", "--if-stale")]
     with pytest.raises(SystemExit) as left:
         importlib.import_module(ours[0][0]).main(["--help"])
     assert left.value.code == 0

@@ -13,7 +13,7 @@ import torch
 import skipstone
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.methods import resolve
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.answers import Answer
 from skipstone.serving.asking import Asking
 from skipstone.serving.details import MOST_BRANCHES, Details, details_of

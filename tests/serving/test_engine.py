@@ -17,8 +17,8 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.limits import MAX_BATCH_GROUPS
-from skipstone.models.layered import LayeredModel
+from skipstone.utils.limits import MAX_BATCH_GROUPS
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.engine import Engine, Steps, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
 from skipstone.serving.lanes import Lane

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipstone.hf.call import resolve_for
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving import grammar as grammar_module
 from skipstone.serving.asking import Asking
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Piece

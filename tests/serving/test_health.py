@@ -15,7 +15,7 @@ import skipstone
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.request import Request
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving import logs
 from skipstone.serving.app import make_app
 from skipstone.serving.engine import DIED, Engine, Steps, Told

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from skipstone.offline import batch
-from skipstone.offline.batch import Chosen, Loaded
-from skipstone.offline.lines import Lines
+from skipstone.serving.batch_files import batch
+from skipstone.serving.batch_files.batch import Chosen, Loaded
+from skipstone.serving.batch_files.lines import Lines
 from tests.helpers.batches import greedy, read, request, write
 from tests.helpers.served import InThread, caller, in_thread, refusal
 

@@ -19,8 +19,8 @@ from skipstone.cli.generate import generate as cli_generate
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
-from skipstone.offline.answering import answered
-from skipstone.offline.lines import Line
+from skipstone.serving.batch_files.answering import answered
+from skipstone.serving.batch_files.lines import Line
 from skipstone.serving.schemas import ChatBody, CompletionBody
 from skipstone.serving.server import Server
 from skipstone.serving.settings import Settings

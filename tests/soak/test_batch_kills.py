@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.offline.journal import journal_of
+from skipstone.serving.batch_files.journal import journal_of
 from tests.helpers.batches import many, read, write
 from tests.helpers.served import SLOW
 

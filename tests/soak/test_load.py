@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 import skipstone
-from skipstone.limits import METHOD_STATE_BYTES
+from skipstone.utils.limits import METHOD_STATE_BYTES
 from tests.helpers.served import Busy, Process, caller, goes_away, hear, p95, serving
 
 pytestmark = pytest.mark.soak

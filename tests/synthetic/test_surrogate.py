@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from skipstone.bench import journal
-from skipstone.bench.plan import read
-from skipstone.bench.report.report import calibrated, report
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.lab.bench import journal
+from skipstone.lab.bench.plan import read
+from skipstone.lab.bench.report.report import calibrated, report
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
-from skipstone.synthetic import surrogate
-from skipstone.synthetic.surrogate import run_surrogate
-from skipstone.timing.statistics import repeated_share
+from skipstone.lab.synthetic import surrogate
+from skipstone.lab.synthetic.surrogate import run_surrogate
+from skipstone.lab.timing.statistics import repeated_share
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 

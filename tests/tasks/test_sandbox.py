@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.tasks import sandbox
-from skipstone.tasks.sandbox import Limits, run
+from skipstone.lab.tasks import sandbox
+from skipstone.lab.tasks.sandbox import Limits, run
 
 MARK = f"mark-{os.getpid()}"  # at most 15 letters; another one for every worker of pytest
 NAMED = f"import ctypes, os\nctypes.CDLL(None).prctl(15, b'{MARK}')\n"

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from skipstone.tasks import sandbox, scores
+from skipstone.lab.tasks import sandbox
+from skipstone.lab.tasks import scores
 
 
 @pytest.mark.parametrize(

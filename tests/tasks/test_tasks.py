@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from skipstone.tasks import protocols
-from skipstone.tasks import sets as tasks
-from skipstone.tasks.sets import TASKS
-from skipstone.tasks.task import Task, prompt_of
+from skipstone.lab.tasks import protocols
+from skipstone.lab.tasks import sets as tasks
+from skipstone.lab.tasks.sets import TASKS
+from skipstone.lab.tasks.task import Task, prompt_of
 
 FOLDER = Path(__file__).parents[1] / "helpers" / "records"
 ANSWERS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from skipstone.decoding.costs import BatchCosts
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.models.engines.native import library
+from skipstone.methods.drafting.draft_model import DraftModel
+from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
-from skipstone.timing import costs
-from skipstone.timing.costs import Bench, Times, costs_of, measure
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.timing import costs
+from skipstone.lab.timing.costs import Bench, Times, costs_of, measure
 from tests.helpers import families
 
 ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="no native engine"))]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from skipstone.timing import machine
+from skipstone.lab.timing import machine
 from tests.helpers import families
 
 

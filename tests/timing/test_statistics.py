@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from skipstone.timing.statistics import BLOCKS, Estimate, pooled, predicted_speedup, rate, repeated_share
+from skipstone.lab.timing.statistics import BLOCKS, Estimate, pooled, predicted_speedup, rate, repeated_share
 
 
 def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> Estimate:

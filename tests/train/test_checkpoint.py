@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from skipstone.files import read_lines
+from skipstone.utils.files import read_lines
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.schedules import EarlyExitLoss

@@ -12,8 +12,8 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped, option
 
 if TYPE_CHECKING:
-    from skipstone.offline.batch import Chosen
-    from skipstone.offline.lines import Lines
+    from skipstone.serving.batch_files.batch import Chosen
+    from skipstone.serving.batch_files.lines import Lines
 
 SOME_FAILED = 3
 """The exit code where the output is whole, and some of its lines tell of an error."""
@@ -50,8 +50,8 @@ def batch(
     if not ray and (address is not None or actors is not None or cpus_per_actor != 1):
         raise ValueError("--address, --actors and --cpus-per-actor need --ray")
     asked = options.asked_method(method, speculative_config)
-    from skipstone.offline.journal import expect_free, whole
-    from skipstone.offline.lines import Lines
+    from skipstone.serving.batch_files.journal import expect_free, whole
+    from skipstone.serving.batch_files.lines import Lines
 
     expect_free(output, resume=resume)
     lines = Lines(requests)
@@ -59,7 +59,7 @@ def batch(
         options.check_model(model)
     options.check_values(asked)
     _expect_packages()
-    from skipstone.offline.batch import Chosen
+    from skipstone.serving.batch_files.batch import Chosen
 
     began = time.monotonic()
     if (failed := whole(output, lines)) is None:
@@ -74,7 +74,7 @@ def batch(
 
 def _expect_packages() -> None:
     """ImportError without what a server is made of, which answers here as well."""
-    from skipstone.extras import installed
+    from skipstone.utils.extras import installed
 
     for module in ("fastapi", "prometheus_client", "sse_starlette"):
         installed(module, f"a batch needs {module.replace('_', '-')}", "serve")
@@ -83,7 +83,7 @@ def _expect_packages() -> None:
 @contextmanager
 def _said_where_answers_are(output: Path) -> Iterator[None]:
     """Where a run is ended in its middle, where its answers are."""
-    from skipstone.offline.journal import journal_of
+    from skipstone.serving.batch_files.journal import journal_of
 
     try:
         yield
@@ -95,7 +95,8 @@ def _said_where_answers_are(output: Path) -> Iterator[None]:
 
 def _answer(chosen: "Chosen", output: Path, lines: "Lines", ray: tuple[str | None, int | None, int] | None) -> int:
     """Returns how many answers are errors. ray: the address, the actors and the CPUs of each; None for this process."""
-    from skipstone.offline import batch, cluster
+    from skipstone.serving.batch_files import batch
+    from skipstone.serving.batch_files import cluster
 
     if ray is not None:
         placing = cluster.Placing(*ray)

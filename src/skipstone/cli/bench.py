@@ -8,13 +8,13 @@ import typer
 
 from skipstone.cli import options, terminal
 from skipstone.cli.options import option
-from skipstone.files import write_whole
+from skipstone.utils.files import write_whole
 
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
 
 FORMATS, LAYOUTS = ("md", "csv", "json", "html"), ("own", "tasks", "layerskip", "swift", "adadecode", "adasd")
-"""Those of skipstone.bench.report, which would import torch."""
+"""Those of skipstone.lab.bench.report, which would import torch."""
 OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
 Methods = Annotated[
@@ -72,9 +72,9 @@ def run(
     options.one_of("--quantize", quantize, options.QUANTIZED)
     for model in models or ():
         options.check_model(model)
-    from skipstone.bench import plan as plans
-    from skipstone.bench.report.report import show
-    from skipstone.bench.run import run as measure
+    from skipstone.lab.bench import plan as plans
+    from skipstone.lab.bench.report.report import show
+    from skipstone.lab.bench.run import run as measure
 
     chosen = plans.read(plan, {**given, **({"data_dir": str(data_dir)} if data_dir is not None else {})})
     measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
@@ -110,9 +110,9 @@ def surrogate(
     for name, value, values in (("--dtype", dtype, options.DTYPES[1:]), ("--engine", engine, options.ENGINES)):
         options.one_of(name, value, values)
     options.one_of("--quantize", quantize, options.QUANTIZED)
-    from skipstone.bench import plan as plans
-    from skipstone.bench.report.report import show
-    from skipstone.synthetic.surrogate import parse, run_surrogate
+    from skipstone.lab.bench import plan as plans
+    from skipstone.lab.bench.report.report import show
+    from skipstone.lab.synthetic.surrogate import parse, run_surrogate
 
     wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
     default = ["hf-generate", "autoregressive"]
@@ -151,7 +151,7 @@ def report(
     options.one_of("--layout", layout, LAYOUTS)
     options.check_writable(out)
     _check_results(files)
-    from skipstone.bench.report import report as reports
+    from skipstone.lab.bench.report import report as reports
 
     if pictures is not None:
         if form is not None or out is not None or layout != "own":
@@ -176,7 +176,7 @@ def compare(
 ) -> None:
     """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
     _check_results([before, after])
-    from skipstone.bench.report import compare as comparing
+    from skipstone.lab.bench.report import compare as comparing
 
     changes = comparing.compare(before, after)
     print(comparing.table(changes, tolerance).markdown())
@@ -187,9 +187,9 @@ def compare(
 def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] | None, protocol: str | None) -> None:
     """ValueError or OSError for what is wrong with a plan whatever the model is."""
     from skipstone.cli import method_table
-    from skipstone.settings_files import mapping
-    from skipstone.tasks.protocols import PROTOCOLS
-    from skipstone.tasks.sets import named
+    from skipstone.utils.settings_files import mapping
+    from skipstone.lab.tasks.protocols import PROTOCOLS
+    from skipstone.lab.tasks.sets import named
 
     if plan is not None:
         mapping(plan)
@@ -202,7 +202,7 @@ def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] |
 
 def _check_results(files: list[Path]) -> None:
     """OSError or ValueError for what is no file of results."""
-    from skipstone.bench import journal
+    from skipstone.lab.bench import journal
 
     options.check_readable(*files)
     for file in files:

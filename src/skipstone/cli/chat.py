@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped
-from skipstone.files import write_whole
+from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
     from skipstone.cli.runs import Job, Run
@@ -65,8 +65,8 @@ def chat(
     from skipstone.hf.call import resolve_for
     from skipstone.hf.defaults import expect_usable_defaults
     from skipstone.hf.requests import generation_options
-    from skipstone.loading import BUNDLED
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.loading import BUNDLED
+    from skipstone.engines.model_runner import LayeredModel
     from skipstone.serving.conversation import Conversation
 
     decoding = generation_options(temperature=temperature, top_p=top_p)

@@ -11,7 +11,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.check.check import Finding
+    from skipstone.lab.check.check import Finding
 
 
 def check(
@@ -32,7 +32,7 @@ def check(
     debug: options.Debug = False,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
-    from skipstone.tasks.sets import named
+    from skipstone.lab.tasks.sets import named
 
     options.check_prompts(prompts)
     task = named("self" if prompts is None else str(prompts))
@@ -40,10 +40,10 @@ def check(
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
     asked = options.checked_method(model, method, speculative_config)
-    from skipstone.api import resolve_for
-    from skipstone.check.check import Checker, Scale
-    from skipstone.models.layered import LayeredModel
-    from skipstone.tasks.dialogue import Conversation, Reader
+    from skipstone.hf.api import resolve_for
+    from skipstone.lab.check.check import Checker, Scale
+    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.lab.tasks.dialogue import Conversation, Reader
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     chosen = resolve_for(loaded, asked)

@@ -10,7 +10,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.timing.costs import Kept
+    from skipstone.lab.timing.costs import Kept
 
 
 def costs(
@@ -31,10 +31,10 @@ def costs(
     kept."""
     for name in (model, *(draft_model or ())):
         options.check_model(name)
-    from skipstone.loading import BUNDLED
-    from skipstone.methods.shared.draft_model import draft_model_for
-    from skipstone.models.layered import LayeredModel
-    from skipstone.timing.costs import BATCHES, costs_of
+    from skipstone.engines.loading import BUNDLED
+    from skipstone.methods.drafting.draft_model import draft_model_for
+    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.lab.timing.costs import BATCHES, costs_of
 
     loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     layered = LayeredModel(loaded)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from skipstone.cli import options, terminal
-from skipstone.files import write_whole
+from skipstone.utils.files import write_whole
 
 CODE = '''import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def demo(
     import torch
     from rich.console import Console
 
-    from skipstone.api import resolve_for
+    from skipstone.hf.api import resolve_for
     from skipstone.cli import runs
     from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side

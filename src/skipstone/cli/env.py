@@ -26,9 +26,9 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
-    from skipstone.models.engines.engine import QUANTIZED
-    from skipstone.models.engines.native import library
-    from skipstone.timing.machine import cpu, versions
+    from skipstone.engines.engine import QUANTIZED
+    from skipstone.engines.native import library
+    from skipstone.lab.timing.machine import cpu, versions
 
     try:
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)

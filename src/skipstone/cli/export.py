@@ -8,12 +8,12 @@ import typer
 
 from skipstone.cli import options
 from skipstone.cli.options import option
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:
     from skipstone.export.layers import Kept
 
-BUNDLED = "skipstone-nano"  # as in skipstone.loading, which would import torch
+BUNDLED = "skipstone-nano"  # as in skipstone.engines.loading, which would import torch
 FORMATS = ("draft", "gguf")
 TYPES = ("F32", "F16", "BF16")  # those of skipstone.export.gguf.file, which would import torch
 RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, of skipstone.export.gguf.vocabulary
@@ -77,8 +77,8 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
     """The model, in the dtype that it is stored in by default, and its tokenizer."""
     import torch
 
-    from skipstone.loading import load_model, load_tokenizer
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.loading import load_model, load_tokenizer
+    from skipstone.engines.model_runner import LayeredModel
 
     place = _place(name)
     loaded = load_model(place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))

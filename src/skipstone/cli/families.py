@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from skipstone.cli import terminal
-from skipstone.settings_files import did_you_mean
+from skipstone.utils.settings_files import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
 SUPPORT = ("tested", "derived", "refused")
@@ -59,7 +59,7 @@ def described() -> list[dict[str, str]]:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from skipstone.models.engines.native.weights import RECIPES
+    from skipstone.engines.native.weights import RECIPES
     from skipstone.models.known_types import REFUSED, TESTED, TESTED_AROUND_TEXT, UNCOMPILED
 
     rows: list[dict[str, str]] = []

@@ -73,11 +73,11 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     names += ("generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
-    from skipstone.api import resolve_for
+    from skipstone.hf.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
     from skipstone.hf.defaults import expect_usable_defaults
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.model_runner import LayeredModel
 
     if flags.tp_plan is None:
         expect_usable_defaults(LayeredModel(loaded), tokenizer)
@@ -147,11 +147,11 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     """The prompt as token ids, and the decoding options as fields of GenerationConfig: what is not given is the model's own."""
     import torch
 
-    from skipstone.api import token_ids
+    from skipstone.hf.api import token_ids
     from skipstone.cli.runs import Job
     from skipstone.hf.requests import generation_options
-    from skipstone.loading import bos_prefix
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.loading import bos_prefix
+    from skipstone.engines.model_runner import LayeredModel
 
     ids = token_ids([{"role": "user", "content": text}] if flags.chat else text, tokenizer)
     if not ids:

@@ -13,7 +13,7 @@ from skipstone.cli.options import option
 
 if TYPE_CHECKING:
     from skipstone.control.record import Decided
-    from skipstone.lens.lens import HeadLens, Lens
+    from skipstone.lab.inspect.lens import HeadLens, Lens
 
 
 def inspect(
@@ -41,10 +41,10 @@ def inspect(
     options.check_model(model)
     import torch
 
-    from skipstone.lens.lens import look, save, through
-    from skipstone.loading import BUNDLED
+    from skipstone.lab.inspect.lens import look, save, through
+    from skipstone.engines.loading import BUNDLED
     from skipstone.methods.adadecode.heads import load_heads
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.model_runner import LayeredModel
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
@@ -81,7 +81,7 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     from itertools import groupby
 
     from skipstone.control.record import replayed
-    from skipstone.lens.decisions import save
+    from skipstone.lab.inspect.decisions import save
 
     found = list(replayed(path))
     if out is not None:
@@ -133,7 +133,7 @@ def _durations(found: "list[Decided]") -> str:
 
 def computed_by(loaded: Any) -> dict[str, str | None]:
     """What a model is computed in, where and by what."""
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.model_runner import LayeredModel
 
     engine, dtype = LayeredModel(loaded).engine, str(loaded.dtype).removeprefix("torch.")
     return {"dtype": dtype, "device": str(loaded.device), "engine": engine.name, "quantize": engine.quantize}

@@ -12,7 +12,7 @@ import typer
 from skipstone.cli import terminal
 from skipstone.decoding import method_text
 from skipstone.decoding.method_text import Known, MethodMissing
-from skipstone.settings_files import did_you_mean
+from skipstone.utils.settings_files import did_you_mean
 
 CONFIG = "config.json"  # what every folder and repository of a model has
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -169,7 +169,7 @@ def check_model(name: str | None) -> None:
     """OSError where there is no model of this name: the mistake is told before torch is imported."""
     if name is None:
         return
-    from skipstone.fetching import fetch, hub_name
+    from skipstone.models.fetching import fetch, hub_name
     from skipstone.models.gguf import expect_gguf
 
     path = Path(name).expanduser()
@@ -230,7 +230,7 @@ def load(
     """The model, and its tokenizer. generation_config, override_generation_config: as in `replace_defaults`."""
     import torch
 
-    from skipstone import loading
+    from skipstone.engines import loading
 
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     elsewhere = any(options.get(name) is not None for name in ("device_map", "tp_plan"))
@@ -288,7 +288,7 @@ RayAddress = Annotated[
 def texts_or_bundled(texts: list[str] | None, files: list[Path] | None = None) -> list[str]:
     """The texts of --prompt or of the files of --prompts, or every fifth bundled one. ValueError where both are given, and for
     an empty text."""
-    from skipstone.tasks.sets import named
+    from skipstone.lab.tasks.sets import named
 
     if texts and files:
         raise ValueError("give either --prompt or --prompts, found both")
@@ -305,7 +305,7 @@ def ids_of(texts: list[str], tokenizer: Any) -> list[Any]:
     """The token ids of texts, [T] int64 each."""
     import torch
 
-    from skipstone.api import token_ids
+    from skipstone.hf.api import token_ids
 
     return [torch.tensor(token_ids(text, tokenizer), dtype=torch.int64, device="cpu") for text in texts]
 

@@ -29,12 +29,12 @@ def push(
     path = path.expanduser()
     if not path.exists():
         raise FileNotFoundError(2, "no such file or folder", str(path))
-    from skipstone.fetching import expect_repository
+    from skipstone.models.fetching import expect_repository
 
     expect_repository(repo_id)
-    from skipstone.hub.parcel import parcel_of
-    from skipstone.hub.push import card_of
-    from skipstone.hub.push import push as upload
+    from skipstone.export.hub.parcel import parcel_of
+    from skipstone.export.hub.push import card_of
+    from skipstone.export.hub.push import push as upload
 
     if dry_run:
         parcel = parcel_of(path)

@@ -10,11 +10,11 @@ import typer
 
 from skipstone.cli import options
 from skipstone.cli.options import option
-from skipstone.extras import installed
-from skipstone.files import write_whole
+from skipstone.utils.extras import installed
+from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from skipstone.search.search import Found, Trial
+    from skipstone.lab.search.search import Found, Trial
 
 
 def search(
@@ -46,9 +46,9 @@ def search(
         installed("matplotlib.figure", "pictures need matplotlib")
     asked = options.texts_or_bundled(prompt, prompts)
     options.check_model(model)
-    from skipstone.loading import BUNDLED
-    from skipstone.methods.shared.layer_sets import save_profile
-    from skipstone.search import search as searching
+    from skipstone.engines.loading import BUNDLED
+    from skipstone.methods.drafting.layer_sets import save_profile
+    from skipstone.lab.search import search as searching
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     texts = options.ids_of(asked, tokenizer)

@@ -117,7 +117,7 @@ def _least_and_most(replicas: int | None, least: int | None, most: int | None) -
 
 def _expect_packages() -> None:
     """ImportError without what a server is made of."""
-    from skipstone.extras import installed
+    from skipstone.utils.extras import installed
 
     for module in ("uvicorn", "fastapi", "sse_starlette"):
         installed(module, f"a server needs {module.replace('_', '-')}", "serve")
@@ -133,7 +133,7 @@ def _replicate(
 ) -> None:
     """Replicas on Ray Serve, until somebody ends them. numbers: --replicas, --min-replicas, --max-replicas. share: CPUs and
     GPUs of each, the model, the address of a cluster."""
-    from skipstone.extras import installed
+    from skipstone.utils.extras import installed
 
     least, most = _least_and_most(*numbers)
     if place[1] == 0:

@@ -22,7 +22,7 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
 FRAME = 1 / 15  # seconds between two pictures of the demo

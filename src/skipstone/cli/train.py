@@ -10,7 +10,7 @@ import typer
 
 from skipstone.cli import options
 from skipstone.cli.options import grouped, option
-from skipstone.settings_files import mapping
+from skipstone.utils.settings_files import mapping
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
 DRY = "Before a run"  # heading of the flags of an estimate

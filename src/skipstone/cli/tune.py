@@ -11,7 +11,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.search.tune import Tuned
+    from skipstone.lab.search.tune import Tuned
 
 
 def tune(
@@ -39,11 +39,11 @@ def tune(
         options.asked_method(one)
     asked = options.texts_or_bundled(prompt, prompts)
     options.check_model(model)
-    from skipstone.loading import BUNDLED
+    from skipstone.engines.loading import BUNDLED
     from skipstone.methods import resolve
     from skipstone.methods.auto.memory import remember
-    from skipstone.models.layered import LayeredModel
-    from skipstone.search import tune as tuning
+    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.lab.search import tune as tuning
 
     more = [resolve(one) for one in method or ()]
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)

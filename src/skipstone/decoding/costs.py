@@ -1,4 +1,4 @@
-"""What decoding costs on one machine, and the speed that follows from it: a table that `skipstone.timing.costs` measures.
+"""What decoding costs on one machine, and the speed that follows from it: a table that `skipstone.lab.timing.costs` measures.
 
 A step with k drafts takes k c_d + V(k + 1) + o seconds and brings M tokens: c_d is what a draft step costs, V(n) what scoring n
 tokens of every row costs, and o is what the rest of the step costs. All figures are seconds of the whole batch.

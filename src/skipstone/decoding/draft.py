@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.models import host
-from skipstone.models.frontier import Frontier
+from skipstone.engines import host
+from skipstone.engines.partial_forward import Frontier
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.models.picks import NO_TOKEN, likeliest
-from skipstone.models.torch_threads import OneThread
+from skipstone.engines.picks import NO_TOKEN, likeliest
+from skipstone.engines.torch_threads import OneThread
 
 BROKEN = (
     "the model's logits are not finite, NaN or all minus infinity: its weights may not be, or it overflows its dtype; load it "

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 
 class _AcceptsAliases(type):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.noise import DRAFT, PLACE, TARGET, Chances, Noise, substream
-from skipstone.models import host, picks
-from skipstone.models.engines.engine import EngineDraw, Warps
-from skipstone.models.frontier import Frontier
-from skipstone.models.host import on_device
+from skipstone.engines import host
+from skipstone.engines import picks
+from skipstone.engines.engine import EngineDraw, Warps
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.host import on_device
 from skipstone.models.torch_defaults import stable_defaults
 
 Processor = Callable[[Tensor, Tensor], Tensor]

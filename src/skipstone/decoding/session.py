@@ -12,9 +12,9 @@ from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.decoding.session_view import SessionView
-from skipstone.models.host import on_device
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 
 Stores = list[tuple[LayeredModel, KVStore]]
 """Keys and values, each with the model that they are of."""

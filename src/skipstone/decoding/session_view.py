@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from skipstone.decoding.sampling import Sampler
-from skipstone.models.frontier import Frontier
-from skipstone.models.host import on_device
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 
 
 class SessionView:

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:  # the command line reads settings before it imports torch
-    from skipstone.models.layered import LayeredModel
+    from skipstone.engines.model_runner import LayeredModel
 
 RejectionRule = Literal["standard", "coupled"]
 

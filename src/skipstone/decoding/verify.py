@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.decoding.noise import ACCEPT, TARGET, Chances, Noise, substream
-from skipstone.models import host
+from skipstone.engines import host
 
 CACHED = 2**17  # entries of distributions that a CPU works on at once where it has a choice
 Probability = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from skipstone.assets import NANO
 from skipstone.export.layers import Kept
-from skipstone.files import hidden_folder, publish, write_json
-from skipstone.loading import BUNDLED, COMMIT, EXPORT, load_model
+from skipstone.utils.files import hidden_folder, publish, write_json
+from skipstone.engines.loading import BUNDLED, COMMIT, EXPORT, load_model
 from skipstone.models.derivation import close
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from skipstone.models.passes import Pass, SkipSet
 

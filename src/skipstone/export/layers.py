@@ -11,10 +11,10 @@ from skipstone.methods import MethodLike, resolve
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.shared.layer_sets import Space, load_profile
+from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.swift.swift import Swift
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 MOST_DRAFTS = 6  # drafts a step for a method that says nothing of them

@@ -22,7 +22,7 @@ from skipstone.decoding.stop_strings import StopStrings
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.layered import LayeredModel, unwrapped
+from skipstone.engines.model_runner import LayeredModel, unwrapped
 
 ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),

@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone.hf.fields import FIELDS
 from skipstone.hf.requests import build_request
-from skipstone.loading import KEPT_DEFAULTS, config_of
+from skipstone.engines.loading import KEPT_DEFAULTS, config_of
 from skipstone.models.generation_config import refuse_wrong_types
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 OVERRIDE = "--override-generation-config"
 """The option of the command line that changes single fields."""

@@ -17,10 +17,10 @@ from skipstone.hf import generation
 from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
-from skipstone.models.engines.choice import attach
-from skipstone.models.engines.eager.patches import take_off
-from skipstone.models.layered import LayeredModel, unwrapped
-from skipstone.models.turns import lock_of
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.eager.patches import take_off
+from skipstone.engines.model_runner import LayeredModel, unwrapped
+from skipstone.engines.turns import lock_of
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 

@@ -19,7 +19,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.hf.call import Call
 from skipstone.hf.requests import requests
 from skipstone.models.finite import first_not_finite
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 SLOWER = 0.95  # speed-ups below this are warned about
 FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about

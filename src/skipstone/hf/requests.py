@@ -17,7 +17,7 @@ from skipstone.decoding.sampling import Sampling
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes, prepare_call
 from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.ranks import Ranks
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.method import Method
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

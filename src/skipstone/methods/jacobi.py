@@ -21,10 +21,10 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.lookups import tokens_of_prompt
-from skipstone.models.engines.engine import Survival
-from skipstone.models.host import on_device
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.lookups import tokens_of_prompt
+from skipstone.engines.engine import Survival
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
-from skipstone.methods.shared.chain import Chain, ChainDrafter
-from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.models.frontier import Frontier
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.lookups import LookupDrafter, RowDraft, tokens_of_prompt
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, tokens_of_prompt
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
-from skipstone.methods.shared.predictions import Prediction
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
+from skipstone.methods.drafting.predictions import Prediction
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel
 
 Place = Literal["recent", "first"]
 

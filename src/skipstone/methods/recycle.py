@@ -23,11 +23,11 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared import states
-from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel
-from skipstone.models.picks import NO_TOKEN
+from skipstone.methods.drafting import states
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.picks import NO_TOKEN
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""

@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.settings import layer_numbers, setting
-from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.fewer_bits import check_draft_quantize
-from skipstone.methods.shared.layer_sets import Space, load_profile
-from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.methods.shared.skipping import SkippingDrafter
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.fewer_bits import check_draft_quantize
+from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 

@@ -16,9 +16,9 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.engines.model_runner import LayeredModel
 
 Schedule = Literal["constant", "heuristic", "confidence"]
 MORE = 2  # draft tokens that the heuristic schedule adds after a draft that was accepted whole

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"

@@ -12,7 +12,7 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 
-from skipstone.files import cache_place, digest, write_cache
+from skipstone.utils.files import cache_place, digest, write_cache
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
 from skipstone.models.finite import refuse_not_finite, refuse_overflow

@@ -15,8 +15,8 @@ import torch
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
-from skipstone.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
-from skipstone.models.layered import LayeredModel
+from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
 from skipstone.serving.lanes import Lane, length_of, row_bytes
 from skipstone.serving.reading import Reading

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.extras import installed
-from skipstone.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
+from skipstone.utils.extras import installed
+from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
 from skipstone.serving.finite_values import has_finite_value
 
 LONGEST, DEEPEST = 1 << 16, 32

@@ -11,12 +11,12 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import FAILED, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
-from skipstone.timing.machine import store_of_one_token
+from skipstone.lab.timing.machine import store_of_one_token
 
 ROW_BYTES: Memo[tuple[int, int]] = Memo()
 """Of a model: bytes of the keys and values of one token in all its layers, and bytes of a row's recurrent states."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from skipstone.control.state import PLAIN
 from skipstone.decoding.draft import Step
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 from skipstone.serving.answers import Choice
 from skipstone.serving.watch import Record
 

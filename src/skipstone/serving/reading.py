@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
-from skipstone.models.torch_threads import OneThread
+from skipstone.engines.torch_threads import OneThread
 from skipstone.serving.jobs import Likely
 from skipstone.serving.lanes import likely_of
 

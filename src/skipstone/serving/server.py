@@ -12,7 +12,7 @@ from weakref import WeakSet
 from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
 from skipstone.hf.defaults import expect_usable_defaults
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
 from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from weakref import WeakSet
 
-from skipstone.limits import UNREAD_BYTES
+from skipstone.utils.limits import UNREAD_BYTES
 from skipstone.serving.jobs import CANCELLED, Ended, Event, Job, Piece, joined
 
 TOO_SLOW = "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"

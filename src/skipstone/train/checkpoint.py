@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from skipstone import files
+from skipstone.utils import files
 
 MANIFEST = "manifest.json"  # file in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file
 _PREFIX = "checkpoint-"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from skipstone import AdaSD, Autoregressive
-from skipstone.bench.peers.hf import DraftAlone
-from skipstone.bench.plan import line_up
-from skipstone.bench.report import report
-from skipstone.bench.report.charts import along, by_threshold, matrix
-from skipstone.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, rates, tallies
-from skipstone.timing.measure import Skipstone, growth, measure, options_for
+from skipstone.lab.bench.peers.hf import DraftAlone
+from skipstone.lab.bench.plan import line_up
+from skipstone.lab.bench.report import report
+from skipstone.lab.bench.report.charts import along, by_threshold, matrix
+from skipstone.lab.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, rates, tallies
+from skipstone.lab.timing.measure import Skipstone, growth, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.bench.report import compare
+from skipstone.lab.bench.report import compare
 from tests.helpers.results import lines, written
 
 

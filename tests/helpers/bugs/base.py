@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from skipstone.decoding.session import Session
 from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 
 def broken(drafter: type[LayerSkipDrafter] = LayerSkipDrafter, session: type[Session] = Session) -> LayerSkip:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipstone.decoding.draft import Draft
 from skipstone.methods.layerskip import LayerSkipDrafter
-from skipstone.models.engines.engine import Survival
+from skipstone.engines.engine import Survival
 from tests.helpers.bugs.base import broken
 
 

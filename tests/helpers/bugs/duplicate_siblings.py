@@ -6,7 +6,7 @@ import torch
 
 from skipstone.decoding.draft import Draft
 from skipstone.methods.layerskip import LayerSkipDrafter
-from skipstone.models.engines.engine import Survival
+from skipstone.engines.engine import Survival
 from tests.helpers.bugs.base import broken
 
 

@@ -18,9 +18,9 @@ from skipstone.decoding.request import Request
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeDrafter, Sweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card
-from skipstone.models.engines.native import library
-from skipstone.models.frontier import Frontier
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.native import library
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, proves
 from tests.helpers.machine import llama, prompt, running

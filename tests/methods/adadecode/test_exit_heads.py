@@ -14,7 +14,7 @@ import skipstone
 from skipstone import AdaDecode, ExitHeads
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt
 
 

@@ -35,7 +35,7 @@ from skipstone.decoding.request import Request
 from skipstone.methods import resolve
 from skipstone.methods.auto import drafters
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import truncated
 from tests.helpers.machine import llama, near, prompt, start

@@ -14,8 +14,8 @@ from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
 from skipstone.methods.auto.mind import Mind
 from skipstone.methods.auto.texts import progress
-from skipstone.methods.shared.confidence import SurvivalRule
-from skipstone.models.engines.engine import Survival
+from skipstone.methods.drafting.confidence import SurvivalRule
+from skipstone.engines.engine import Survival
 
 MOST, FIXED = 8, 0.02
 

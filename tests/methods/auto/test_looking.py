@@ -15,7 +15,7 @@ from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NE
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt, start
 
 

@@ -15,7 +15,7 @@ from skipstone import LayerSkip, PromptLookup
 from skipstone.control.state import PLAIN, PROBE
 from skipstone.decoding.request import Request
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt, start
 
 PREPARING = 50.0

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from skipstone import Swift
-from skipstone.methods.shared.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
+from skipstone.methods.drafting.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers.machine import llama
 

@@ -18,12 +18,12 @@ from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.request import Request
-from skipstone.methods.shared.hindsight import states_behind
-from skipstone.methods.shared.layer_sets import load_profile, save_profile
+from skipstone.methods.drafting.hindsight import states_behind
+from skipstone.methods.drafting.layer_sets import load_profile, save_profile
 from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt, running, silenced

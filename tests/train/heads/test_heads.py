@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
-from skipstone.files import LineFile
+from skipstone.utils.files import LineFile
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import Answer

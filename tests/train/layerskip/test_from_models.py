@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import skipstone
-from skipstone import api
+from skipstone.hf import api
 from skipstone.methods import LayerSkip
 from skipstone.train.data.tokenizer import train_bpe
 from skipstone.train.layerskip.objective import Objective

@@ -14,8 +14,8 @@ import torch
 import yaml
 
 import skipstone
-from skipstone import api
-from skipstone.files import read_lines
+from skipstone.hf import api
+from skipstone.utils.files import read_lines
 from skipstone.methods import LayerSkip
 from skipstone.train.layerskip import run as running
 from skipstone.train.layerskip.metrics import Progress, curves, draw

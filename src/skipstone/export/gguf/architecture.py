@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 from skipstone.models.families import kinds
 
 NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth layer, whatever the file says

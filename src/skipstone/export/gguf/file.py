@@ -12,9 +12,9 @@ from skipstone.export.draft import cut
 from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
 from skipstone.export.gguf.vocabulary import Vocabulary
 from skipstone.export.layers import Kept
-from skipstone.extras import installed
-from skipstone.files import hidden_folder, publish
-from skipstone.models.layered import LayeredModel
+from skipstone.utils.extras import installed
+from skipstone.utils.files import hidden_folder, publish
+from skipstone.engines.model_runner import LayeredModel
 
 TYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Types that matrices may be stored in, and bytes of a number. Vectors stay float32."""

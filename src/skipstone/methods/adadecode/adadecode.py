@@ -24,13 +24,13 @@ from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.tallies import Tallies
-from skipstone.methods.shared import states
-from skipstone.methods.shared.chain import Chain
-from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.models.engines.engine import Survival
-from skipstone.models.frontier import Frontier
-from skipstone.models.host import on_device
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting import states
+from skipstone.methods.drafting.chain import Chain
+from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.engines.engine import Survival
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

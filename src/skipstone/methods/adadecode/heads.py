@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.assets import HEADS
-from skipstone.fetching import fetch, hub_name
-from skipstone.files import hidden_folder, install, write_json
-from skipstone.models.layered import LayeredModel
+from skipstone.models.fetching import fetch, hub_name
+from skipstone.utils.files import hidden_folder, install, write_json
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.models.weight_version import model_version
-from skipstone.settings_files import Part, read_json
+from skipstone.utils.settings_files import Part, read_json
 
 VERSION = 1  # of the format of a card
 WEIGHTS = "exit_heads.safetensors"

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from skipstone.decoding.draft import RowVerdict
-from skipstone.limits import SMALL_STATE_BYTES
+from skipstone.utils.limits import SMALL_STATE_BYTES
 
 
 @dataclass

@@ -30,11 +30,11 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
-from skipstone.methods.shared import states
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
-from skipstone.models.engines.engine import Survival
+from skipstone.methods.drafting import states
+from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.engines.engine import Survival
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 MAX_WINDOW = 20
 """Most drafts a step with the generation threshold (appendix A)."""

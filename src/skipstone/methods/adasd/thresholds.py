@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
-from skipstone.limits import SMALL_STATE_BYTES
+from skipstone.utils.limits import SMALL_STATE_BYTES
 
 MEANS = tuple(f"{what}_{of}" for what in ("entropy", "distance") for of in ("accepted", "rejected", "threshold"))
 """Names of the means that a report has."""

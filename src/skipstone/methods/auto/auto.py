@@ -32,12 +32,12 @@ from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_stat
 from skipstone.methods.auto.texts import Texts, progress, ranks
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
-from skipstone.methods.shared import states
-from skipstone.methods.shared.draft_model import DraftModelDrafter
-from skipstone.models.engines.engine import Survival
-from skipstone.models.host import on_device
-from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.methods.drafting import states
+from skipstone.methods.drafting.draft_model import DraftModelDrafter
+from skipstone.engines.engine import Survival
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
 
 LEAST_FOR_LOOKING = 1.0
 """Plain steps that may still be lost, below which nothing is looked up and nothing kept: these take time in every step, and of

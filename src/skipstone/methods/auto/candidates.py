@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from skipstone.decoding.method import Method
-from skipstone.files import digest
+from skipstone.utils.files import digest
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import bundled_name_for
 from skipstone.methods.auto.drafters import MOST_DRAFTS, WHOLE_STEP, Candidate, LayersDrafter, SearchingDrafter, share_of
@@ -14,11 +14,11 @@ from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.shared.draft_model import DraftModelDrafter
+from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
-from skipstone.models.engines.choice import missing_room_for_copy
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.choose_engine import missing_room_for_copy
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 Made = dict[str, Candidate]

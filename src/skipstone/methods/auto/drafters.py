@@ -9,11 +9,11 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import Drafter, layers_used
 from skipstone.methods.adadecode.heads import ExitHeads
-from skipstone.methods.shared.chain import Chain, ChainDrafter
-from skipstone.methods.shared.hindsight import states_behind
+from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.swift.optimisation import Optimisation
-from skipstone.models.frontier import Frontier
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 MOST_DRAFTS = 25

@@ -12,9 +12,9 @@ from typing import Any
 from skipstone.control import learning
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
-from skipstone.fetching import fetch, hub_name
-from skipstone.files import cache_place, digest, write_json
-from skipstone.models.layered import LayeredModel
+from skipstone.models.fetching import fetch, hub_name
+from skipstone.utils.files import cache_place, digest, write_json
+from skipstone.engines.model_runner import LayeredModel
 
 VERSION = 6
 """Of the file."""

@@ -12,7 +12,7 @@ from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
 from skipstone.control.state import Drafter as Known
-from skipstone.limits import SMALL_STATE_BYTES
+from skipstone.utils.limits import SMALL_STATE_BYTES
 from skipstone.methods.auto.drafters import Candidate
 from skipstone.methods.recycle import Kept
 

@@ -3,11 +3,11 @@
 from collections import deque
 from typing import Any
 
-from skipstone.limits import SMALL_STATE_BYTES
-from skipstone.methods.shared.layer_sets import LayerMask, Objective, Space
+from skipstone.utils.limits import SMALL_STATE_BYTES
+from skipstone.methods.drafting.layer_sets import LayerMask, Objective, Space
 from skipstone.methods.swift.search import SEARCHES, Search
 from skipstone.methods.swift.settings import SwiftSettings
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 HISTORY = 500

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.methods.shared.layer_sets import LayerMask, Objective, Space
+from skipstone.methods.drafting.layer_sets import LayerMask, Objective, Space
 
 
 @dataclass

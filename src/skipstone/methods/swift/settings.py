@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.layer_sets import Space, load_profile
-from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)

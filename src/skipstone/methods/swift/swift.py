@@ -23,15 +23,15 @@ from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter, Requirements, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.methods.shared import states
-from skipstone.methods.shared.hindsight import states_behind
-from skipstone.methods.shared.layer_sets import LayerMask, load_profile, save_profile
-from skipstone.methods.shared.skipping import SkippingDrafter
+from skipstone.methods.drafting import states
+from skipstone.methods.drafting.hindsight import states_behind
+from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
+from skipstone.methods.drafting.skipping import SkippingDrafter
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
-from skipstone.models.engines.engine import Survival
-from skipstone.models.layered import LayeredModel, unwrapped
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import LayeredModel, unwrapped
 
 Window = deque[tuple[int, Tensor]]
 

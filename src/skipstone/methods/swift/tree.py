@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.models import host
+from skipstone.engines import host
 
 CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))  # (confidence, tokens that a place offers above it, the chain's among them)
 RANKS = 10  # tokens that a place of no more confidence offers

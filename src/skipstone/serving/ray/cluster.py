@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skipstone.assets import NANO
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 
 NEED = "--ray needs Ray Serve"
 PATIENCE = 5.0

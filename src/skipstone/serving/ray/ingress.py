@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 from skipstone.serving.guard import Guard
 from skipstone.serving.ray.cluster import NEED
 from skipstone.serving.ray.front import Front, Full, Lost

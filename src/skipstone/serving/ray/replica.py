@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Message
 from transformers.utils import logging as transformers_logging
 
-from skipstone.models.engines.native.threads import VARIABLE
+from skipstone.engines.native.threads import VARIABLE
 from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 
 CONSISTENT = installed("ray.serve.experimental.consistent_hash_router", "routing needs Ray Serve", "ray").ConsistentHashRouter
 """Ray's router that keeps a session on one replica, by a ring of hashes."""

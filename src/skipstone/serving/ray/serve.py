@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.extras import installed
+from skipstone.utils.extras import installed
 from skipstone.serving.ray.cluster import NEED, Share, check_room, connect, reason
 from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
 from skipstone.serving.settings import Settings

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from skipstone.files import digest, file_digest, first_folder, write_json
-from skipstone.loading import bos_prefix
-from skipstone.settings_files import Part
+from skipstone.utils.files import digest, file_digest, first_folder, write_json
+from skipstone.engines.loading import bos_prefix
+from skipstone.utils.settings_files import Part
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 
 BATCH = 256  # documents that are tokenised in one call

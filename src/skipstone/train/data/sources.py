@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from skipstone.records import OnHub, Placed, decoded, json_lines, value
-from skipstone.settings_files import Part
+from skipstone.utils.records import OnHub, Placed, decoded, json_lines, value
+from skipstone.utils.settings_files import Part
 
 STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
 

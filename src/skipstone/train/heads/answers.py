@@ -27,15 +27,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from skipstone import api
+from skipstone.hf import api
 from skipstone.decoding.method import Method
-from skipstone.files import LineFile, digest, install, read_lines
+from skipstone.utils.files import LineFile, digest, install, read_lines
 from skipstone.methods import resolve
-from skipstone.models.exits import watched
+from skipstone.engines.exits import watched
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.host import left_padded
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.host import left_padded
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.train import Say
 from skipstone.train.heads.prompts import Asked
 from skipstone.train.heads.recipe import Answers

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from skipstone import api
-from skipstone.records import json_lines
+from skipstone.hf import api
+from skipstone.utils.records import json_lines
 from skipstone.train.data.sources import HubDataset, JsonLines, Records, Script, TextFiles, resolve
 
 USER = "user"  # the role whose turns are answered

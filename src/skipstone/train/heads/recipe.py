@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from skipstone.methods.adadecode.heads import Kind
-from skipstone.settings_files import Part, first_fault, mapping
+from skipstone.utils.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import from_folder
 from skipstone.train.heads.prompts import Prompts
 

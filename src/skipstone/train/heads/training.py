@@ -26,10 +26,10 @@ from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from skipstone.files import digest
-from skipstone.loading import BUNDLED, COMMIT, load, usable
+from skipstone.utils.files import digest
+from skipstone.engines.loading import BUNDLED, COMMIT, load, usable
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Answer, Features

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from transformers import TrainingArguments
 
-from skipstone.settings_files import Part, first_fault, mapping
+from skipstone.utils.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe, renamed_exits

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from skipstone.loading import load_tokenizer
+from skipstone.engines.loading import load_tokenizer
 from skipstone.train import beside
 from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, read
 from skipstone.train.layerskip.run import config_from

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from skipstone.files import json_line, write_whole
-from skipstone.models.exits import ExitTally, watched
+from skipstone.utils.files import json_line, write_whole
+from skipstone.engines.exits import ExitTally, watched
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK

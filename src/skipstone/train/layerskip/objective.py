@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from skipstone.models.engines.eager.patches import is_plain
+from skipstone.engines.eager.patches import is_plain
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded

@@ -15,15 +15,15 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skipstone.files import digest, whole_folder, write_json
+from skipstone.utils.files import digest, whole_folder, write_json
 from skipstone.hf.defaults import saved_field
-from skipstone.loading import load_model, load_tokenizer
+from skipstone.engines.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
-from skipstone.methods.shared.shortlist import read_ids
+from skipstone.methods.drafting.shortlist import read_ids
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.layered import LayeredModel
+from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split

@@ -1,0 +1,430 @@
+"""The engine that compiles transformers' decoder layers: with torch.compile, at few shapes, one graph for all layers of a kind.
+
+A pass is padded to the next shape of few: rows and tokens of a row to powers of two, keys and values to a power of two of
+slots. What fills it up is invalid: it writes to the trash slot, and masks hide it. So the graphs are few and known beforehand,
+and no text compiles another one once its shapes have been met (`warm_up`).
+
+On CUDA a pass over layers is one CUDA graph: what the host does for a layer takes longer than what the device does for it. A
+CUDA graph knows addresses, so that stores are lent buffers that stay where they are, and get others when they grow.
+
+Embeddings, masks, the final norm and the LM head are the eager engine's, and so are whole passes: those of more than COLUMNS
+tokens a row or over some rows only (prompts), the first ones over a new store, which lay its buffers out, layers of which a
+sublayer is skipped, and all passes outside of inference mode.
+"""
+
+import copy
+import os
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipstone.engines.buffers import identity
+from skipstone.engines.eager import attention
+from skipstone.engines.eager import linear
+from skipstone.engines.eager.eager import EagerEngine
+from skipstone.engines.eager.patches import changed
+from skipstone.models.facts import Facts
+from skipstone.engines.kv_cache import KVStore
+from skipstone.models.packed import is_packed
+from skipstone.models.passes import Pass, Reach, SkipSet, Tree
+from skipstone.models.torch_defaults import with_stable_defaults
+
+BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
+"""The environment variable that names torch.compile's backend, "inductor" unless it is set. "eager" and "aot_eager" compile
+nothing: they are for tests of the graphs."""
+COLUMNS = 64  # most tokens of a row in a compiled pass
+LEAST_SLOTS = 128  # slots of a row that a graph reads at least
+MOST_RECORDED = 1024  # CUDA graphs of an engine: layers that are skipped now here, now there are met in ever new stretches
+
+Shape = tuple[int, int, int]
+"""Of a graph: rows, tokens of a row, slots of a row."""
+Region = Callable[..., Tensor]
+"""`_layer`, compiled for layers of one kind at one shape."""
+
+
+def why_not(model: Any, facts: Facts) -> str | None:
+    """Why the layers of a model cannot be compiled as they are, in one sentence; None where nothing speaks against it."""
+    if is_packed(model):
+        return "its weights were given up to the native engine"
+    if facts.spread is not None:
+        return f"its weights are {facts.spread}"
+    if facts.family.recurrent:
+        return "some of its layers keep states without positions, which its graphs do not"
+    if facts.family.per_layer_inputs or facts.family.shares or facts.family.streams > 1:
+        return "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
+    if facts.family.own_masks or facts.family.asks_length or facts.family.alibi:
+        return "its layers mask or count by themselves, or add position biases, which its graphs do not do"
+    for name, module in model.named_modules():
+        if changed(module):
+            return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
+    return None
+
+
+def tier(count: int, least: int = 1) -> int:
+    """The smallest power of two that is not less than `count` and `least`."""
+    return 1 << (max(count, least) - 1).bit_length()
+
+
+@dataclass(eq=False)
+class Graphs:
+    """What torch.compile calls with every graph. It knows nothing of a model, since torch keeps it for good.
+
+    backend: the name of what lowers a graph. cuda: passes are CUDA graphs. count: graphs so far. seconds: that they took.
+    """
+
+    backend: str
+    cuda: bool
+    count: int = 0
+    seconds: float = 0.0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend  # importing it takes a second
+
+        self.count += 1
+        return lookup_backend(self.backend)(graph, inputs)
+
+
+class Slots:
+    """Stands for a transformers cache in a graph. keys, values: [R, kv_heads, slots + 1, head_dim], buffers of a layer, the
+    trash last. rows: [R, 1], slots: [R, n], where the pass writes."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self.keys, self.values, self.rows, self.slots = keys, values, rows, slots
+
+    def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write [R, heads, n, dim] and return all slots but the trash, [R, heads, slots, dim]."""
+        return self._write(self.keys, key), self._write(self.values, value)
+
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        buffer[self.rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
+        return buffer[:, :, :-1].to(new.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class Buffers:
+    """Keys and values of all layers that are lent to one store after the other. None: of a layer that no store has run yet."""
+
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+
+
+@dataclass(eq=False, slots=True)
+class Fed:
+    """What a stretch of layers is fed in one pass. phases: by what gives them."""
+
+    hidden: Tensor
+    at: Pass
+    phases: dict[Any, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """All that is read of it."""
+        at, found = self.at, [self.hidden]
+        for one in (at.positions, at.slots, at.valid, *(_parts(at.tree) if at.tree else ()), *self.phases.values()):
+            found += one if isinstance(one, tuple) else [] if one is None else [one]
+        return found
+
+    def copied(self) -> "Fed":
+        """The same in memory of its own."""
+        at, tree = self.at, self.at.tree
+        if tree is not None:
+            tree = Tree(*map(_plain, _parts(tree)))
+        phases = {key: tuple(map(_plain, one)) if isinstance(one, tuple) else _plain(one) for key, one in self.phases.items()}
+        own = replace(at, positions=_plain(at.positions), slots=_plain(at.slots), valid=_plain(at.valid), tree=tree, _masks={})
+        return Fed(_plain(self.hidden), own, phases)
+
+
+@dataclass(eq=False, slots=True)
+class Recorded:
+    """A CUDA graph. fed: what it reads. result: what it writes. weights: where those of its layers were."""
+
+    graph: Any
+    fed: Fed
+    result: Tensor
+    weights: list[int]
+
+
+def _layer(layer: nn.Module, hidden: Tensor, given: Any, places: tuple[Tensor, Tensor], buffers: Any, call: Any) -> Tensor:
+    """What is compiled: one layer over [R, n, d]. given: what it is given of the pass, by name. places: rows [R, 1] and slots
+    [R, n] that it writes. buffers: keys and values. call: (name of the argument for the cache, fixed arguments)."""
+    cache = {call[0]: Slots(buffers[0], buffers[1], *places)}
+    output = layer(hidden, **given, **cache, **dict(call[1]))
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+class CompiledEngine(EagerEngine):
+    """A model on compiled layers. graphs: what was compiled so far. kinds of layers differ in their modules or in plain
+    attributes of these; layers of one kind share every graph."""
+
+    name = "compiled"
+
+    def __init__(self, model: Any, facts: Facts) -> None:
+        """ValueError for a model with hooks, or without weights of its own."""
+        if (reason := why_not(model, facts)) is not None:
+            raise ValueError(f"engine='compiled' cannot run this model: {reason}; take engine='auto' or 'eager'")
+        super().__init__(model, facts)
+        self.graphs = Graphs(os.environ.get(BACKEND_VARIABLE) or "inductor", facts.device.type == "cuda")
+        self._device, self._depth, self._positions = facts.device, len(facts.layers), facts.max_positions
+        self._parts = [part for layer in facts.layers for part in layer.modules()]
+        self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
+        config = self.config
+        if self._attentions:  # all layers share one config whose attention is ours
+            config = copy.copy(config)
+            config._attn_implementation = attention.NAME
+        self._twins = [_twin(layer, config) for layer in facts.layers]
+        names = [_kind(twin) for twin in self._twins]
+        self._kinds = [names.index(name) for name in names]
+        self._regions: dict[tuple[int, Shape], Region] = {}
+        self._call = self.family.cache_argument, tuple(self._fixed.items())
+        self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
+        self._lent: weakref.WeakKeyDictionary[KVStore, tuple[Any, Buffers, Any]] = weakref.WeakKeyDictionary()
+        self._spare: dict[Any, list[Buffers]] = {}
+        self._recorded: dict[Any, Recorded | None] = {}  # None: what has run once, and is recorded the next time
+        self._memory: Any = None  # that all CUDA graphs share: they run one after the other
+        self._refused: str | None = None  # why no CUDA graph can be recorded, as CUDA says
+        self.preparations = 0
+        self._plainly = self.detail
+        self._tell()
+
+    def holds(self, version: int | None) -> bool:
+        """Whether no hooks were added since, and the plain attributes are those that were compiled."""
+        super().holds(version)
+        same = all(attributes.get(name) == value for attributes, name, value in self._plain)
+        return same and not any(map(changed, self._parts))
+
+    @with_stable_defaults
+    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+        """As in `Engine`."""
+        known = all(store.keys[index] is not None for index in layers)
+        whole = at.rows == slice(0, store.rows) and at.shape[1] <= COLUMNS
+        if not (known and whole and torch.is_inference_mode_enabled()):
+            return super().run(hidden, at, store, layers, skip)
+        self._lay_out(store, layers)
+        padded = _padded(at, store)
+        for part, full in _stretches(layers, skip):
+            hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
+        return hidden
+
+    @with_stable_defaults
+    def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
+        """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
+        with torch.inference_mode():
+            size = LEAST_SLOTS
+            while size <= tier(slots, LEAST_SLOTS):
+                store = KVStore(rows, self._depth, size, kv_dtype)
+                store.reserve(size)
+                for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
+                    count = min(width, self._positions)
+                    places = torch.arange(count, device=self._device, dtype=torch.int64).expand(rows, -1)
+                    at = Pass(places, places, None, slice(0, rows), count, 0)
+                    self.run(self.embed(torch.zeros_like(places), places), at, store, range(self._depth))
+                size *= 2
+        return self.detail
+
+    def _lay_out(self, store: KVStore, layers: range) -> None:
+        """Give the buffers of some layers the shape that graphs take."""
+        slots, rows = tier(store.capacity, LEAST_SLOTS), tier(store.rows)
+        if store.capacity != slots:
+            store.resize(slots)
+        if self.graphs.cuda:
+            self._lend(store, layers, rows)
+            return
+        for buffers in (store.keys, store.values):
+            for index in layers:
+                buffer = buffers[index]
+                if buffer is not None and buffer.shape[0] != rows:
+                    buffers[index] = F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, rows - buffer.shape[0]))
+
+    def _lend(self, store: KVStore, layers: range, rows: int) -> None:
+        """Move what a store has of some layers to buffers that stay where they are, from one store to the next."""
+        shape = rows, store.capacity, store.dtype
+        lent = self._lent.get(store)
+        if lent is None or lent[0] != shape:
+            if lent is not None:
+                lent[2]()  # the store has grown out of them
+            spare = self._spare.setdefault(shape, [])
+            own = spare.pop() if spare else Buffers([None] * self._depth, [None] * self._depth)
+            back = weakref.finalize(store, spare.append, own)
+            back.atexit = False
+            lent = self._lent[store] = shape, own, back
+        for mine, theirs in ((lent[1].keys, store.keys), (lent[1].values, store.values)):
+            for index in layers:
+                buffer, new = mine[index], theirs[index]
+                if new is None or new is buffer:
+                    continue
+                if buffer is None:
+                    buffer = mine[index] = new.new_zeros((rows, *new.shape[1:]))
+                buffer[: len(new)] = new
+                theirs[index] = buffer
+
+    def _run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range) -> Tensor:
+        """Layers of which nothing is skipped. hidden: [b, n, d]. at: the pass, padded. Returns [b, n, d]."""
+        (rows, width), (full_rows, full_width) = hidden.shape[:2], at.shape
+        hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
+        rotary = self.family.rotary
+        phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
+        fed = Fed(hidden, at, phases)
+        hidden = self._replayed(fed, store, layers) if hidden.is_cuda else self._through(fed, store, layers)
+        return hidden[:rows, :width]
+
+    def _replayed(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+        """`_through` as a CUDA graph, from the third time on that such a pass is met over the same buffers: what comes first
+        compiles, and the second one is recorded."""
+        shapes = tuple(one.shape for one in fed.tensors())
+        key = layers, shapes, fed.at.extent, fed.at.valid is None, self._lent[store][1]
+        if key not in self._recorded or self._refused:
+            if len(self._recorded) < MOST_RECORDED and not self._refused:
+                self._recorded.setdefault(key)
+                self.preparations += 1
+            return self._through(fed, store, layers)
+        recorded, weights = self._recorded[key], [identity(weight) for weight in self._weights]
+        if recorded is None or recorded.weights != weights:
+            self.preparations += 1
+            try:
+                recorded = self._recorded[key] = self._record(fed.copied(), store, layers, weights)
+            except RuntimeError as error:
+                self._refused = str(error).strip().split("\n", 1)[0]
+                self._tell()
+                return self._through(fed, store, layers)
+        else:
+            for mine, theirs in zip(recorded.fed.tensors(), fed.tensors(), strict=True):
+                mine.copy_(theirs)
+        recorded.graph.replay()
+        return recorded.result.clone()  # the next replay writes over it
+
+    def _record(self, fed: Fed, store: KVStore, layers: range, weights: list[int]) -> Recorded:
+        """A CUDA graph of `_through`, which has not run yet. RuntimeError where the device would have to be waited for."""
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = self._through(fed, store, layers)
+        return Recorded(graph, fed, result, weights)
+
+    def _through(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+        """Layers one by one, [R, n, d]."""
+        at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
+        places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
+        masks: dict[tuple[Reach, int], Tensor] = {}
+        for index in layers:
+            region = self._region(self._kinds[index], (*at.shape, at.extent))
+            given, key = self._given(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
+            if key not in masks:
+                masks[key] = _plain(given["attention_mask"])
+            given["attention_mask"] = masks[key]
+            buffers = store.keys[index], store.values[index]
+            hidden = self._timed(region, self._twins[index], hidden, given, places, buffers, self._call)
+        return hidden
+
+    def _region(self, kind: int, shape: Shape) -> Region:
+        region = self._regions.get((kind, shape))
+        if region is None:
+            # torch keeps graphs by their code: with code of its own every region has one, which goes when the engine goes
+            own = FunctionType(_layer.__code__.replace(), _layer.__globals__)
+            region = torch.compile(own, fullgraph=True, dynamic=False, backend=self.graphs)
+            self._regions[kind, shape] = region
+        return region
+
+    def _timed(self, region: Region, *given: Any) -> Tensor:
+        """A region's result. ValueError for a layer that torch.compile does not take in one graph."""
+        before, began = self.graphs.count, time.perf_counter()
+        try:
+            result = region(*given)
+        except RuntimeError as error:
+            if not type(error).__module__.startswith("torch._"):
+                raise
+            reason = str(error).strip().split("\n", 1)[0]
+            raise ValueError(
+                f"engine='compiled' cannot run this model: torch.compile says {reason!r}; take engine='auto' or 'eager'"
+            ) from error
+        if self.graphs.count != before:
+            self.preparations += 1
+            self.graphs.seconds += time.perf_counter() - began
+            self._tell()
+        return result
+
+    def _tell(self) -> None:
+        """Bring `detail` up to date."""
+        graphs = self.graphs
+        told = f"{graphs.count} graphs of {len(set(self._kinds))} kinds of layers in {graphs.seconds:.1f} s"
+        refused = f", without CUDA graphs ({self._refused})" if self._refused else ""
+        self.detail = f"{self._plainly}, layers compiled by {graphs.backend}: {told}{refused}"
+
+
+def _twin(module: nn.Module, config: Any) -> Any:
+    """A module with the same parameters, but without what was put on it. It has a config of ours where it has one, and linear
+    layers of ours where these are faster."""
+    twin = copy.copy(module)
+    twin.__dict__.pop("forward", None)
+    twin._forward_hooks = OrderedDict()  # transformers' own, which only listen: others are refused
+    if "config" in twin.__dict__:
+        twin.__dict__["config"] = config
+    twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
+    if linear.is_faster_transposed(twin):
+        twin.__class__ = linear.Transposed
+    return twin
+
+
+def _kind(layer: nn.Module) -> str:
+    """What layers have to have in common to be the same graph: their modules, shapes and plain attributes."""
+    plain = [
+        (path, *one) for path, module in layer.named_modules() for one in _plain_attributes(module) if one[0] != "layer_idx"
+    ]
+    shapes = [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()]
+    return repr((layer, plain, shapes))
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
+
+
+def _stretches(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, bool]]:
+    """Neighbouring layers, and whether they run in full."""
+    skipped = skip.attention | skip.mlp if skip else frozenset()
+    start = layers.start
+    for index in layers:
+        if index + 1 == layers.stop or (index in skipped) != (index + 1 in skipped):
+            yield range(start, index + 1), index not in skipped
+            start = index + 1
+
+
+def _padded(at: Pass, store: KVStore) -> Pass:
+    """A pass at the shape of a graph: its further entries are invalid, and it reads all slots that the store has."""
+    rows, width = at.shape
+    more = (0, tier(width) - width, 0, tier(rows) - rows)
+    valid = at.valid
+    if any(more):
+        valid = F.pad(torch.ones_like(at.positions, dtype=torch.bool) if valid is None else valid, more)
+    slots = F.pad(at.slots, more)
+    if valid is not None:
+        slots = torch.where(valid, slots, store.trash)
+    tree = at.tree and _padded_tree(at.tree, more[1], more[3])
+    whole = slice(0, tier(rows))
+    return Pass(_plain(F.pad(at.positions, more)), _plain(slots), valid, whole, store.capacity, None, tree)
+
+
+def _plain(tensor: Tensor | None) -> Any:
+    """A copy that is laid out as its shape says: a graph is for one layout, and a view of one row may have any."""
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _padded_tree(tree: Tree, columns: int, rows: int) -> Tree:
+    nodes = tier(tree.ancestors.shape[2]) - tree.ancestors.shape[2]  # that no token descends from
+    return replace(
+        tree,
+        base=F.pad(tree.base, (0, rows)),
+        ancestors=F.pad(tree.ancestors, (0, nodes, 0, columns, 0, rows)),
+        column_positions=F.pad(tree.column_positions, (0, nodes, 0, rows)),
+        seen=None if tree.seen is None else F.pad(tree.seen, (0, rows)),
+    )
+
+
+def _parts(tree: Tree) -> list[Any]:
+    return [getattr(tree, field.name) for field in fields(tree)]

@@ -1,0 +1,253 @@
+"""The engine that calls transformers' own modules, layer by layer. `EagerEngine.run` is the only caller of the layers."""
+
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from skipstone.engines import host
+from skipstone.engines import picks
+from skipstone.engines.eager import linear
+from skipstone.engines.eager import patches
+from skipstone.engines.engine import ChainEnd, ChainStart, Warps
+from skipstone.engines.rotary import RotaryTables
+from skipstone.models.facts import Facts
+from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
+from skipstone.engines.kv_cache import KVStore, SharedView
+from skipstone.models.packed import is_packed
+from skipstone.models.passes import MaskForm, Pass, SkipSet
+from skipstone.models.torch_defaults import with_stable_defaults
+from skipstone.models.weight_version import Values
+
+_NOTHING = SkipSet()
+
+
+class EagerEngine:
+    """Runs the modules of a model, with what `patches` puts on them. It runs every model that skipstone decodes at all."""
+
+    name = "eager"
+    row_exact = False
+    chains = False
+    draws = False
+    own_threads = False
+    preparations = 0
+    quantize: str | None = None
+    version: int | None = None
+
+    def __init__(self, model: Any, facts: Facts) -> None:
+        self.dtype: torch.dtype = facts.dtype
+        slow = ", slow: its weights are unpacked whenever they are read" if is_packed(model) else ""
+        self.detail = f"transformers' own modules, {facts.dtype}, {facts.places}{slow}"
+        self._home = facts.device
+        self.family, self.config, self.decoder, self.head = facts.family, text_config(model), facts.decoder, facts.head
+        self.layers, self.reaches = facts.layers, facts.reaches
+        self._type = type(model).__name__
+        self._fixed = dict(facts.family.arguments)
+        self._rotary = RotaryTables(facts.decoder, facts.max_positions)
+        sdpa = self.config._attn_implementation == "sdpa"
+        own = sdpa and self.family.attention_interface
+        mixers: list[nn.Module] = [getattr(layer, self.family.mixer(index)) for index, layer in enumerate(self.layers)]
+        attentions = [one for index, one in enumerate(mixers) if not self.family.recurs(index)]
+        self._recurrent = [(index, one) for index, one in enumerate(mixers) if self.family.recurs(index)]
+        self._attentions = attentions if own else []
+        masking = self.family.own_masks
+        self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
+        # query heads per key/value head, of every layer whose attention packs them
+        self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
+        added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
+        self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
+        self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
+        self._running = patches.Running()
+        patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
+        self._patch()
+
+    def holds(self, version: int | None) -> bool:
+        """Always: the modules are the model's own."""
+        self._rotary.hold()
+        return True
+
+    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
+        """As in `Engine`: there is nothing to compile."""
+        return self.detail
+
+    @with_stable_defaults
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
+        return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
+
+    @with_stable_defaults
+    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
+
+        skip: sublayers that add nothing to the residual stream in this pass.
+        """
+        if self._recurrent and (skip or at.tree is not None):
+            raise ValueError(f"the recurrent states of this {self._type} go along chains that all layers of a pass run")
+        if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
+            rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
+            return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
+        hidden, beside = self.family.parts(hidden, self.config)
+        view = store.view(at, self.family.asks_length)
+        cache: dict[str, Any] = {self.family.cache_argument: view}
+        if self.family.shares:
+            cache[SHARED] = SharedView(view, dict(self.family.shares), self.dtype)
+        # layers without both sublayers hand on their input, unless a norm or a scale follows the sum (OPT-350m), or others read
+        # their keys and values
+        changing = self.family.post_norm or self.family.shares
+        absent = skip.attention & skip.mlp if skip and not changing else frozenset()
+        rotary = self.family.rotary
+        phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
+        running = self._patched(skip)
+        try:
+            running.thread = get_ident()
+            for index in layers:
+                if index not in absent:
+                    given = self._given(index, at, phases[rotary[index]])
+                    if beside:
+                        given[PER_LAYER] = beside[index]
+                    output = self.layers[index](hidden, **given, **cache, **self._fixed)
+                    hidden = output[0] if isinstance(output, (tuple, list)) else output
+        finally:
+            running.thread = None
+        hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
+        return torch.cat([hidden, *beside], -1) if beside else hidden
+
+    @with_stable_defaults
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        return self.family.finish(self.decoder, hidden).to(self._home)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """As in `Engine`."""
+        return picks.likeliest(self.project(self.normed(hidden)))
+
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """As in `Engine`."""
+        return picks.largest(logits, count)
+
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Never asked for: `chains` is False."""
+        raise NotImplementedError
+
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
+        """Never asked for: `draws` is False."""
+        raise NotImplementedError
+
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+        """Never asked for: `chains` is False."""
+        raise NotImplementedError("transformers' modules are called one by one")
+
+    @with_stable_defaults
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """As in `Engine`."""
+        rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
+        running = self._patched()
+        try:
+            running.thread = get_ident()
+            if rows is None:
+                scores = (self.head if head is None else head)(normed)
+            else:
+                states = normed.to(rows.weight.device)
+                scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
+        finally:
+            running.thread = None
+        logits = self.family.scored(scores.to(self._home), self.config).float()
+        return logits if shortlist is None or rows is not None else logits[..., shortlist]
+
+    def _rows_of_head(self, shortlist: Tensor) -> nn.Linear | None:
+        """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to
+        know that they are the first ones, its own. None where the head is no plain matrix, or does more than to multiply by it.
+        """
+        if not patches.is_plain(self.head):
+            return None
+        weight, bias = self.head.weight, self.head.bias
+        parts = [weight] if bias is None else [weight, bias]
+        known = self._shortlists.get(shortlist)
+        if known is None or not known[0].are_in(parts):
+            ids = shortlist.to(weight.device)
+            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
+            known = self._shortlists[shortlist] = Values(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
+        return known[1]
+
+    def _patched(self, skip: SkipSet | None = None) -> patches.Running:
+        """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
+        running = self._running
+        if running.passing:
+            raise RuntimeError(
+                f"this {self._type} is in the middle of a pass: what a pass calls, such as a hook, cannot start another one"
+            )
+        if not running.on:
+            self._patch()
+        if skip and not running.skippable:
+            self._patch_sublayers()
+        running.skip = skip or _NOTHING
+        return running
+
+    def _patch(self) -> None:
+        """Put on what every pass wants."""
+        patches.put_on([*self.layers, self.head], self._attentions, self._running)
+        patches.open_masks(self._masking, self._running)
+        for index, sublayer in self._recurrent:
+            patches.cover(sublayer, patches.Recurrent, self._running, index)
+
+    def _patch_sublayers(self) -> None:
+        """Put on what passes with a skip set want."""
+        family, read = self.family, dict(self.family.shares).values()
+        for index, layer in enumerate(self.layers):
+            for name, returns in zip((family.attention, *family.mlp), family.returns[index], strict=True):
+                if name == family.attention:
+                    part = "read" if index in read else "attention"
+                else:
+                    part = "before" if name in family.inner else "mlp"
+                patches.cover(getattr(layer, name), patches.Skippable, self._running, part, index, returns, family.summed)
+        self._running.skippable = True
+
+    def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
+        """What a layer is given of a pass. phases: its rotary ones."""
+        given: dict[str, Any] = {}
+        for name in self.family.takes:
+            if name == "attention_mask":
+                masked = not self.family.recurs(index)  # recurrent layers are given no token that does not count
+                given[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
+            elif name == "position_ids":
+                given[name] = at.positions
+            else:
+                given[name] = phases
+        if self.family.alibi is not None:
+            given[self.family.alibi] = self._biases(at)
+        return given
+
+    def _biases(self, at: Pass) -> Tensor:
+        """ALiBi: every head's slope times a key's position, [b * heads, 1, extent] for BLOOM's alibi, [heads, 1, extent] for
+        MPT's position_bias."""
+        assert self._slopes is not None
+        biases = self._slopes[:, None, None] * at.slot_positions()[:, None, None].float()  # [b or 1, heads, 1, extent]
+        if self.family.alibi == "position_bias":
+            return biases[0].to(self.dtype)
+        return biases.expand(at.shape[0], -1, -1, -1).flatten(0, 1).to(self.dtype)
+
+    def _phases(self, source: Rotary | None, hidden: Tensor, at: Pass) -> Any:
+        """cos and sin of the pass's positions, [b, n, rotary_dim] each, or one complex tensor; None for a layer without."""
+        if source is None:
+            return None
+        table = self._rotary.table(source, at.extent, hidden)
+        if at.first_slot is not None and at.tree is None:
+            span = slice(at.first_slot, at.first_slot + at.shape[1])
+            phases = [part[None, span] for part in table]
+        else:
+            phases = [part[at.positions] for part in table]
+        return tuple(phases) if len(phases) > 1 else phases[0]
+
+
+@torch.no_grad()
+def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
+    """Some outputs of a linear layer as a layer. weight: [V, d']. bias: [V]. which: of V."""
+    rows = weight[which]  # [S, d']
+    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
+    made.weight = nn.Parameter(rows, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias[which], requires_grad=False)  # [S]
+    return made

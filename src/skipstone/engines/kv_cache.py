@@ -1,0 +1,192 @@
+"""Keys and values addressed by position.
+
+Every layer has one preallocated buffer for keys and one for values, [rows, kv_heads, capacity + 1, head_dim]. Slots [0, length)
+of a row hold its committed tokens, each in the slot of its position. Slots from `length` on are scratch: the tokens of a chain
+draft lie in the slots of their positions, the nodes of a tree one after the other. The last slot is the trash: invalid entries
+are written there and never read. To roll back is to lower a length.
+
+Buffers have the dtype that keys and values are computed in, or bfloat16: each number is rounded to the nearest one, ties to
+even, when it is written, and attention reads the rounded ones, those of its own token too.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipstone.engines.host import across, on_device
+from skipstone.models.passes import Pass
+from skipstone.engines.recurrent_states import Call, Span, Trails, spans
+
+
+class KVStore:
+    """Buffers of every layer and the length of every row.
+
+    rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. dtype: of the buffers,
+    None for what is computed in. length: committed tokens of every row. capacity: slots a row has now, the trash not counted.
+    Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit. engine_view: what an
+    engine has derived from the buffers (their addresses); None again as soon as there are others. trails: of layers whose
+    states have no positions.
+    """
+
+    def __init__(self, rows: int, layers: int, limit: int, dtype: torch.dtype | None = None) -> None:
+        self.rows, self.layers, self.limit, self.dtype = rows, layers, limit, dtype
+        self.length = [0] * rows
+        self.capacity = 0
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.engine_view: Any = None
+        self.trails = Trails()
+
+    @property
+    def trash(self) -> int:
+        """The slot that invalid entries write to."""
+        return self.capacity
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row. ValueError beyond the limit that the store was made for."""
+        if slots <= self.capacity:
+            return
+        if slots > self.limit:
+            raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
+        self.resize(self.capacity_for(slots))
+
+    def capacity_for(self, slots: int) -> int:
+        """Slots a row that there are once `slots` of them, the limit at most, were asked for."""
+        if slots <= self.capacity:
+            return self.capacity
+        return min(self.limit, max(64, 1 << (slots - 1).bit_length()))
+
+    def resize(self, capacity: int) -> None:
+        """Make room for exactly so many slots a row, more than it has now, whatever the limit."""
+        self.capacity = capacity
+        self.engine_view = None
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                if old is not None:
+                    new = old.new_zeros((*old.shape[:2], self.capacity + 1, old.shape[3]))
+                    new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+                    buffers[layer] = new
+
+    def view(self, at: Pass, asks_length: bool = False) -> "PassView":
+        """What the layers of one pass write to and read from, in the place of a transformers cache. asks_length: as in
+        `Family`."""
+        return CountlessView(self, at) if asks_length else PassView(self, at)
+
+    def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
+        """Copy slots of a row, to lay the accepted path of a tree out as a chain.
+
+        Keys hold their rotary phases already, so a slot may be any token's.
+        """
+        pairs = [(src, dst) for src, dst in zip(source, target, strict=True) if src != dst]
+        held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
+        if not pairs or not held:
+            return
+        slots = list(zip(*pairs, strict=True))
+        places = {device: on_device(slots, device) for device in {buffer.device for buffer in held}}
+        for buffer in held:
+            src, dst = places[buffer.device]
+            buffer[row, :, dst] = buffer[row, :, src]
+
+    def clear(self, row: int) -> None:
+        """Zero what is behind the committed tokens of a row. NaN there would spoil what attends to the row later: a masked
+        weight of 0 times NaN is NaN."""
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                buffer[row, :, self.length[row] :].zero_()
+
+    def bytes(self) -> int:
+        """Memory held by all buffers."""
+        return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
+
+    def check(self, reference: "KVStore", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
+        """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
+        that the reference has in a layer."""
+        length = self.length[row]
+        assert reference.length[reference_row] >= length, "the reference is shorter than the row"
+        for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
+            for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if a is None or b is None:
+                    assert a is b, f"layer {layer} has {kind} on one side only"
+                    continue
+                found, expected = a[row, :, :length], b[reference_row, :, :length]
+                error = (found - expected).abs().max().item() if length else 0.0
+                scale = expected.abs().max().item() if length else 1.0
+                assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
+        self.trails.check(reference.trails, row, reference_row, length, tolerance)
+
+
+class PassView:
+    """Duck type of a transformers cache for the layer calls of one pass."""
+
+    def __init__(self, store: KVStore, at: Pass) -> None:
+        self.store, self.at = store, at
+        self.slots = at.slots
+        if at.valid is not None:
+            self.slots = torch.where(at.valid, at.slots, store.trash)
+        self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}  # (rows [b, 1], slots [b, n]) by device
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write [b, heads, n, dim] to the pass's slots and return all that may be attended to, [b, heads, extent, dim]."""
+        store = self.store
+        return self._write(store.keys, key, layer_idx), self._write(store.values, value, layer_idx)
+
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All that may be attended to of a layer that was run in this pass or before, [b, heads, extent, dim] each."""
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        assert keys is not None, "a layer whose keys others read is run before them"
+        assert values is not None
+        return keys[self.at.rows, :, : self.at.extent], values[self.at.rows, :, : self.at.extent]
+
+    def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = buffers[layer]
+        if buffer is None:
+            shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
+            buffer = buffers[layer] = new.new_zeros(shape, dtype=self.store.dtype)  # zeros, as what masks hide must be finite
+        rows, first = self.at.rows, self.at.first_slot
+        if first is not None:
+            buffer[rows, :, first : first + new.shape[2]] = new
+        else:
+            row_index, slots = self._indices(new.device)
+            buffer[row_index, :, slots] = new.transpose(1, 2).to(buffer.dtype)
+        return buffer[rows, :, : self.at.extent].to(new.dtype)
+
+    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where to write on the device of a layer, brought there once a pass."""
+        if device not in self._index:
+            rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device, dtype=torch.int64)[:, None]
+            self._index[device] = rows, across(self.slots, device)
+        return self._index[device]
+
+    @cached_property
+    def _spans(self) -> list[Span]:
+        return spans(self.at)
+
+    def recur(self, layer: int, hidden: Tensor, call: Call) -> Tensor:
+        """What a sublayer with a recurrent state gives for its input [b, n, d]. call: its own forward."""
+        return self.store.trails.run(layer, hidden, self._spans, self.store.length, call)
+
+
+class SharedView:
+    """What layers that share keys and values read and write in the place of transformers' dictionary: the store has them."""
+
+    def __init__(self, view: PassView, sources: dict[str, int], dtype: torch.dtype) -> None:
+        self._view, self._sources, self._dtype = view, sources, dtype
+
+    def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer that others of a type read, [b, heads, extent, dim] each."""
+        keys, values = self._view.seen(self._sources[kind])
+        return keys.to(self._dtype), values.to(self._dtype)
+
+    def __setitem__(self, kind: str, states: tuple[Tensor, Tensor]) -> None:
+        """Nothing: they were written to the store."""
+
+
+class CountlessView(PassView):
+    """The same for layers that ask for the length of their cache without a need."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """0, always: rows may have different lengths."""
+        return 0

@@ -1,0 +1,389 @@
+"""Models and tokenizers from folders and from the hub, complete or not at all."""
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from textwrap import shorten
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.hub import cached_file
+
+from skipstone.assets import NANO
+from skipstone.utils.extras import installed
+from skipstone.models.fetching import commit_of, hub_name, refused
+from skipstone.models import gguf, torch_defaults
+from skipstone.models.checkpoints import auto_class, expect_fit
+from skipstone.engines.choose_engine import Setup, attach
+from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
+from skipstone.engines.host import out_of_memory
+from skipstone.models.known_types import REFUSED
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.quantised import expect_loadable
+from skipstone.models.ranks import cannot_share
+from skipstone.models.refusals import refuse_sizes
+
+BUNDLED = "skipstone-nano"
+COMMIT = "_commit_hash"
+"""Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
+EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
+LONGEST_CAUSE = 200
+"""Characters that are told of a library's message."""
+OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights as safetensors"
+OF_CONFIG = "correct it, or fetch it again"
+OF_TOKENIZER = "fetch its tokenizer.json and tokenizer_config.json again"
+"""What to do about files that cannot be loaded."""
+KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
+"""Generation defaults that are facts of the model and no wishes: a replacement without them leaves them as they are."""
+DeviceMap = str | Mapping[str, Any] | None
+"""transformers' `device_map`: a strategy, or devices by the names of modules."""
+
+
+def load(  # noqa: PLR0913
+    name: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    device_map: DeviceMap = None,
+    offload_folder: str | Path | None = None,
+    tp_plan: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    engine: str = "auto",
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    keep_weights: bool = True,
+    generation_config: GenerationConfig | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, ready to decode, and its tokenizer.
+
+    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a .gguf file; None for the bundled model, skipstone-nano. dtype:
+    of the weights; "auto" takes the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are
+    unpacked. Other weights come
+    from safetensors only. device_map: layers on several devices, or offloaded to the CPU or to disk, as transformers takes it
+    ("auto", or module names and devices); offload_folder: where weights go that are offloaded to disk. tp_plan: "auto" shares
+    the weights among the processes that torchrun has started, each on its own accelerator or on the CPU. engine: what
+    skipstone runs the model on, "eager", "native" or "compiled"; "auto" takes what the environment variable SKIPSTONE_ENGINE
+    says, and else native where that can run the model, or eager. quantize: "int8" or "int4", what the native engine quantises
+    its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32" or "bfloat16",
+    half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else float32.
+    keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then the only
+    one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its weights.
+    generation_config: used instead of the model's own generation_config.json, which then is not read.
+
+    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
+    kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
+    kernels are not tested here; ImportError, which says what to install, without the package that has them.
+    """
+    asked = Setup(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
+    if name is None:
+        name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options |= {"device": device, "device_map": device_map, "offload_folder": offload_folder, "tp_plan": tp_plan}
+    options |= {"generation_config": generation_config}
+    model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
+    attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
+    if asked.quantizes or not keep_weights:
+        LayeredModel(model)  # quantises, or says why it cannot; gives the weights up
+    return model, tokenizer
+
+
+def load_model(  # noqa: PLR0913
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    device_map: DeviceMap = None,
+    offload_folder: str | Path | None = None,
+    tp_plan: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    generation_config: GenerationConfig | None = None,
+) -> PreTrainedModel:
+    """The model alone, as `load` loads it."""
+    name, options = _located(name)
+    revision = options.get("revision")
+    place, placed = usable(device), _placement(name, device, device_map, offload_folder, tp_plan, revision)
+    options |= {"trust_remote_code": trust_remote_code, **placed}
+    if attn_implementation is not None:
+        if "flash" in attn_implementation:  # before transformers misses the package
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is not supported: load with attn_implementation='sdpa'"
+            )
+        options["attn_implementation"] = attn_implementation
+    if "gguf_file" in options:
+        options |= gguf.unpacked()
+        said, auto = {}, auto_class(None)
+    else:
+        said = _said(name, revision)
+        auto = _auto_class(name, said, trust_remote_code)
+        options |= _defaults_option(name, revision, generation_config)
+    expect_loadable(said.get("quantization_config"))
+    with _reading(f"the checkpoint {name}", OF_CHECKPOINT, said), gguf.reading(name, options), torch_defaults.loading():
+        loaded: Any = auto.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    model, report = loaded
+    expect_fit(name, said.get("model_type"), model, report)
+    if (commit := commit_of(name, revision, "config.json")) is not None:
+        setattr(model.config, COMMIT, commit)
+    return (model if placed else model.to(place)).eval()
+
+
+@contextmanager
+def _reading(what: str, remedy: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Whatever a library raises while it reads files becomes one sentence, an OSError or a ValueError.
+
+    what: that is read, with its name. remedy: what to do if its files are not whole. config: its values, for the cause. An
+    OSError of the system's, which names the file, and a missing package stay as they are.
+    """
+    try:
+        yield
+    except (ImportError, gguf.UnreadableFile):
+        raise
+    except Exception as error:  # files that do not hold what is expected make a library fail in any way
+        if (reason := out_of_memory(error)) is not None:
+            raise type(error)(f"{what} cannot be loaded: {reason}") from error
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        guess = "if no option is wrong," if type(error) is ValueError else "a file is corrupt, missing or does not fit:"
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{what} cannot be loaded ({_cause(error, config or {})}): {guess} {remedy}") from error
+
+
+def _cause(error: Exception, config: Mapping[str, Any]) -> str:
+    """What a library says, with the kind of its error, without which a missing key says nothing; or the field of the config
+    that has the missing key."""
+    if isinstance(error, KeyError):
+        for field, value in _fields(config):
+            if value == error.args[0]:
+                return f"transformers {transformers.__version__} does not know {field} = {value!r}"
+    kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
+    return shorten(f"{kind}{error}", LONGEST_CAUSE, placeholder="...")
+
+
+def _fields(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and the values of a config and of the objects inside it."""
+    for name, value in config.items():
+        yield before + name, value
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{before}{name}.")
+
+
+def _placement(
+    name: str,
+    device: str | torch.device,
+    device_map: DeviceMap,
+    offload_folder: str | Path | None,
+    tp_plan: str | None,
+    revision: str | None,
+) -> dict[str, Any]:
+    """What `from_pretrained` is told of several devices; nothing for one. ValueError for what cannot be."""
+    if device_map is None and tp_plan is None:
+        if offload_folder is not None:
+            raise ValueError("offload_folder is where a device_map sends weights to disk: give device_map, too")
+        return {}
+    if device_map is not None and tp_plan is not None:
+        raise ValueError("device_map is for one process on several devices, tp_plan for several processes: give one of them")
+    if str(device) != "cpu":
+        what = "device_map" if tp_plan is None else "tp_plan"
+        raise ValueError(f"{what} says where the weights go, found device={str(device)!r} besides: give one of them")
+    if tp_plan is not None:
+        return _shares(name, tp_plan, revision)
+    installed("accelerate", "a device_map needs accelerate", "train")
+    return {"device_map": device_map} | ({} if offload_folder is None else {"offload_folder": str(offload_folder)})
+
+
+def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
+    """The same of tensor parallelism. ValueError where the processes that there are cannot share the model."""
+    if tp_plan != "auto":
+        raise ValueError(f'tp_plan must be "auto" or None, found {tp_plan!r}')
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            'tp_plan="auto" shares a model among processes, found a single one: start them by `torchrun --nproc-per-node N`'
+        )
+    config = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+    size = int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        return {}
+    if (reason := cannot_share(config, size)) is not None:
+        raise ValueError(reason)
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+def _said(name: str, revision: str | None) -> dict[str, Any]:
+    """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
+    try:
+        with _reading(f"the config.json of {name}", OF_CONFIG):
+            said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+            if not isinstance(said, dict):  # transformers may as well have failed to find settings in it
+                raise TypeError(f"expected a JSON object of settings, found {said!r}")
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise refused(name if revision is None else f"{name}@{revision}", error, "config.json") from error
+    text = said.get("text_config")
+    refuse_sizes(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
+    return said
+
+
+def generation_defaults(
+    name: str | Path | None, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> GenerationConfig | None:
+    """The generation_config that `load` is given, so that it does not fail on fields that are replaced or overridden.
+
+    replacement, overrides: as in `replace_defaults`. None if nothing is changed, or if the model has no generation_config.json.
+    ValueError for values that no GenerationConfig can hold.
+    """
+    place, options = _located(NANO if name is None else name)
+    if "gguf_file" in options or (replacement is None and not overrides):
+        return None
+    revision = options.get("revision")
+    try:
+        own = _read_defaults(place, revision)
+    except ValueError:
+        if replacement is None:
+            raise
+        own = {}  # it is broken, and nobody wants it
+    if own is None:
+        return None
+    if replacement is not None:
+        said = _said(place, revision)
+        own = {**{field: own.get(field, said.get(field)) for field in KEPT_DEFAULTS}, **replacement}
+    return config_of({**own, **overrides}, "the chosen generation config")
+
+
+def _read_defaults(name: str, revision: str | None) -> dict[str, Any] | None:
+    """The fields of a model's generation_config.json, None without one. ValueError for a broken file, which transformers would
+    ignore."""
+    missing: Any = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
+    path = cached_file(name, FILE, revision=revision, **missing)
+    return None if path is None else read_generation_config(Path(path))
+
+
+def _defaults_option(name: str, revision: str | None, chosen: GenerationConfig | None) -> dict[str, Any]:
+    """What `from_pretrained` is told of generation defaults. ValueError if none are chosen and the model's own are broken."""
+    if chosen is not None:
+        return {"generation_config": chosen}
+    if (values := _read_defaults(name, revision)) is not None:
+        config_of(values, f"{FILE} of {name}")
+    return {}
+
+
+def config_of(values: dict[str, Any], source: str) -> GenerationConfig:
+    """The GenerationConfig of some fields. ValueError, with the remedy, for values that it cannot hold."""
+    try:
+        refuse_small_values(values)
+        return GenerationConfig.from_dict(values)
+    except (ValueError, TypeError) as error:
+        remedy = "correct it, or choose other defaults with --generation-config or --override-generation-config"
+        raise ValueError(f"{source} cannot be used ({str(error).rstrip('.')}): {remedy}") from error
+
+
+def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
+    """transformers' class that loads a checkpoint. said: its config. ValueError for one of a type that skipstone cannot
+    decode, before its weights are loaded."""
+    kind = said.get("model_type")
+    if not isinstance(kind, str):
+        found = "no model_type" if kind is None else f"the model_type {kind!r}"
+        raise ValueError(
+            f'the config.json of {name} has {found}, expected a type that `skipstone families` lists, such as "llama": '
+            "it is no transformers model, or its config.json is not whole"
+        )
+    if kind in REFUSED:
+        raise ValueError(f"{kind} {REFUSED[kind]}")
+    if kind in CONFIG_MAPPING:
+        return auto_class(kind)
+    if said.get("auto_map") and not trust_remote_code:
+        raise ValueError(
+            f"{name} brings modelling code of its own for the type {kind!r}; skipstone decodes transformers' own models only, "
+            "and runs no code of a checkpoint"
+        )
+    raise ValueError(
+        f"transformers {transformers.__version__} does not know the model type {kind!r}; `skipstone families` lists those that "
+        "it knows, and a newer transformers may know more"
+    )
+
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, as `load` loads it."""
+    place, options = _located(name)
+    with _reading(f"the tokenizer of {name}", OF_TOKENIZER), gguf.reading(place, options):
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+
+
+def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
+    """Token -> id of a tokenizer that lies on this machine, in a folder or, at a revision, in the hub's cache; None where none
+    does, or it would run code of its own."""
+    if not name:
+        return None
+    try:
+        return _vocabulary(name, revision)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options).get_vocab())
+
+
+def look_up(name: str | Path) -> None:
+    """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
+    place, options = _located(name)
+    try:
+        with _reading(f"the config of {name}", OF_CONFIG), gguf.reading(place, options):
+            AutoConfig.from_pretrained(place, **options)
+    except OSError as error:
+        if Path(place).exists():
+            raise
+        raise refused(str(name), error, "config.json") from error
+
+
+def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """A folder, or the repository that a hub id names, and what transformers is told besides: the file where the model is a
+    GGUF file, the revision of a hub id that has one. OSError for what is neither."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return str(path.parent), gguf.options(path)
+    if path.exists():
+        return str(path), {}
+    meant = hub_name(name)
+    if meant is None:
+        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
+    return meant.repo, {} if meant.revision is None else {"revision": meant.revision}
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, else the CPU. ValueError for one that torch does not know or
+    this machine does not have."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return place
+
+
+def bos_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[bos] where the tokenizer begins a text with one."""
+    ids: Any = tokenizer("a")["input_ids"]
+    return list(ids[:1]) if ids[0] == tokenizer.bos_token_id else []

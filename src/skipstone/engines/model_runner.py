@@ -1,0 +1,176 @@
+"""A Hugging Face decoder, layer by layer, whatever engine computes it."""
+
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skipstone.engines import picks
+from skipstone.engines.agreement import ensure
+from skipstone.engines.choose_engine import Setup, asked_for, choose, kv_dtype_of, missing_room_for_copy
+from skipstone.engines.engine import ChainEnd, ChainStart, EngineDraw
+from skipstone.models.facts import Facts
+from skipstone.models.families import text_config
+from skipstone.models.fingerprint import fingerprint
+from skipstone.engines.kv_cache import KVStore
+from skipstone.models.memo import Memo
+from skipstone.models.modules import DecoderModules, unwrapped
+from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.refusals import refuse_state
+from skipstone.engines.torch_threads import alone_after_fork
+from skipstone.engines.turns import lock_of, lock_of_config
+from skipstone.models.weight_version import model_version
+
+_FACTS: Memo[Facts] = Memo()
+
+
+def _facts(model: PreTrainedModel) -> Facts:
+    """The facts of a model that skipstone computes as the model does itself. ValueError for any other."""
+    facts = Facts(model)
+    ensure(model, facts)
+    return facts
+
+
+def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., S] of the ids of a shortlist among those of a whole vocabulary, [..., V], where all others are -inf."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    whole[..., shortlist] = logits
+    return whole
+
+
+class LayeredModel(DecoderModules):
+    """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
+
+    Making one is cheap: what has to be searched for is found once per model, and again after its modules, its config, or the
+    places and dtypes of its weights have changed. Threads take turns: whoever prepares a model, takes a decoding step or runs a
+    pass holds its lock.
+
+    model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
+    layer types. reaches: how far they see back. embeddings: ids of text that have an embedding.
+    max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
+    layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
+    asked. lock: of the transformers model. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
+    device: of tokens, hidden states and logits, wherever the layers are. ranks: the processes that compute the model.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
+    ) -> None:
+        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`Setup`).
+        None: what `load` or `enable` was told for this model, or what the environment says, or "auto", "none" and "float32".
+
+        ValueError for "native", and for quantised weights, where the native engine cannot run the model.
+        """
+        inner = unwrapped(model)
+        alone_after_fork()
+        refuse_state(model, inner)
+        self.asked = asked_for(inner, engine, quantize, kv_dtype)
+        self.lock = lock_of(inner)
+        self._pass_lock = self.lock.passes
+        with self.lock:
+            version = model_version(inner)
+            with lock_of_config(inner):
+                facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner, version.modules))
+            self.engine, self.engine_reason = choose(self.asked, inner, facts, version.weights)
+        self.kv_dtype = kv_dtype_of(self.asked)
+        self.model, self.config = inner, text_config(inner)
+        self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
+        self.layers, self.kinds, self.reaches = facts.layers, facts.kinds, facts.reaches
+        self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
+        self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, self.engine.dtype
+        self.ranks = facts.ranks
+        self._facts = facts
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights, by which files that were made for them know them. On the native engine that of the weights
+        as they were when this object was made."""
+        return fingerprint(self.model, self.engine.version)
+
+    def in_fewer_bits(self, quantize: str) -> "LayeredModel":
+        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights that were
+        quantised before are those of when this object was made, as its own engine's are. A model has one copy of each kind.
+        ValueError if it would take too much memory."""
+        if (reason := missing_room_for_copy(self.model, quantize)) is not None:
+            raise ValueError(reason)
+        found = copy(self)
+        found.asked = Setup("native", quantize).over(self.asked)
+        with self.lock:
+            found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, self.engine.version)
+        return found
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
+        return self.engine.embed(tokens, positions)
+
+    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
+
+        skip: sublayers that add nothing to the residual stream in this pass.
+        """
+        with self._pass_lock:
+            return self.engine.run(hidden, at, store, layers, skip)
+
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+        """Draft a greedy chain in one call of an engine with `chains`."""
+        with self._pass_lock:
+            return self.engine.chain(start, store)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
+        rows, length = ids.shape
+        store, positions = (
+            KVStore(rows, self.depth, length),
+            torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1),
+        )
+        store.reserve(length)
+        at = Pass(positions, positions, None, slice(0, rows), length, 0)
+        return self.normed(self.run(self.embed(ids, positions), at, store, range(self.depth)))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        return self.engine.normed(hidden)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
+        No logits are kept."""
+        with self._pass_lock:
+            return self.engine.likeliest(hidden) if self.engine_picks else picks.likeliest(self.logits(hidden))
+
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """As in `Engine`. ValueError for a count of logits that there are not."""
+        if not 1 <= count <= logits.shape[-1]:
+            raise ValueError(f"count must lie between 1 and the {logits.shape[-1]} logits of a token, found {count}")
+        return self.engine.largest(logits, count)
+
+    @property
+    def engine_picks(self) -> bool:
+        """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
+        return type(self).project is LayeredModel.project
+
+    @property
+    def draftable(self) -> int:
+        """How many ids it may draft, from 0 on: those that it has logits of and can read."""
+        return min(int(self.head.weight.shape[0]), self.embeddings)
+
+    @property
+    def own_threads(self) -> bool:
+        """Whether the engine computes with threads that are not torch's."""
+        return self.engine.own_threads
+
+    @property
+    def engine_draw(self) -> EngineDraw | None:
+        """The engine's own way to draw tokens; None where it has none."""
+        return self.engine.draw if self.engine.draws else None
+
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
+        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
+        with self._pass_lock:
+            logits = self.engine.project(normed, head, shortlist)
+        return logits if shortlist is None else only(shortlist, logits, self.head.weight.shape[0])
+
+    def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        """Final norm and `project`. [B, n, d] -> [B, n, V] float32."""
+        return self.project(self.normed(hidden), None, shortlist)

@@ -1,0 +1,155 @@
+"""Compiles the native engine's C++ into one shared library per level of the instruction set.
+
+`python -m skipstone.engines.native.build` builds in place, which is needed after the C++ has changed. setup.py loads
+this file by its path in an environment without torch and numpy: it imports the standard library only, and nothing of skipstone.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE / "csrc"
+SOURCE = "engine.cpp"  # the one translation unit; it includes the headers beside it
+COMPILERS = ("c++", "g++", "clang++")  # what is looked for where $CXX is not set, in this order
+COMMAND = "python -m skipstone.engines.native.build"
+FLAGS = (
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+)
+
+
+class Level(NamedTuple):
+    """One level of an instruction set. features: the words of /proc/cpuinfo that a CPU of this level has."""
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"})  # abm is the kernel's word for lzcnt
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+LEVELS: dict[str, tuple[Level, ...]] = {  # by platform.machine(), the least level first
+    "x86_64": (
+        Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
+        Level("x86-64-v4", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _V4),
+    ),
+    "aarch64": (
+        Level("aarch64-neon", ("-march=armv8-a",), frozenset({"asimd"})),
+        Level("aarch64-dotprod", ("-march=armv8.2-a+dotprod+fp16",), frozenset({"asimd", "asimddp", "asimdhp", "fphp"})),
+    ),
+}
+
+
+class BuildError(RuntimeError):
+    """No compiler was found, or it failed. The text is one sentence, followed by what the compiler printed, if it ran."""
+
+
+def levels() -> tuple[Level, ...]:
+    """The levels of this machine's architecture, the least first; none where the native engine does not run."""
+    return LEVELS.get(platform.machine(), ()) if sys.platform == "linux" else ()
+
+
+def name_of(level: str) -> str:
+    """The file name of the library of a level."""
+    return f"skipstone_native-{level}.so"
+
+
+def source_hash(csrc: Path = CSRC) -> str:
+    """A hash of what libraries are made from: every .h and .cpp file of a folder, and the flags of this file."""
+    found = hashlib.sha256(repr((FLAGS, [(one.name, one.flags) for some in LEVELS.values() for one in some])).encode())
+    for path in sorted(path for path in csrc.iterdir() if path.suffix in (".h", ".cpp")):
+        text = path.read_bytes()
+        found.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
+    return found.hexdigest()[:16]
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX where it is set, else the first of COMPILERS on the PATH. BuildError if none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen and shutil.which(chosen[0]) is None:
+        raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
+    if chosen:
+        return chosen
+    found = next(filter(shutil.which, COMPILERS), None)
+    if found is None:
+        raise BuildError(f"there is no C++ compiler: $CXX is not set, and none of {', '.join(COMPILERS)} is on the PATH")
+    return [found]
+
+
+def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
+    """Those of the levels whose library is not in the folder, or was made from other sources than these."""
+    wanted = source_hash(csrc).encode()
+    paths = {name: folder / name_of(name) for name in names}
+    return [name for name, path in paths.items() if not path.exists() or wanted not in path.read_bytes()]
+
+
+def build(
+    names: Sequence[str],
+    out_folder: Path,
+    extra_flags: Sequence[str] = (),
+    csrc: Path = CSRC,
+    command: Sequence[str] | None = None,
+) -> list[Path]:
+    """Compile the libraries of these levels into a folder, and return their paths.
+
+    extra_flags come last on the command line, so they win over FLAGS. command: the compiler, where it is not the one that
+    `compiler` finds, as for another architecture. A library is replaced in one step: a process that has
+    the old one open keeps it. BuildError where there is no compiler, or where it failed for a level; the other levels are built
+    all the same, and no old library of the failed level stays behind.
+    """
+    command = command or compiler()
+    by_name = {one.name: one for some in LEVELS.values() for one in some}
+    out_folder.mkdir(parents=True, exist_ok=True)
+    built: list[Path] = []
+    failed: dict[str, str] = {}
+    for name in names:
+        target = out_folder / name_of(name)
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        defines = (f'-DSK_LEVEL="{name}"', f'-DSK_SOURCE_HASH="{source_hash(csrc)}"')
+        flags = [*FLAGS, *by_name[name].flags, *defines, *extra_flags]
+        run = subprocess.run([*command, *flags, str(csrc / SOURCE), "-o", str(unfinished)], capture_output=True, text=True)
+        if run.returncode == 0:
+            unfinished.replace(target)
+            built.append(target)
+        else:
+            failed[name] = run.stderr.strip()
+            unfinished.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+    if failed:
+        raise BuildError(f"{shlex.join(command)} failed for {' and '.join(failed)}\n" + "\n".join(failed.values()))
+    return built
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 1 where something that was asked for is not built."""
+    known = [one.name for one in levels()]
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Compile skipstone's native engine.")
+    parser.add_argument("--level", action="append", choices=known, help="build this level only; may be given several times")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the libraries; default: beside library.py")
+    parser.add_argument("--flags", default="", help='more compiler flags, as in --flags="-g -fsanitize=address"')
+    parser.add_argument("--if-stale", action="store_true", help="leave libraries that were made from the present sources")
+    options = parser.parse_args(arguments)
+    names = options.level or known
+    if not names:
+        print(f"the native engine is not built: it runs on Linux on {' and '.join(LEVELS)} only", file=sys.stderr)
+        return 1
+    try:
+        for path in build(stale(names, options.out) if options.if_stale else names, options.out, shlex.split(options.flags)):
+            print(path)
+    except BuildError as error:
+        print(f"the native engine is not built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

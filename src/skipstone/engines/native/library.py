@@ -1,0 +1,115 @@
+"""Finds the native library that suits this CPU best, and loads it."""
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from skipstone.engines.native import build
+
+ABI = 3  # what sk_abi() of a library that this package can call returns
+VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # the environment variable that names a level instead of the best one
+STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"
+_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+
+class Found(NamedTuple):
+    """What a search came to: a library, or one sentence why there is none."""
+
+    library: ctypes.CDLL | None
+    missing: str | None
+
+
+def load() -> ctypes.CDLL:
+    """The native library, loaded once per process. RuntimeError where there is none, with the sentence of `missing`.
+
+    ValueError where SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
+    """
+    found = _found()
+    if found.library is None:
+        raise RuntimeError(found.missing)
+    return found.library
+
+
+def missing() -> str | None:
+    """One sentence why no native library can be used here; None where one can.
+
+    ValueError where SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
+    """
+    return _found().missing
+
+
+def features() -> frozenset[str]:
+    """The words by which /proc/cpuinfo names what this CPU can do; none where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return frozenset()
+    named = (line.partition(":") for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next((frozenset(words.split()) for key, _, words in named if key.strip() in ("flags", "Features")), frozenset())
+
+
+def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> Found:
+    """Look for a library in a folder: of the level `wanted`, or of the best level that a CPU with these features has.
+
+    ValueError where no level is named `wanted`, or the CPU lacks something that it needs.
+    """
+    levels = build.levels()
+    if not levels:
+        here = f"{sys.platform} on {platform.machine()}"
+        return Found(None, f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}")
+    if wanted:
+        levels = (_named(wanted, cpu),)
+    able = [level.name for level in reversed(levels) if level.features <= cpu]
+    if not able:
+        lacking = ", ".join(sorted(levels[0].features - cpu))
+        return Found(None, f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}")
+    path = next((path for path in (folder / build.name_of(name) for name in able) if path.exists()), None)
+    return Found(None, _not_built(folder)) if path is None else _open(path)
+
+
+@functools.cache
+def _search() -> Found:
+    return find(build.HERE, features(), os.environ.get(VARIABLE))
+
+
+def _found() -> Found:
+    with _LOCK:
+        return _search()
+
+
+def _named(wanted: str, cpu: frozenset[str]) -> build.Level:
+    known = {level.name: level for level in build.levels()}
+    if wanted not in known:
+        raise ValueError(f"{VARIABLE} is {wanted!r}, and the levels of {platform.machine()} are {', '.join(known)}")
+    if lacking := known[wanted].features - cpu:
+        raise ValueError(f"{VARIABLE} is {wanted!r}, and this CPU lacks {', '.join(sorted(lacking))}: unset it")
+    return known[wanted]
+
+
+def _open(path: Path) -> Found:
+    """Load a library and ask it what it was built from."""
+    try:
+        library = ctypes.CDLL(str(path))
+        library.sk_level.restype = ctypes.c_char_p
+        library.sk_source_hash.restype = ctypes.c_char_p
+    except OSError as error:
+        return Found(None, f"the native engine cannot be loaded: {error}")
+    except AttributeError:  # a function that says what it was built from is not there
+        return Found(None, STALE)
+    csrc = path.parent / build.CSRC.name
+    if library.sk_abi() != ABI or (csrc.is_dir() and library.sk_source_hash().decode() != build.source_hash(csrc)):
+        return Found(None, STALE)
+    return Found(library, None)
+
+
+def _not_built(folder: Path) -> str:
+    if (folder / build.CSRC.name).is_dir():
+        return f"the native engine is not built: put a C++ compiler (g++ or clang++) on the PATH and run `{build.COMMAND}`"
+    again = "pip install --force-reinstall --no-deps --no-binary skipstone skipstone"
+    return f"the native engine is not built: put a C++ compiler (g++ or clang++) on the PATH and run `{again}`"

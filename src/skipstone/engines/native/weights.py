@@ -1,0 +1,416 @@
+"""The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
+
+import ctypes
+import math
+import mmap
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from skipstone.engines.buffers import dense, pointer
+from skipstone.engines.native.structs import BAD_WEIGHT, Layer, Matrix, Model, NativeError
+from skipstone.models.facts import Facts
+from skipstone.models.families import submodule
+from skipstone.models.packed import PackedWeight
+from skipstone.models.quantised import kernel
+from skipstone.models.weight_version import Values
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers of the dtypes that weights may be stored in."""
+QUANTIZED = {"int8": 3, "int4": 4}
+"""Numbers of the types that weights may be quantised to."""
+HEADS = {"int8": "int8", "int4": "int8"}
+"""What the LM head is quantised to, whose errors go straight into the logits."""
+CHUNK = 32 << 20
+"""Bytes that are asked of the system at once, for many matrices."""
+_NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+ACTIVATIONS = {type(ACT2FN[name]): number for name, number in _NUMBERS.items()}
+"""Modules that transformers has for the activations of an MLP, and the native engine's numbers for them."""
+TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATIONS)
+"""Modules of torch that the native engine knows."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a family's layer has beyond a Llama's: names of its norms, and flags.
+
+    before_attention, after_attention, before_mlp, after_mlp: the layer's norms, None where it has none. norm_offset: what the
+    stored weight of a norm is short of (Gemma stores w - 1). query_norm: None, "head" (each head for itself) or "whole" (all
+    heads of a token at once). fused: q, k, v are one matrix, and so are gate and up. activation: the MLP's name for it.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    norm_offset: float = 0.0
+    query_norm: str | None = None
+    fused: bool = False
+    activation: str = "act_fn"
+
+
+_LLAMA = Recipe()
+_FOUR_NORMS = Recipe(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    norm_offset=1.0,
+)
+RECIPES: dict[str, Recipe] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": Recipe(query_norm="head"),
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo2": Recipe(
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+        query_norm="whole",
+    ),
+    "phi3": Recipe(fused=True, activation="activation_fn"),
+    "gemma": Recipe(norm_offset=1.0),
+    "gemma2": _FOUR_NORMS,
+    "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
+}
+"""The families that the native engine knows, by transformers' model type."""
+
+
+class Chunks:
+    """Memory for panels, zeros at first, in huge pages where the system has them. What the CPU fetches ahead ends with its
+    page, and a page of 2 MB ends seldom. It lives as long as its tensors."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8, at a multiple of 64 bytes."""
+        wanted = -(-size // 64) * 64
+        if wanted > len(self._free):
+            pages = mmap.mmap(-1, max(wanted, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(pages, dtype=torch.uint8)
+        taken, self._free = self._free[:size], self._free[wanted:]
+        return taken
+
+
+class Release:
+    """Gives the memory of weights back to the system as soon as nobody reads them.
+
+    A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back by
+    themselves. Whoever reads them nevertheless reads the file again.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._freed = 0  # bytes since the allocator was last asked for what it keeps
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
+        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings that have a path
+        self._files = [(int(start, 16), int(end, 16)) for start, end in spans]
+
+    def give_up(self, weight: Tensor) -> None:
+        """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
+        size = weight.numel() * weight.element_size()
+        self._freed += size
+        if self._freed > CHUNK:
+            self.trim()
+        if not weight.is_contiguous():
+            return
+        start = pointer("a weight", weight, weight.shape, weight.dtype)
+        if any(first <= start and start + size <= end for first, end in self._files):
+            first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:
+                self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+    def trim(self) -> None:
+        """Have the allocator hand back what was freed between blocks that are in use."""
+        self._freed = 0
+        with suppress(AttributeError):  # another C library than glibc
+            self._libc.malloc_trim(ctypes.c_size_t(0))
+
+
+class Panels:
+    """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without biases.
+    memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
+    """
+
+    def __init__(self, library: Any, matrices: list[Matrix], memory: list[Tensor], dtype: torch.dtype) -> None:
+        self._library, self.matrices, self._memory, self._dtype = library, matrices, memory, dtype
+        self.type = matrices[0].type
+
+    def unpacked(self) -> Tensor:
+        """The weight, plain: as it was stored, or what its codes stand for, rounded to its dtype."""
+        return torch.cat([self._rows(matrix).to(self._dtype) for matrix in self.matrices])
+
+    def _rows(self, matrix: Matrix) -> Tensor:
+        """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
+        ids = torch.arange(matrix.outputs, dtype=torch.int64, device="cpu")
+        rows = torch.empty((matrix.outputs, matrix.inputs), dtype=torch.float32, device="cpu")
+        model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
+        model.embedding_scale = model.embedding_multiplier = 1.0
+        told = pointer("ids", ids, (matrix.outputs,), torch.int64)
+        written = pointer("rows", rows, (matrix.outputs, matrix.inputs), torch.float32)
+        self._library.sk_embed(ctypes.addressof(model), told, len(ids), written)
+        return rows
+
+
+class Weights:
+    """A model's weights in panels. They live as long as this object.
+
+    model: the struct that the C ABI takes. bytes: of the panels. rotary_kinds: layer types that have a rotary table of their
+    own, in the order of their numbers. quantize: "int8" or "int4" for all matrices, None for the dtype that they are stored in.
+    keep_weights: False puts a `PackedWeight` into the model wherever a matrix was copied, before the next one is.
+    """
+
+    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
+        self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
+        self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # of modules: names and values of those that were read
+        config, family = model.config, facts.family
+        self._recipe = RECIPES[config.model_type]
+        self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
+        first = facts.layers[0]
+        attention = getattr(first, family.attention)
+        head_size = attention.head_dim
+        kv_heads = config.num_key_value_heads
+        layers = (Layer * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
+        self._kept.append(layers)
+        embedding = model.get_input_embeddings()
+        tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
+        rows = None if tied else embedding.weight.detach().contiguous()
+        self._kept.append(rows)
+        norm = submodule(facts.decoder, family.leaving[0])
+        self._embedding_buffers = embedding._buffers
+        self._scales = Values(self._embedding_scales())
+        self.model = Model(
+            hidden=embedding.weight.shape[1],
+            heads=config.num_attention_heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            intermediate=config.intermediate_size,
+            depth=len(facts.layers),
+            vocabulary=facts.head.weight.shape[0],
+            embeddings=embedding.weight.shape[0],
+            layers=ctypes.addressof(layers),
+            head=self._matrix(facts.head, quantize and HEADS[quantize]),
+            embedding=None if rows is None else pointer("embeddings", rows, embedding.weight.shape, embedding.weight.dtype),
+            embedding_type=TYPES[embedding.weight.dtype],
+            norm=self._norm(norm),
+            epsilon=float(getattr(norm, _epsilon(norm))),
+            embedding_scale=math.prod(map(float, self._embedding_scales())),
+            embedding_multiplier=self._number(facts.decoder, family.input_scale or "", 1.0),
+            logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+            logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        )
+        if self._releases is not None:
+            self._releases.trim()
+
+    def attributes_hold(self) -> bool:
+        """Whether the modules' plain attributes and buffers are still those that were read."""
+        read = all(attributes.get(name) == value for attributes, name, value in self._attributes)
+        return read and self._scales.are_in(self._embedding_scales())
+
+    def _embedding_scales(self) -> list[Tensor]:
+        """The factor that Gemma's embeddings keep in a buffer; none elsewhere."""
+        return [one for name, one in self._embedding_buffers.items() if name == "embed_scale" and one is not None]
+
+    def _number(self, module: Any, name: str, default: float) -> float:
+        """A plain attribute of a module; the default where it has none."""
+        attributes = vars(module)
+        if name not in attributes:
+            return default
+        self._attributes.append((attributes, name, attributes[name]))
+        return default if attributes[name] is None else float(attributes[name])
+
+    def _layer(self, facts: Facts, index: int, config: Any) -> Layer:
+        layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
+        attention, mlp = getattr(layer, facts.family.attention), layer.mlp
+        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        if recipe.fused:
+            q, k, v = self._matrices(attention.qkv_proj, [count * attention.head_dim for count in sizes], quantize)
+            gate, up = self._matrices(mlp.gate_up_proj, [config.intermediate_size] * 2, quantize)
+        else:
+            q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
+            gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
+        rotates = bool(self._number(attention, "use_rope", 1.0))
+        source = facts.family.rotary[index]
+        norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
+        before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
+        return Layer(
+            q=q,
+            k=k,
+            v=v,
+            o=self._matrix(attention.o_proj, quantize),
+            gate=gate,
+            up=up,
+            down=self._matrix(mlp.down_proj, quantize),
+            norm_before_attention=before,
+            norm_after_attention=after,
+            norm_before_mlp=before_mlp,
+            norm_after_mlp=after_mlp,
+            norm_q=self._norm(attention.q_norm) if recipe.query_norm else None,
+            norm_k=self._norm(attention.k_norm) if recipe.query_norm else None,
+            norm_whole=recipe.query_norm == "whole",
+            window=facts.reaches[index].window or 0,
+            rotary=self.rotary.index(source) if rotates and source is not None else -1,
+            activation=ACTIVATIONS[type(getattr(mlp, recipe.activation))],
+            scale=self._number(attention, "scaling", 1.0),
+            softcap=self._number(attention, "attn_logit_softcapping", 0.0),
+            residual=self._number(layer, "residual_multiplier", 1.0),
+        )
+
+    def rows_of_head(self, ids: Tensor) -> tuple[Matrix, list[Tensor]]:
+        """Some rows of the LM head, bit for bit as they are in it, and what must live as long as they do. ids: [S] int64. The
+        first rows are the head's own panels, others a copy. ValueError for ids that the head does not have."""
+        head = self.model.head
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
+            raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
+        if torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu")):
+            return Matrix(head.panels, head.bias, len(ids), head.inputs, head.type), []
+        size = self._library.sk_packed_bytes(head.type, len(ids), head.inputs)
+        panels, bias = self._chunks.take(size), self._facts.head.bias
+        rows = Matrix(pointer("panels", panels, (size,), torch.uint8), None, len(ids), head.inputs, head.type)
+        self._library.sk_take(ctypes.addressof(head), pointer("ids", ids, (len(ids),), torch.int64), len(ids), rows.panels)
+        if bias is None:
+            return rows, [panels]
+        own = bias.detach()[ids].float()
+        rows.bias = pointer("bias", own, (len(ids),), torch.float32)
+        return rows, [panels, own]
+
+    def packed_square(self, weight: Tensor, size: int) -> tuple[Matrix, list[Tensor]]:
+        """Somebody else's matrix [size, size] in float32 panels, and what must live as long as they do."""
+        kind, values = TYPES[torch.float32], dense(weight.detach().float())
+        data = pointer("transform", values, (size, size), torch.float32)
+        count = self._library.sk_packed_bytes(kind, size, size)
+        panels = torch.empty(count, dtype=torch.uint8, device="cpu")
+        packed = Matrix(pointer("panels", panels, (count,), torch.uint8), None, size, size, kind)
+        self._library.sk_pack(kind, data, size, size, size, packed.panels)
+        return packed, [panels]
+
+    def _matrix(self, module: Any, quantize: str | None) -> Matrix:
+        return self._matrices(module, [module.weight.shape[0]], quantize)[0]
+
+    def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[Matrix]:
+        """A module's weight as matrices of so many outputs each, quantised or as it is stored, with their biases.
+
+        ValueError for weights that cannot be quantised, or were, otherwise, and given up.
+        """
+        weight = module.weight
+        kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
+        given_up: Any = weight.source if isinstance(weight, PackedWeight) else None  # Panels
+        if given_up is not None and given_up.type == kind:
+            panels = given_up
+        elif given_up is not None and given_up.type in QUANTIZED.values():
+            raise ValueError(
+                f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
+                "quantised: load it again"
+            )
+        else:
+            panels = self._packed(weight.detach(), sizes, kind, quantize)
+            if given_up is None and self._releases is not None:
+                self._facts.replace(weight, PackedWeight(panels, weight))
+                self._releases.give_up(weight)
+        self._kept.append(panels)
+        biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
+        return [
+            Matrix(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
+            for one, bias in zip(panels.matrices, biases, strict=True)
+        ]
+
+    def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
+        """A copy of a weight in panels of a type. ValueError for weights that cannot be quantised."""
+        made, memory = [], []
+        for part in dense(weight, free=1).split(sizes):
+            outputs, inputs = part.shape
+            size = self._library.sk_packed_bytes(kind, outputs, inputs)
+            memory.append(self._chunks.take(size))
+            panels = pointer("panels", memory[-1], (size,), torch.uint8)
+            shape = (pointer("a weight", part, part.shape, weight.dtype, free=1), part.stride(0), outputs, inputs, panels)
+            if quantize is None:
+                self._library.sk_pack(kind, *shape)
+            else:
+                self._quantized(kind, TYPES[part.dtype], shape, quantize)
+            made.append(Matrix(panels, None, outputs, inputs, kind))
+            self.bytes += size
+        return Panels(self._library, made, memory, weight.dtype)
+
+    def _quantized(self, kind: int, stored: int, shape: tuple[int, ...], quantize: str) -> None:
+        """`sk_quantize` of a weight. ValueError for weights that cannot be quantised."""
+        try:
+            self._library.sk_quantize(kind, stored, *shape)
+        except NativeError as error:
+            if error.code != BAD_WEIGHT:
+                raise
+            said = f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
+            raise ValueError(said) from None
+
+    def _norm(self, module: Any) -> int:
+        self._number(module, _epsilon(module), 0.0)
+        return self._floats(module.weight.detach().float() + self._recipe.norm_offset)
+
+    def _floats(self, values: Tensor) -> int:
+        """The address of a float32 copy."""
+        held = values.detach().float().clone(memory_format=torch.contiguous_format)
+        self._kept.append(held)
+        return pointer("norms and biases", held, values.shape, torch.float32)
+
+
+def quantised_bytes(model: Any, quantize: str) -> int:
+    """About what a model's weights take as "int8" or "int4", without making them: codes, and a scale (int4: and a sum) in
+    float16, for every group of 32."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    copied = [one for one in model.parameters() if one.dim() == 2 and one is not embedding and one is not head]
+    sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), HEADS[quantize])]
+    return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
+
+
+def unsupported(model: Any, facts: Facts) -> str | None:
+    """What the native engine cannot do of a model, in one sentence; None where it can do all."""
+    kind = model.config.model_type
+    if facts.device.type != "cpu":
+        return f"the model is on {facts.device}, and the native engine runs on the CPU"
+    if kind not in RECIPES:
+        return f"the native engine does not know the family {kind} (it knows {', '.join(RECIPES)})"
+    for layer in facts.layers:
+        used = getattr(layer.mlp, RECIPES[kind].activation, None)
+        if used is not None and type(used) not in ACTIVATIONS:
+            return f"the native engine does not know the activation {type(used).__name__}"
+    for name, module in model.named_modules():
+        if reason := _odd(module, type(model).__module__):
+            return f"{name or type(model).__name__} {reason}"
+    found = {getattr(module, _epsilon(module)) for module in model.modules() if _epsilon(module)}
+    if len(found) > 1:
+        return (
+            f"its norms have different epsilons ({', '.join(map(str, sorted(found)))}), and the native engine has one for all"
+        )
+    return None
+
+
+def _epsilon(module: Any) -> str:
+    """The name that a norm's epsilon has in it; empty for a module without one."""
+    return next((name for name in ("variance_epsilon", "eps") if name in vars(module)), "")
+
+
+def _odd(module: Any, family: str) -> str | None:
+    """Why a module cannot be taken over by its weights alone. family: where transformers has the family's modules."""
+    if (name := kernel(module)) is not None:
+        return f"is quantised ({name}), and the native engine reads plain weights only"
+    for weight in module._parameters.values():
+        if weight is not None and weight.dtype not in TYPES:
+            return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"
+    place = type(module).__module__
+    if type(module) not in TORCH_MODULES and not (place == family and place.startswith("transformers.")):
+        return (
+            f"is a {type(module).__name__} of {place}, and the native engine knows only the modules that transformers builds "
+            "this family of"
+        )
+    return None

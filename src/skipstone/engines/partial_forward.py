@@ -1,0 +1,330 @@
+"""The tokens of one step on their way up the layers."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipstone.engines.engine import ChainEnd, ChainStart, Survival
+from skipstone.engines.host import counting, on_device
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
+
+COUNTED = 4096  # numbers that are counted at least, so that few steps count further
+
+
+class Frontier:
+    """The tokens of one step and their hidden states, each at the depth that it has reached.
+
+    Column 0 is the last committed token of every row, further columns are draft tokens. Column c of a row writes the slot
+    base + c of the KV store. Its position is the same number on a chain, and base + its depth in the tree in a tree.
+
+    alive: rows that take part; all columns of the others are invalid. most: draft tokens that each row has room for. base:
+    committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width: columns
+    so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain. passes:
+    what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from, None
+    for all. drafter: what drafts in `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the model.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        store: KVStore,
+        root: Tensor,
+        alive: list[bool],
+        most: list[int],
+        shortlist: Tensor | None = None,
+        drafter: LayeredModel | None = None,
+    ) -> None:
+        self.model, self.store, self.shortlist = model, store, shortlist
+        self.drafter = drafter or model
+        self.rows, self.device = root.shape[0], root.device
+        self.top = store.layers
+        self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
+        self._highest_base = max(self.base)
+        self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
+        store.reserve(self._end)
+        self._taking = list(alive)
+        self._everyone = all(alive)
+        self._uniform = self._everyone and len(set(self.base)) == 1
+        self._room = max(most) + 1
+        if self._uniform:
+            first = self._highest_base
+            end = first + self._room
+            places = counting(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
+            self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
+        else:
+            # Rows with less room than others have columns too many; they must not name positions that the model does not have.
+            self._slots = self._base + counting(max(COUNTED, self._room), self.device)[: self._room]
+            self._positions = self._slots.clamp(max=self._end - 1)
+        self._reached: list[int] | None = [0]  # the depth of every column, as long as it is the same in all rows
+        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where it may not be
+        self._tokens = root[:, None]  # [B, columns], room for more from the first draft token on
+        self._hidden: Tensor | None = None  # [B, columns, d]
+        self._embedded = 0  # columns whose states have been begun with
+        self.passes: list[tuple[int, int, int]] = []
+        self.valid = None if self._everyone else self._alive
+        self.parents: Tensor | None = None
+        self.width = 1
+
+    @cached_property
+    def _base(self) -> Tensor:
+        """[B, 1] int64."""
+        return on_device(self.base, self.device)[:, None]
+
+    @cached_property
+    def _alive(self) -> Tensor:
+        """[B, 1] bool."""
+        return on_device(self._taking, self.device, torch.bool)[:, None]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, n] int64, n = `width` columns so far."""
+        return self._tokens[:, : self.width]
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, n] int64."""
+        return self._positions[:, : self.width]
+
+    @property
+    def depth(self) -> np.ndarray:
+        """[B, n] int64 on the host, may be written: layers that each token has been through."""
+        if self._depth is None:
+            self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
+        if self._reached is not None:
+            self._depth[:, : self.width], self._reached = self._reached, None
+        return self._depth[:, : self.width]
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, n, d]: the state of every token at its depth."""
+        if self._embedded < self.width:
+            self._embed()
+        assert self._hidden is not None
+        return self._hidden if self._hidden.shape[1] == self.width else self._hidden[:, : self.width]
+
+    def _embed(self) -> None:
+        """Begin with the states of the newest columns."""
+        start, stop = self._embedded, self.width
+        entering = self.model.embed(self._tokens[:, start:stop], self._positions[:, start:stop])
+        if self._hidden is None:
+            if stop == self._room:
+                self._hidden = entering
+            else:
+                self._hidden = entering.new_empty((self.rows, self._room, entering.shape[2]))
+        if self._hidden is not entering:
+            self._hidden[:, start:stop] = entering
+        self._embedded = stop
+
+    def append(self, tokens: Tensor, valid: Tensor | None = None, parents: Tensor | None = None) -> None:
+        """Add columns at depth 0. tokens: [B, m] int64. valid: [B, m] bool, None for all.
+
+        parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
+        """
+        start, stop = self.width, self.width + tokens.shape[1]
+        assert self.parents is None, "nothing follows a tree"
+        self._make_room()
+        if self._reached is not None:
+            self._reached += [0] * tokens.shape[1]
+        if parents is not None:
+            assert start == 1, "a tree is appended in one piece, right after the root"
+            self.parents, self._reach = parents, ancestors(parents)
+            positions = self._base + self._reach.sum(-1) - 1
+            last = min(self._end, self.model.max_positions) - 1  # a tree has nodes deeper than any text may go on
+            self._positions = positions.clamp(max=last)
+        if valid is not None or self.valid is not None:
+            self._extend_valid(start, stop - start, valid)
+        self.width = stop
+        self._tokens[:, start:stop] = tokens
+
+    def _make_room(self) -> None:
+        """Lay the root's tokens out where draft tokens can follow them."""
+        if self._tokens.shape[1] < self._room:
+            roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._room))
+            self._tokens[:, :1] = roots
+
+    def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
+        new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
+        new = new if self._everyone else new & self._alive
+        old = self.valid
+        if old is None:
+            old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
+        self.valid = torch.cat([old, new], 1)
+
+    def advance(self, to: int, rows: list[bool] | None = None) -> None:
+        """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
+        that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
+        if self._reached is not None and rows is None and self._everyone:
+            self._advance_columns(self._reached, to)
+        else:
+            self._advance_rows(to, rows)
+
+    def _advance_columns(self, reached: list[int], to: int) -> None:
+        """`advance` where every column is equally deep in all rows. reached: its depth, brought up to date."""
+        levels = sorted({level for level in reached if level < to})
+        for low, high in pairwise([*levels, to]):
+            columns = [column for column, level in enumerate(reached) if level <= low]
+            first, last = columns[0], columns[-1] + 1
+            self.passes.append((low, high, len(columns)))
+            if last - first == len(columns):
+                part = slice(first, last)
+                self._put(part, self._run(part, None, range(low, high)))
+            else:
+                index = on_device(columns, self.device)
+                self.hidden[:, index] = self._run(index, None, range(low, high))
+            for column in columns:
+                reached[column] = high
+
+    def _advance_rows(self, to: int, rows: list[bool] | None) -> None:
+        """`advance` where rows differ, or some of them take no part."""
+        depth, alive = self.depth, np.array(self._taking)
+        taking = alive if rows is None else alive & rows
+        levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
+        for low, high in pairwise([*levels, to]):
+            running = (depth <= low) & taking[:, None]  # [B, n]
+            columns = np.flatnonzero(running.any(0))
+            first, last = int(columns[0]), int(columns[-1]) + 1
+            self.passes.append((low, high, len(columns)))
+            if running[alive, first:last].all():  # nobody reads the states of rows that are not alive
+                part = slice(first, last)
+                self._put(part, self._run(part, None, range(low, high)))
+            else:
+                index = on_device(columns.tolist(), self.device)
+                keep = on_device(running[:, columns].tolist(), self.device, torch.bool)
+                new = self._run(index, keep, range(low, high))
+                hidden = self.hidden
+                hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
+            depth[running] = high
+
+    def _put(self, columns: slice, states: Tensor) -> None:
+        """Take over the states of neighbouring columns."""
+        if columns == slice(0, self._room):
+            self._hidden = states
+        else:
+            self.hidden[:, columns] = states
+
+    def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
+        return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
+
+    def _pass(self, columns: slice | Tensor, keep: Tensor | None) -> Pass:
+        valid = None if self.valid is None else self.valid[:, columns]
+        if keep is not None:
+            valid = keep if valid is None else valid & keep
+        positions, slots, rows = self._positions[:, columns], self._slots[:, columns], slice(0, self.rows)
+        if self.parents is not None:
+            tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
+            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end), tree=tree)
+        if not isinstance(columns, slice):
+            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end))
+        first_slot = self._highest_base + columns.start if self._uniform and valid is None else None
+        return Pass(positions, slots, valid, rows, min(self._highest_base + columns.stop, self._end), first_slot)
+
+    def draft_greedily(
+        self,
+        layers: int,
+        skip: SkipSet | None,
+        most: list[int],
+        thresholds: list[float] | None,
+        ends: Sequence[frozenset[int]],
+        transform: Tensor | None = None,
+        sure: bool = False,
+        survival: Survival | None = None,
+    ) -> ChainEnd | None:
+        """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
+        None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
+        (a draft model brings them to its target's vocabulary).
+
+        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0, and so they
+        are of another drafter, which needs a skip set. transform, sure, survival: as in `ChainStart`.
+        """
+        assert self.width == 1, "a chain starts at the root"
+        assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
+        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        if max(wanted) < 1 or not self._chains:
+            return None
+        keep, roots = skip is None, self._tokens[:, 0]
+        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
+        start.transform, start.sure, start.shortlist, start.survival = transform, sure, self.shortlist, survival
+        chain = self.drafter.chain(start, self.store)
+        width = 1 + chain.tokens.shape[1]
+        self._make_room()
+        self._tokens[:, 1:width] = chain.tokens
+        self.width = width
+        if self.drafter is self.model:  # else its embeddings are rounded, too
+            self._hidden, self._embedded = chain.states, width
+        if min(chain.counts) < width - 1:
+            counts = on_device(chain.counts, self.device)[:, None]
+            self.valid = counting(max(COUNTED, width), self.device)[:width] <= counts
+            if not self._everyone:
+                self.valid &= self._alive
+        self.passes += [(0, layers, 1)] * (width - 1)
+        if keep:
+            self.passes.append((0, layers, 1))
+            self._reached = [layers] * width
+        else:
+            self._reached = [0] * width
+        return chain
+
+    @property
+    def _chains(self) -> bool:
+        """Whether the engine drafts greedy chains of this model by itself."""
+        return self.drafter.engine_picks and self.drafter.engine.chains
+
+    def write_on(
+        self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]], survival: Survival | None = None
+    ) -> ChainEnd | None:
+        """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
+        then read all of them but every row's last one; the frontier is of no use any more. None, and nothing has changed, as
+        in `draft_greedily`.
+        """
+        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        before = self.width - 1
+        if max(wanted) < 1 or not self._chains:
+            return None
+        bases, newest = [base + before for base in self.base], self._tokens[:, before]
+        start = ChainStart(newest, bases, wanted, self.top, None, False, thresholds, ends, self._end, max(wanted) + 1)
+        start.shortlist, start.survival = self.shortlist, survival
+        if before:
+            self._run(slice(0, before), None, range(self.top))
+        return self.model.chain(start, self.store)
+
+    def exit_logits(self, exit_layer: int) -> Tensor:
+        """Logits of the newest column after E layers [B, V] float32, -inf of what is not on the shortlist. Its state stays at
+        depth E for `finish`."""
+        self.advance(exit_layer)
+        return self.model.logits(self.hidden[:, -1:], self.shortlist)[:, 0]
+
+    def sketched_logits(self, skip: SkipSet) -> Tensor:
+        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model, -inf of what is not on the
+        shortlist.
+
+        Every token stays at depth 0. The keys and values that this writes lie in the column's own slots, where the scoring pass
+        overwrites them.
+        """
+        newest = slice(self.width - 1, self.width)
+        at = self._pass(newest, None)
+        if self.drafter is self.model:
+            entering = self.hidden[:, newest]
+        else:
+            entering = self.drafter.embed(self._tokens[:, newest], self._positions[:, newest])
+        states = self.drafter.run(entering, at, self.store, range(self.top), skip)
+        return self.drafter.logits(states, self.shortlist)[:, 0]
+
+    def restart(self) -> None:
+        """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
+        self._embedded, self._reached = 0, [0] * self.width
+
+    def finish(self) -> Tensor:
+        """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
+        self.advance(self.top)
+        return self.model.logits(self.hidden)
+
+    def likeliest(self) -> Tensor:
+        """The same, but the likeliest token of every column only, [B, n+1] int64."""
+        self.advance(self.top)
+        return self.model.likeliest(self.hidden)

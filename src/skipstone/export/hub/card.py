@@ -1,0 +1,129 @@
+"""The card of a repository, README.md: what was recorded, the hash of every file, and how to use it in three lines."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from skipstone import __version__
+from skipstone.assets import NANO
+from skipstone.models.fetching import HubName, hub_name
+from skipstone.export.hub.about import TEXT, UNRECORDED, About, Table
+from skipstone.engines.loading import BUNDLED
+
+README = "README.md"
+MARK = "<!-- `skipstone push` wrote this card and writes it anew. Without this line it leaves your card as it is. -->"
+
+
+def written(about: About, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
+    """A card. repo: ORG/NAME, or ORG/NAME@BRANCH. digests: file -> (bytes, SHA-256). licence: that somebody has chosen for the
+    repository; None for that of the base model, where a card of it lies on this machine."""
+    base = None if about.base is None else on_hub(about.base)
+    licence = licence or (None if about.base is None else licence_of(about.base))
+    header = ModelCardData(
+        license=licence,
+        base_model=None if base is None else base.repo,
+        library_name="skipstone",
+        pipeline_tag="text-generation" if about.writes_text else None,
+        tags=["skipstone", *about.tags],
+    )
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {repo.partition('@')[0].rpartition('/')[2]}",
+        about.summary,
+        f"## Use\n\n```python\n{use(about, repo)}\n```",
+        _section("What it is", _facts(about, base)),
+        _section("Training", _table({name.replace("_", " "): value for name, value in about.recipe.items()})),
+        *(_section(heading, rows) for heading, rows in about.tables.items()),
+        _section("Files", [("file", "bytes", "SHA-256"), *((name, f"{size:,}", sha) for name, (size, sha) in digests.items())]),
+        _licence_said(licence, about.base),
+        MARK,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def use(about: About, repo: str) -> str:
+    """Three lines of Python that decode with what is in a repository."""
+    loads, method = about.loads.format(repo=repo), about.method.format(repo=repo)
+    given = ", ".join([TEXT, *([f'"{method}"'] if method else []), "tokenizer=tokenizer", "max_new_tokens=64"])
+    model = f'"{loads}"' if loads else ""
+    note = "  # MODEL: the folder or hub id of the model that it belongs to" if loads == "MODEL" else ""
+    return "\n".join(
+        [
+            "import skipstone",
+            f"model, tokenizer = skipstone.load({model}){note}",
+            f"print(skipstone.generate(model, {given}).text)",
+        ]
+    )
+
+
+def on_hub(name: str) -> HubName | None:
+    """The repository that a model was loaded from, where the hub's cache on this machine knows one of that name. A folder's
+    name may look like a hub id."""
+    meant = hub_name(name)
+    if meant is None or "/" not in meant.repo or Path(name).exists():
+        return None
+    return meant if isinstance(_cached(meant, "config.json"), str) else None
+
+
+def licence_of(base: str) -> str | None:
+    """The licence that the card of a base model names, where that lies on this machine."""
+    meant, folder = on_hub(base), NANO if base == BUNDLED else Path(base).expanduser()
+    place: Any = folder / README if meant is None else _cached(meant, README)
+    return (
+        None if not isinstance(place, (str, Path)) or not Path(place).is_file() else licence_in(Path(place).read_text("utf-8"))
+    )
+
+
+def licence_in(text: str) -> str | None:
+    """The licence that a card names; None where it names none or has no header that can be read."""
+    with suppress(ValueError, TypeError):
+        found: Any = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+        return found if isinstance(found, str) else None
+    return None
+
+
+def _cached(meant: HubName, file: str) -> Any:
+    """Where a file lies in the hub's cache; no text where it does not."""
+    return try_to_load_from_cache(meant.repo, file, revision=meant.revision)
+
+
+def _facts(about: About, base: HubName | None) -> Table:
+    revision = about.revision or (None if base is None else base.revision)
+    of = {} if about.base is None else {"base model": about.base.partition("@")[0]}
+    if base is not None or revision is not None:
+        of["revision of the base model"] = revision or UNRECORDED
+    return _table({**of, **about.facts, "pushed by": f"skipstone {__version__}"})
+
+
+def _licence_said(licence: str | None, base: str | None) -> str:
+    if licence is not None:
+        return ""
+    of = "" if base is None else " What was trained from a model, or reads its states, may be bound by that model's licence."
+    return f"## Licence\n\nNone was chosen yet: add `license:` to the header of this file.{of}"
+
+
+def _table(values: Mapping[str, Any]) -> Table:
+    """A row for each value that there is."""
+    said = [
+        (name, ", ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one))
+        for name, one in values.items()
+        if one is not None
+    ]
+    return [("what", "value"), *said] if said else []
+
+
+def _section(heading: str, rows: Table) -> str:
+    """A heading and a table; nothing where the table has no rows."""
+    if not rows:
+        return ""
+    titles, *others = [[_cell(one) for one in row] for row in rows]
+    lines = [titles, ["---"] * len(titles), *others]
+    return f"## {heading}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A text that ends neither its cell nor its line."""
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,157 @@
+"""What a folder or file is, and which files of it go to the hub: all that its readers need, or an error that says what is
+missing."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from skipstone.utils.files import file_digest
+from skipstone.export.hub import about
+from skipstone.export.hub.about import DATA, About
+from skipstone.export.hub.card import README
+from skipstone.engines.loading import look_up
+from skipstone.methods.adadecode.heads import CARD, WEIGHTS, read_heads
+from skipstone.methods.auto import memory
+from skipstone.methods.drafting.layer_sets import PROFILE, read_profile
+from skipstone.models.generation_config import OWN_FIELD
+
+MODEL, HEADS, LAYER_SET, TUNED = "a model", "exit heads", "a layer set", "a tuned profile"
+MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, memory.TUNED: TUNED}
+"""The file of a repository that tells what it holds."""
+RUNS = ("model", "heads")  # folders in that of a training run: what it has made
+SINGLE, INDEX = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # a model's weights, and the list of them where these are several
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a model's files that are no weights
+LICENCES = ("LICENSE", "LICENSE.md", "NOTICE")
+DRAFTS = "num_assistant_tokens"  # in generation_config.json, as `skipstone export` writes it: this model drafts
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """kind: one of MARKS' values. files: name in the repository -> the file here, or its content. left_out: names of files that
+    stay here. about: what was recorded of it."""
+
+    kind: str
+    files: dict[str, Path | bytes]
+    left_out: tuple[str, ...]
+    about: About
+
+    @property
+    def digests(self) -> dict[str, tuple[int, str]]:
+        """file -> (bytes, SHA-256), the card left out."""
+        return {name: _digest(content) for name, content in self.files.items() if name != README}
+
+
+def parcel_of(path: Path) -> Parcel:
+    """What lies at a path. OSError where nothing does; ValueError for what skipstone has not made, and for what is incomplete
+    or damaged."""
+    if path.is_file():
+        return _file(path)
+    if not path.is_dir():
+        raise FileNotFoundError(2, "no such file or folder", str(path))
+    if (path / "config.json").is_file():
+        return _model(path)
+    if (path / CARD).is_file() or (path / WEIGHTS).is_file():
+        return _heads(path)
+    for name in RUNS:
+        if (path / name / "config.json").is_file() or (path / name / CARD).is_file():
+            raise ValueError(f"{path} is the folder of a run: push what it has made, {path / name}")
+    raise ValueError(
+        f"{path} holds nothing that skipstone has made: no model (config.json), no exit heads ({CARD}); a profile is pushed "
+        "as a file"
+    )
+
+
+def _heads(folder: Path) -> Parcel:
+    _expect(folder, (CARD, WEIGHTS))
+    card = read_heads(folder).card
+    files, left_out = _chosen(folder, {CARD, WEIGHTS, README, *LICENCES})
+    return Parcel(HEADS, files, left_out, about.of_heads(card, folder))
+
+
+def _model(folder: Path) -> Parcel:
+    own = about.json_in(folder / "generation_config.json")
+    trained, drafts = (folder / DATA).is_file(), DRAFTS in own
+    if not trained and not drafts and OWN_FIELD not in own:
+        raise ValueError(
+            f"{folder} holds a model that skipstone has neither trained nor exported: it has no {DATA}, and its "
+            f"generation_config.json neither {OWN_FIELD!r} nor {DRAFTS!r} (`hf upload` uploads any folder)"
+        )
+    look_up(folder)  # whether its config can be read
+    weights = _weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ValueError(f"{folder} is incomplete: it has no tokenizer ({', '.join(TOKENIZERS)})")
+    beside = {path.name for path in folder.iterdir() if path.suffix in BESIDE and path.name != INDEX}
+    files, left_out = _chosen(folder, {*weights, *beside, README, *LICENCES})
+    return Parcel(MODEL, files, left_out, about.of_checkpoint(folder, drafts))
+
+
+def _weights(folder: Path) -> list[str]:
+    """The files of a model's weights. ValueError where one is missing, damaged or not what their list says."""
+    if (folder / SINGLE).is_file():
+        _keys(folder / SINGLE)
+        return [SINGLE]
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} is incomplete: it has no weights ({SINGLE}, or several files with {INDEX})")
+    try:
+        listed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].items()
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX} is damaged: it lists no weights ({error})") from error
+    shards = sorted({file for _, file in listed})
+    _expect(folder, shards)
+    for shard in shards:
+        if missing := sorted({name for name, file in listed if file == shard} - _keys(folder / shard)):
+            raise ValueError(f"{folder} is incomplete: {shard} lacks {missing[0]}, which {INDEX} lists")
+    return [*shards, INDEX]
+
+
+def _keys(path: Path) -> set[str]:
+    """The names of a file's weights; these are not read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return set(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _file(path: Path) -> Parcel:
+    """A file of `skipstone search`, or of `skipstone tune`."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no profile: {error}; a model or exit heads are pushed as a folder") from error
+    if not isinstance(found, dict) or not {"state", "attention"} & set(found):
+        raise ValueError(f"{path} is neither a profile of `skipstone search` nor one of `skipstone tune`")
+    if "state" in found:
+        held = memory.read(path)
+        held["key"].pop(memory.NODE, None)  # the machine's name is nobody's business
+        content = (json.dumps(held, indent=1) + "\n").encode()
+        return Parcel(TUNED, {memory.TUNED: content}, (), about.of_tuned(held))
+    return Parcel(LAYER_SET, {PROFILE: path}, (), about.of_profile(read_profile(path)))
+
+
+def _expect(folder: Path, names: Iterable[str]) -> None:
+    """ValueError where files are missing."""
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} is incomplete: it has no {', '.join(missing)}")
+
+
+def _chosen(folder: Path, names: set[str]) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+    """(the files of a folder that bear these names, the names of all else in it)."""
+    there = sorted(folder.iterdir())
+    taken: dict[str, Path | bytes] = {path.name: path for path in there if path.name in names and path.is_file()}
+    return taken, tuple(path.name for path in there if path.name not in taken)
+
+
+def _digest(content: Path | bytes) -> tuple[int, str]:
+    if isinstance(content, bytes):
+        return len(content), hashlib.sha256(content).hexdigest()
+    return content.stat().st_size, file_digest(content)

@@ -1,0 +1,9 @@
+"""What people use today, to measure beside: transformers' own decoding, llama.cpp, a draft model by itself."""
+
+from skipstone.lab.bench.peers.ggml import LlamaCpp
+from skipstone.lab.bench.peers.hf import DraftAlone, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
+from skipstone.lab.bench.peers.peer import Peer
+
+PEERS: dict[str, type[Peer]] = {
+    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone, LlamaCpp)
+}

@@ -1,0 +1,50 @@
+"""What every peer is: a way of decoding that people use today, as a method of the benchmark."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.decoding.settings import whole_number
+from skipstone.lab.timing.measure import Emitted
+
+COUNTS = ("num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
+"""Settings that are whole numbers from 1."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Base of the peers; fields of subclasses are what can be set."""
+
+    name: ClassVar[str]
+    sampled: ClassVar[bool] = True  # it may sample too
+    long_warm_up: ClassVar[bool] = False  # it is to be warmed up with as many tokens as will be asked for
+    elsewhere: ClassVar[bool] = False  # it runs in another process, whose memory is not counted
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its text is the model's own."""
+        return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """ValueError for settings that are impossible, or do not fit the model."""
+        for name, value in self.settings.items():
+            if name in COUNTS:
+                whole_number(f"{self.name}: {name}", value, 1)
+            if name == "confidence_threshold":
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not number or not 0 <= value <= 1:
+                    raise ValueError(f"{self.name}: {name} must be a number in [0, 1], found {value!r}")
+
+    def refusal(self, model: PreTrainedModel) -> str | None:
+        """Why this model cannot be decoded so, None where it can."""
+        return None
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        """As `Engine.generate`."""
+        raise NotImplementedError

@@ -1,0 +1,217 @@
+"""`skipstone search`: a layer set for a model, found before it is used, by measured tokens a second (Draft & Verify, arXiv
+2309.08168, section 3.2, where it takes hours of Bayesian optimisation).
+
+A proposal costs a draft-sized pass over each text, which tells its matchness; what the linear model of matchness expects to be
+fastest is then decoded with, and the fastest set that was decoded with is kept. All trials stand in a file: a search that was
+interrupted goes on with them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.decoding.stats import Stats
+from skipstone.utils.files import LineFile, read_lines
+from skipstone.hf.defaults import neutral_defaults
+from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.self_speculative import SelfSpeculative
+from skipstone.methods.drafting.layer_sets import MOST_DRAFTS, Costs, LayerMask, Objective, Space
+from skipstone.methods.swift.search import LinearThompson
+from skipstone.models.fingerprint import fingerprint
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import SkipSet
+from skipstone.lab.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
+
+RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
+PER_DECODE = 12  # sets judged by matchness for each that is decoded with
+LUCK = 0.05  # standard error of a speed-up that was measured once
+WIDEST = 26  # tokens of the widest scoring pass whose cost is interpolated
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One layer set that was tried."""
+
+    kind: str  # "judged" by its matchness, or "decoded" with
+    attention: list[int]  # layers whose attention it leaves out
+    mlp: list[int]
+    matchness: float
+    seconds: float  # into the search, all of its runs together
+    speed: float | None = None  # tokens a second over those of plain decoding in turns with it, where it was decoded with
+    acceptance: float | None = None  # acceptance rate, where it was decoded with
+
+
+@dataclass
+class Found:
+    """Everything that was tried."""
+
+    trials: list[Trial]
+
+    @property
+    def best(self) -> Trial | None:
+        """The set that was decoded with at the highest mean speed, LUCK / sqrt(n) taken off for n decodings: not the luckiest
+        one. Its last trial, with that mean."""
+        sets: dict[tuple[Any, ...], list[Trial]] = {}
+        for one in self.trials:
+            if one.speed is not None:
+                sets.setdefault((*one.attention, None, *one.mlp), []).append(one)
+        means = [(fmean(one.speed or 0.0 for one in own), own) for own in sets.values()]
+        best = max(means, key=lambda pair: pair[0] - LUCK / math.sqrt(len(pair[1])), default=None)
+        return None if best is None else replace(best[1][-1], speed=best[0])
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """(seconds, best speed so far)."""
+        ends = [number for number, one in enumerate(self.trials, 1) if one.speed is not None]
+        found = [(self.trials[end - 1].seconds, Found(self.trials[:end]).best) for end in ends]
+        return [(seconds, best.speed or 0.0) for seconds, best in found if best is not None]
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What is searched with."""
+
+    texts: Sequence[Tensor]  # prompts, [T] int64 each
+    tokens: int = 32  # generated of each
+    ratios: Sequence[float] = RATIOS  # skip ratios that take turns
+    drafts: int = 12  # most draft tokens a step
+    threshold: float | Literal["adaptive"] | None = "adaptive"  # SelfSpeculative's confidence_threshold
+    seed: int = 0
+
+
+def search(
+    model: PreTrainedModel,
+    settings: SearchSettings,
+    budget: float,
+    path: Path,
+    done: Callable[[Found, float], None] = lambda *_: None,
+) -> Found:
+    """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
+    was found and the seconds spent. ValueError for a model of too few layers or one that cannot skip any, and for another
+    search's file."""
+    layered = LayeredModel(model)
+    SelfSpeculative.check_states(layered)
+    space = Space.of(layered)
+    for ratio in settings.ratios:
+        LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
+    key = _key(model, settings)
+    with neutral_defaults(model), LineFile(path) as file:
+        known = _read(path, key)
+        found = Found(known)
+        begun = time.perf_counter() - (known[-1].seconds if known else 0.0)
+        if known:
+            file.go_on()
+        else:
+            file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
+        judged = [_Text(layered, model, text, settings.tokens) for text in settings.texts]
+        objective = Objective(_costs(layered, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
+        learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
+        for trial in known:
+            skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
+            learner.observe(space.from_skip_set(skip), trial.matchness, settings.tokens * len(judged))
+        while (spent := time.perf_counter() - begun) < budget:
+            number = len(found.trials)
+            learner.resize(space.count(settings.ratios[number % len(settings.ratios)]))
+            decode = number % (PER_DECODE + 1) == PER_DECODE
+            z = _most_promising(learner, space, settings) if decode else learner.propose()
+            skip = space.to_skip_set(z)
+            matchness = float(np.mean([text.matchness(skip) for text in judged]))
+            learner.observe(z, matchness, settings.tokens * len(judged))
+            speed, acceptance = _decoded(model, settings, skip) if decode else (None, None)
+            kind = "decoded" if decode else "judged"
+            spent = time.perf_counter() - begun
+            found.trials.append(Trial(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance))
+            file.add(asdict(found.trials[-1]))
+            done(found, spent)
+    return found
+
+
+def _most_promising(learner: LinearThompson, space: Space, settings: SearchSettings) -> LayerMask:
+    """Of every size the best by what is known, and of those the one of most worth."""
+    sets = []
+    for ratio in settings.ratios:
+        learner.resize(space.count(ratio))
+        sets.append(learner.best())
+    return max(sets, key=lambda z: learner.objective(learner.estimate(z) or 0.0, z))
+
+
+def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
+    """What two searches must share to be one."""
+    place = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
+    asked = {"tokens": settings.tokens, "drafts": settings.drafts, "threshold": settings.threshold}
+    lists = {"ratios": list(settings.ratios), "texts": [text.tolist() for text in settings.texts]}
+    return {"kind": "search", "model": fingerprint(model), **place, **asked, **lists}
+
+
+def _read(path: Path, key: dict[str, Any]) -> list[Trial]:
+    """The trials of a file that was begun with the same key."""
+    try:
+        first, *rest = read_lines(path) or [key]
+        trials = [Trial(**one) for one in rest]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no file of trials: {error}") from error
+    if first != key:
+        raise ValueError(f"{path} holds the trials of another search: name another --out, or remove it")
+    return trials
+
+
+class _Text:
+    """A text that the model wrote, with the keys and values of its prompt."""
+
+    @torch.inference_mode()
+    def __init__(self, layered: LayeredModel, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
+        written = measure(model, Skipstone(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
+        self.layered, self.begin = layered, len(prompt) - 1  # of the first pass that is judged
+        self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(layered.device)  # [1, T + n]
+        self.store = store_for(layered, self.ids.shape[1])
+        if self.begin:
+            run_tokens(layered, self.store, self.ids[:, : self.begin], 0)
+
+    @torch.inference_mode()
+    def matchness(self, skip: SkipSet) -> float:
+        """Share of the written tokens that what is left would have chosen, after the target's keys and values of the prompt."""
+        hidden = run_tokens(self.layered, self.store, self.ids[:, self.begin : -1], self.begin, skip)
+        return (self.layered.logits(hidden).argmax(-1) == self.ids[:, self.begin + 1 :]).double().mean().item()
+
+
+@torch.inference_mode()
+def _costs(layered: LayeredModel, length: int) -> Costs:
+    """Of sublayers, by passes without any attention and without any MLP, and of scoring passes."""
+    timed = TimedPasses(layered, length)
+    times = measure_passes(timed)
+    middle = frozenset(range(1, layered.depth - 1))
+    whole, share = timed.seconds(), sum(times.layers) / times.plain
+    attention, mlp = (
+        share * max(1 - timed.seconds(skip=skip) / whole, 0.0) / len(middle)
+        for skip in (SkipSet(attention=middle), SkipSet(mlp=middle))
+    )
+    known = {1: 1.0} | {drafts + 1: max((seconds + times.head) / times.plain, 1.0) for drafts, seconds in times.rows.items()}
+    scoring = np.interp(range(1, WIDEST + 1), sorted(known), [known[tokens] for tokens in sorted(known)])
+    return Costs(attention, mlp, tuple(scoring.tolist()))
+
+
+def _decoded(model: PreTrainedModel, settings: SearchSettings, skip: SkipSet) -> tuple[float, float]:
+    """(speed over plain decoding, acceptance rate) with a set; both take turns text by text."""
+    layers = tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+    method = SelfSpeculative(*layers, None, settings.drafts, settings.threshold)
+    engines = [Skipstone(Autoregressive()), Skipstone(method)]
+    totals = {engine: [0, 0.0] for engine in engines}  # tokens, seconds
+    stats = Stats()
+    for index, text in enumerate(settings.texts):
+        for engine in engines if index % 2 else engines[::-1]:
+            found = measure(model, engine, text, options_for(settings.tokens), seed=index)
+            totals[engine] = [totals[engine][0] + len(found.tokens), totals[engine][1] + found.seconds]
+            if engine is engines[1] and found.stats is not None:
+                stats.merge(found.stats)
+    plain, own = (tokens / seconds for tokens, seconds in totals.values())
+    return own / plain, stats.acceptance_rate

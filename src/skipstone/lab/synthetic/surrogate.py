@@ -1,0 +1,409 @@
+"""Synthetic models, and their benchmark: random weights of a wanted shape, of which a part agrees with the whole at a wanted
+rate: the first E layers, or what a uniform layer set leaves.
+
+They show how much of an expected speed-up the engine delivers on this machine, without a trained model. Nothing they give is a
+result about a language model, and every output says so.
+
+Construction: a Llama with weights of spread GAIN / sqrt(fan-in) (attention sharp enough that the next token depends on the
+context, so greedy text does not fall into loops at once) and a head whose logits have a spread of SHARPNESS (some four nats of
+entropy). The output projections of the other sublayers are multiplied by one factor, found by bisection: at 0 those are the
+identity and the part always agrees with the model, at 1 hardly ever.
+
+The two largest of 128,000 such logits lie close together, closer than a language model's; in bfloat16 a pass of one row and one
+of several then often choose differently, whatever was skipped. So with `sure` a share of the vocabulary gets a successor that
+is nearly certain: the embeddings are as strong as what half of the layers write, and the successor's row of the head, which is
+none of the embeddings' then, has a part along the embedding (SURENESS). In a text that share may be another.
+"""
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from skipstone.hf import api
+from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.plan import Plan, resolved
+from skipstone.lab.bench.prompts import TaskRun
+from skipstone.lab.bench.report.report import calibrated
+from skipstone.lab.bench.run import Say, Subject, enter, measure_task
+from skipstone.engines.loading import usable
+from skipstone.methods.drafting.layer_sets import Space
+from skipstone.engines.choose_engine import attach
+from skipstone.models.generation_config import OWN_FIELD
+from skipstone.models.passes import SkipSet
+from skipstone.lab.tasks.dialogue import Conversation, Reader
+from skipstone.lab.tasks.task import Source, Task
+from skipstone.lab.timing import machine
+from skipstone.lab.timing.statistics import LOOPING, Estimate, rate, repeated_share
+
+GAIN = 2.0  # spread of the weights, times the square root of the fan-in
+SHARPNESS = 3.0  # spread of the logits
+BISECTIONS = 12  # at most
+LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
+TOLERANCE = 0.003  # by which an agreement may miss the wanted one
+NEARLY = 0.05  # by which the interval of the agreement found at last may miss the wanted one
+FEW = 8  # contexts whose distributions are held at once
+OPENING = 4  # random tokens that a sampled context begins with
+WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
+SURENESS = 32.0  # logits that a sure successor gets, were the last hidden state the embedding alone
+ROWS = 16_384  # of the head, changed at once
+CONTEXTS = 128  # sampled texts of a measurement while calibrating
+ALONE = 2  # contexts that are also decoded token by token
+HEAD_DIM = 64  # of shapes given by layers and hidden size
+_LLAMA_3 = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+_LLAMA_2 = {"max_position_embeddings": 4096}
+
+
+def _llama(*shape: int, **more: Any) -> dict[str, Any]:
+    """A Llama's config. shape: vocabulary, hidden and intermediate size, layers, heads."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {**dict(zip(keys, shape, strict=True)), **more}
+
+
+NAMED: dict[str, dict[str, Any]] = {  # shapes of real models
+    "llama-3.2-1b": _llama(128_256, 2048, 8192, 16, 32, **_LLAMA_3 | {"head_dim": 64, "tie_word_embeddings": True}),
+    "llama-3.2-3b": _llama(128_256, 3072, 8192, 28, 24, **_LLAMA_3, tie_word_embeddings=True),
+    "llama-3-8b": _llama(128_256, 4096, 14_336, 32, 32, **_LLAMA_3),
+    "llama-2-7b": _llama(32_000, 4096, 11_008, 32, 32, **_LLAMA_2),
+    "llama-2-13b": _llama(32_000, 5120, 13_824, 40, 40, **_LLAMA_2),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A surrogate."""
+
+    name: str  # as it was asked for
+    config: dict[str, Any]  # of a Llama
+    exit_layer: int | None = None  # E, of the part that is to agree
+    agreement: float | None = None
+    """P(argmax of that part is the model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain
+    decoding only."""
+    skip_ratio: float | None = None  # of a uniform layer set, instead of an exit layer
+    sure: float = 0.0  # share of the tokens whose successor is nearly certain, as in most of a real text
+
+    def __post_init__(self) -> None:
+        depth = self.config["num_hidden_layers"]
+        if self.exit_layer is not None and self.skip_ratio is not None:
+            raise ValueError("give either --exit-layer or --skip-ratio")
+        if (self.exit_layer is None and self.skip_ratio is None) != (self.agreement is None):
+            raise ValueError("--agreement goes with --exit-layer or --skip-ratio: what is to agree, and how often")
+        if self.exit_layer is not None and not 1 <= self.exit_layer < depth:
+            raise ValueError(f"--exit-layer must lie between 1 and {depth - 1} for {depth} layers, found {self.exit_layer}")
+        if self.skip_ratio is not None and not 0 < Space(depth).count(self.skip_ratio) < Space(depth).size:
+            raise ValueError(f"--skip-ratio must leave out some of the sublayers and not all, found {self.skip_ratio}")
+        if self.agreement is not None and not 0.0 < self.agreement < 1.0:
+            raise ValueError(f"--agreement must lie between 0 and 1, found {self.agreement}")
+        if not 0.0 <= self.sure < 1.0:
+            raise ValueError(f"--sure must lie in [0, 1), found {self.sure}")
+        if self.sure and self.agreement is None:
+            raise ValueError("--sure goes with --agreement: without one nothing is sampled from the surrogate")
+
+    @property
+    def rest(self) -> SkipSet:
+        """The sublayers that are no part of what is to agree."""
+        depth = self.config["num_hidden_layers"]
+        if self.exit_layer is not None:
+            deeper = frozenset(range(self.exit_layer, depth))
+            return SkipSet(deeper, deeper)
+        assert self.skip_ratio is not None
+        space = Space(depth)
+        return space.to_skip_set(space.uniform(space.count(self.skip_ratio)))
+
+    @property
+    def part(self) -> str:
+        """What is to agree, in words."""
+        return f"layers[:{self.exit_layer}]" if self.exit_layer is not None else f"all but a share of {self.skip_ratio}"
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """The method that drafts with that part."""
+        if self.exit_layer is not None:
+            return {"method": "layerskip", "exit_layer": self.exit_layer}
+        return {"method": "swift", "skip_ratio": self.skip_ratio}
+
+
+def parse(
+    text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None, sure: float = 0.0
+) -> Shape:
+    """A name, with `,layers=16` for fewer layers of it; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
+    ValueError names the wrong or missing key."""
+    asked = (exit_layer, agreement, skip_ratio, sure)
+    named, comma, layers = text.partition(",layers=")
+    if named in NAMED and (not comma or (layers.isdecimal() and int(layers) > 0)):
+        return Shape(text, NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {}), *asked)
+    if text.endswith(".json"):
+        return Shape(text, _from_file(Path(text)), *asked)
+    values = {"vocab": 4096}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or key.strip() not in ("layers", "hidden", "vocab"):
+            raise ValueError(
+                f"a surrogate is one of {', '.join(NAMED)}, a config.json, or layers=24,hidden=192[,vocab=4096]; found {text!r}"
+            )
+        if not value.strip().isdecimal() or int(value) < 1:
+            raise ValueError(f"{key.strip()} must be a whole number of at least 1, found {value!r}")
+        values[key.strip()] = int(value)
+    if missing := [name for name in ("layers", "hidden") if name not in values]:
+        raise ValueError(f"the surrogate lacks {missing[0]}, for example {missing[0]}=24")
+    if values["hidden"] % HEAD_DIM:
+        raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {values['hidden']}")
+    layers, hidden, vocab = values["layers"], values["hidden"], values["vocab"]
+    more = {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": 2048}
+    config = _llama(vocab, hidden, round(8 / 3 * hidden), layers, hidden // HEAD_DIM, **more)
+    return Shape(text, config, *asked)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    """What a Llama's config.json says of its shape."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    if missing := [key for key in needed if not isinstance(config, dict) or key not in config]:
+        raise ValueError(f"{path}: the config of a Llama has {missing[0]}")
+    if config.get("model_type") != "llama":
+        raise ValueError(f"{path}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
+    known, ours = LlamaConfig(), ("dtype", "torch_dtype", "model_type")  # ours: the surrogate's own say
+    return {
+        key: one for key, one in config.items() if hasattr(known, key) and key not in ours and not key.endswith("_token_id")
+    }
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A surrogate, and what it measures like on contexts that the calibration did not see; intervals are over contexts."""
+
+    model: LlamaForCausalLM
+    shape: Shape
+    factor: float  # of the output projections that are no part of what agrees
+    agreement: Estimate  # realised
+    overlap: Estimate  # mean of sum(min(p, q)), the acceptance that sampling at T = 1 would have
+    alone: Estimate
+    """How often the whole chooses in passes of one token what it chooses in one pass over all: about as often as a draft can be
+    expected to agree in this dtype on this machine."""
+
+    def report(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        asked = {name: getattr(self.shape, name) for name in ("exit_layer", "skip_ratio", "part", "agreement", "sure")}
+        return {
+            "shape": self.shape.name,
+            **asked,
+            "factor": self.factor,
+            "realised_agreement": asdict(self.agreement),
+            "overlap_at_temperature_1": asdict(self.overlap),
+            "agreement_of_the_whole_token_by_token": asdict(self.alone),
+            "contexts": "sampled at T = 1 from the surrogate itself",
+        }
+
+
+def calibrate(
+    shape: Shape,
+    seed: int,
+    *,
+    sequences: int = CONTEXTS,
+    length: int = 96,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Say = lambda text: None,
+) -> Calibrated:
+    """Build a surrogate and scale the rest of its sublayers until its part agrees with the whole at the wanted rate.
+
+    sequences, length: contexts of each measurement; the one reported uses twice as many, from other seeds. ValueError
+    where the wanted agreement cannot be had.
+    """
+    assert shape.agreement is not None
+    model = build(shape, seed, dtype, device)
+    weights = [module.weight for module in _outputs(model, shape.rest)]
+    full = [weight.detach().clone() for weight in weights]
+    low, high, factor = LEAST, 1.0, 1.0
+    for _ in range(BISECTIONS):
+        factor = (low * high) ** 0.5
+        _scale(weights, full, factor)
+        agree, _ = measure_agreement(model, shape.rest, contexts(model, sequences, length, seed))
+        say(f"factor {factor:.4f}: agreement {agree}")
+        if abs(agree.value - shape.agreement) < max(TOLERANCE, (agree.high - agree.low) / 4):  # within a standard error
+            break
+        low, high = (factor, high) if agree.value > shape.agreement else (low, factor)
+    fresh = contexts(model, 2 * sequences, length, seed + 1_000_000)
+    agreement, overlap = measure_agreement(model, shape.rest, fresh)
+    if not agreement.low - NEARLY <= shape.agreement <= agreement.high + NEARLY:
+        raise ValueError(
+            f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
+        )
+    return Calibrated(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
+
+
+def build(shape: Shape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> LlamaForCausalLM:
+    """A random Llama whose logits are those of a model that is neither sure nor clueless, drawn on the CPU in its dtype."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config.tie_word_embeddings = config.tie_word_embeddings and not shape.sure
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        for weight in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            weight.normal_(0, GAIN / weight.shape[1] ** 0.5)
+        width = config.hidden_size
+        model.model.embed_tokens.weight.normal_(0, SHARPNESS / width**0.5 if config.tie_word_embeddings else 1)
+        model.lm_head.weight.normal_(0, SHARPNESS / width**0.5)
+        _make_sure(model, shape.sure)
+    return model.to(device)
+
+
+def _make_sure(model: Any, share: float) -> None:
+    """Give that share of the tokens a successor that is nearly certain. Every successor has one predecessor: short loops are
+    few, and rarely entered."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    if not (count := round(share * len(head))):
+        return
+    embedding.mul_(WRITTEN * (model.config.num_hidden_layers / 2) ** 0.5)
+    sure, successors = torch.randperm(len(head))[:count], torch.randperm(len(head))[:count]
+    for tokens, following in zip(sure.split(ROWS), successors.split(ROWS), strict=True):
+        along = torch.nn.functional.normalize(embedding[tokens].float(), dim=-1)
+        head[following] = (head[following].float() + SURENESS / along.shape[-1] ** 0.5 * along).to(head.dtype)
+
+
+def plain(shape: Shape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+    """Random weights of a shape as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
+    return model.to(device).eval()
+
+
+def _outputs(model: Any, rest: SkipSet) -> list[torch.nn.Linear]:
+    """The projections through which those sublayers write to the residual stream."""
+    layers = model.model.layers
+    attentions, mlps = sorted(rest.attention), sorted(rest.mlp)
+    return [layers[i].self_attn.o_proj for i in attentions] + [layers[i].mlp.down_proj for i in mlps]
+
+
+@torch.no_grad()
+def _scale(weights: list[Tensor], full: list[Tensor], factor: float) -> None:
+    for weight, original in zip(weights, full, strict=True):
+        weight.copy_(original * factor)
+
+
+def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
+    """[sequences, length] int64 ids, sampled from the model itself at T = 1 after a few random tokens. Reproducible."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(model.config.vocab_size, (sequences, OPENING), generator=generator).to(model.device)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
+    return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - OPENING, **options).sequences
+
+
+def _mean(sums: list[float], tokens: int) -> Estimate:
+    """The mean over the tokens of contexts, with its interval over contexts. sums: of each context."""
+    return rate(sums, [float(tokens)] * len(sums)).estimate()
+
+
+def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
+    return torch.zeros_like(output)
+
+
+@torch.inference_mode()
+def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate, Estimate]:
+    """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
+    the tokens that follow the random start; bootstrap over contexts."""
+    same, overlap, count = [], [], ids.shape[1] - OPENING
+    for part in ids.split(FEW):  # distributions are large
+        late = model(part, use_cache=False).logits[:, OPENING:].float()
+        with ExitStack() as silent:
+            for module in _outputs(model, rest):
+                silent.enter_context(module.register_forward_hook(_silence))
+            early = model(part, use_cache=False).logits[:, OPENING:].float()
+        same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
+        overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
+    return _mean(same, count), _mean(overlap, count)
+
+
+@torch.inference_mode()
+def measure_alone(model: Any, ids: Tensor) -> Estimate:
+    """How often a model chooses for contexts [S, T] in passes of one token what it chooses in one pass over each, after the
+    random start."""
+    same = []
+    for row in ids:
+        together = model(row[None], use_cache=False).logits[0, OPENING:].argmax(-1)
+        cache = DynamicCache(config=model.config)
+        logits = [model(token, past_key_values=cache).logits[0] for token in row[None].split(1, dim=1)]
+        same.append(float((torch.cat(logits)[OPENING:].argmax(-1) == together).sum()))
+    return _mean(same, ids.shape[1] - OPENING)
+
+
+def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
+    """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
+    rows = contexts(model, count, length, seed).cpu()
+    shares = [repeated_share(row[:OPENING].tolist(), row[OPENING:].tolist()) for row in rows]
+    if (mean := sum(shares) / len(shares)) >= LOOPING:
+        raise ValueError(f"the surrogate's sampled text loops (share of repeated 8-grams {mean:.2f}); use a larger vocab")
+    return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+
+
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Conversation]:
+    """`count` prompts of uniformly random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(vocab, (count, length), generator=generator)
+    return [Conversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+
+
+def run_surrogate(
+    shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
+) -> Path:
+    """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
+    calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    ((_, settings),) = resolved(plan)
+    assert settings.num_prompts is not None
+    assert settings.prompt_tokens is not None
+    wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    counted = shape.agreement is not None and contexts != CONTEXTS
+    more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
+    wanted |= {name: value for name, value in more.items() if value is not None}
+    kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
+    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+        model, about = _made(journal, shape, plan, say, contexts)
+        attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
+        count = plan.tune_prompts + settings.num_prompts
+        if shape.agreement is None:
+            prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
+        else:
+            prompts = sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
+        entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
+        task = Task("synthetic", Source(None, ""), (), "none", lambda record: [])
+        task_run = TaskRun(plan.models[0], 0, task, settings, Reader(None, False, settings.prompt_tokens), plan)
+        measure_task(journal, model, task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
+    return path
+
+
+def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
+    """(the model, what is said of it): calibrated, as the file says or now."""
+    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
+    device = usable(plan.device)
+    if shape.agreement is None:
+        return plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+    known = next(journal.lines_of("calibrated"), None)
+    if known is None:
+        say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
+        made = calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)
+        model, about = made.model, made.report()
+        journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
+    else:
+        model, about = build(shape, plan.seed, dtype, device), known["about"]
+        weights = [module.weight for module in _outputs(model, shape.rest)]
+        _scale(weights, weights, known["factor"])
+    setattr(model.generation_config, OWN_FIELD, shape.method)
+    say(calibrated(about))
+    return model, about

@@ -1,0 +1,97 @@
+"""Conversations: what is asked, turn by turn, as the ids that a model reads."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from skipstone.hf.api import token_ids
+from skipstone.engines.loading import bos_prefix
+from skipstone.lab.tasks.task import Record
+
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+"""Stands before the turns where a chat is asked for and the model has no template: Vicuna's, as in Spec-Bench."""
+
+Said = tuple[str, str]  # a turn and its answer
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """A short hash of numbers, such as token ids."""
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is asked: the user's turns, or ids as they are."""
+
+    source: str  # where it comes from
+    turns: tuple[str, ...] = ()  # what the user says
+    ids: Tensor | None = None  # [T] int64, instead of turns, for models without words
+    record: Record = field(default_factory=dict)  # what it was made of, for scores
+
+    def __len__(self) -> int:
+        return 1 if self.ids is not None else len(self.turns)
+
+    @property
+    def digest(self) -> str:
+        """A short hash, to tell whether two runs asked the same."""
+        return digest(self.ids.tolist() if self.ids is not None else list("\0".join(self.turns).encode()))
+
+
+class Reader:
+    """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: turns stand in the model's template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, chat: bool, limit: int) -> None:
+        self.tokenizer, self.chat, self.limit = tokenizer, chat, limit
+
+    def ids(self, one: Conversation, said: Sequence[Said] = ()) -> Tensor:
+        """[T] int64: the next turn after what was said. ValueError for a prompt without a token."""
+        if one.ids is not None:
+            return one.ids[-self.limit :]
+        assert self.tokenizer is not None
+        found = self._whole(one, said)
+        if not found:
+            raise ValueError(f"{one.source}: the prompt is empty")
+        if len(found) > self.limit:
+            first = bos_prefix(self.tokenizer)
+            found = [*first, *found[len(found) - max(1, self.limit - len(first)) :]]
+        return torch.tensor(found)
+
+    def cuts(self, one: Conversation, said: Sequence[Said] = ()) -> bool:
+        """Whether `ids` leaves out a beginning."""
+        return len(one.ids if one.ids is not None else self._whole(one, said)) > self.limit
+
+    def _whole(self, one: Conversation, said: Sequence[Said]) -> list[int]:
+        assert self.tokenizer is not None
+        return token_ids(self._prompt(one.turns[: len(said) + 1], [answer for _, answer in said]), self.tokenizer)
+
+    def _prompt(self, turns: Sequence[str], answers: Sequence[str]) -> Any:
+        pairs = list(zip(turns, answers, strict=False))
+        if not self.chat:
+            return "".join(f"{turn}{answer}\n\n" for turn, answer in pairs) + turns[-1]
+        if getattr(self.tokenizer, "chat_template", None):
+            told = [({"role": "user", "content": turn}, {"role": "assistant", "content": answer}) for turn, answer in pairs]
+            return [*(part for pair in told for part in pair), {"role": "user", "content": turns[-1]}]
+        end = getattr(self.tokenizer, "eos_token", None) or ""
+        told = "".join(f" USER: {turn} ASSISTANT: {answer}{end}" for turn, answer in pairs)
+        return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
+
+    def continuation(self, text: str) -> Tensor:
+        """[A] int64: a text that goes on after a prompt, tokenised by itself."""
+        assert self.tokenizer is not None
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What new tokens say, up to an end; nothing for models without words."""
+        if self.tokenizer is None:
+            return ""
+        kept = list(tokens)
+        end = self.tokenizer.eos_token_id
+        return str(self.tokenizer.decode(kept[: kept.index(end)] if end in kept else kept, skip_special_tokens=True))

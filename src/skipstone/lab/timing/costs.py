@@ -1,0 +1,400 @@
+"""What decoding costs on this machine: measured once per model, engine, dtype, number of threads and batch size, and kept.
+
+What is timed is what decoding runs: steps of the loop, drafts of the methods' own sessions, scoring and verification. Nothing
+that a timed call writes is committed, so that every call finds the same tokens behind it. All entries take turns, round after
+round; of each the shortest time counts, as whatever else runs only ever adds to it, once a second one has confirmed it.
+`Times` says what counts where the machine never stands still.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel
+
+from skipstone.decoding.costs import BatchCosts, Costs, Curve
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.loop import NOTHING, Decoder
+from skipstone.decoding.request import Request
+from skipstone.decoding.session import Session
+from skipstone.utils.files import cache_place, digest, write_cache
+from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
+from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
+from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.swift.tree import RANKS
+from skipstone.engines.native import library
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import SkipSet
+from skipstone.lab.timing import machine
+from skipstone.lab.timing.measure import synchronise
+
+VERSION = 1  # of the file
+BATCHES = (1, 8)  # batch sizes that are measured unless told
+CONTEXT = 128  # tokens behind which all is measured, fewer where the model has fewer positions
+FAR = 512  # tokens behind which the slope of the context is measured, fewer likewise
+MOST_ROWS = 64  # tokens of all rows of a pass, at most
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a row in the passes that are timed
+FEW_TOKENS = (1, 4, 8, 16, 64)  # those whose layers are timed alone, and all where a step is long
+SLOPES = (1, 8)  # those that are timed behind FAR tokens too
+EXITS = (1 / 4, 1 / 2, 3 / 4)  # exit layers beside the first and the last but one, as shares of the depth
+DRAFTS = (1, 3)  # draft tokens of two chains, whose difference is what a draft step costs
+MOST_SECONDS = 5.0  # for one batch size, which only a machine with other work to do needs; one round is in any case
+LEAST, MOST = 3, 40  # rounds
+MOST_SPREAD = 0.25  # of the times, above which the machine had other work to do
+LEAST_SHARE = 0.9  # of the processor's time in that of the clock, below which the same is true
+AGREE = 0.05  # share by which the two shortest times of an entry may differ
+IN_A_ROW = 3  # times that an entry is timed when it is its turn, at most
+PLAIN_STEPS = 48  # of a text of plain decoding, which then begins anew
+TURN = 0.004  # seconds of its turn after which it is not timed once more
+LONG = 0.05  # seconds of a plain step from which on fewer entries are timed
+
+Timed = Callable[[], float]
+Entry = tuple[str, int]
+"""(what is timed, of how many tokens, layers or drafts)."""
+
+
+class Bench:
+    """A batch behind `context` tokens, and what is timed of it.
+
+    Every session holds its rows behind as many tokens of which only the first was run: what keys and values say makes no
+    difference to the time.
+    """
+
+    def __init__(self, layered: LayeredModel, batch: int) -> None:
+        """ValueError for a model whose positions are too few, or that keeps states without positions."""
+        if layered.family.recurrent:
+            raise ValueError("costs are measured behind tokens that were never run, which a model with recurrent states needs")
+        self.layered, self.batch = layered, batch
+        self.widest = max(1, MOST_ROWS // batch)
+        spare = self.widest + 1 + PLAIN_STEPS
+        self.context = min(CONTEXT, (layered.max_positions - spare) // 2)
+        self.far = min(FAR, layered.max_positions - spare)
+        if self.context < 1:
+            raise ValueError(f"the model has {layered.max_positions} positions, too few to measure what decoding costs")
+        self.room = self.far + spare
+        self.plain = Decoder(Autoregressive().start(layered, batch, self.room))
+        most = max(DRAFTS)
+        self.lookup = LookupDrafter(batch)
+        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), layered, batch)
+        self.chain, self.ranked = (SkippingDrafter(layered, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
+        self.lookups = self._behind(self.lookup)
+        self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
+
+    def _request(self, new: int) -> Request:
+        return Request(torch.zeros(1, dtype=torch.int64, device="cpu"), new)
+
+    def _behind(self, drafter: Drafter) -> Session:
+        """A session whose rows stand behind a context that was never run."""
+        session = Session(self.layered, self.batch, self.room, drafter)
+        for row in range(self.batch):
+            session.admit(row, self._request(1))
+        while session.prefilling:
+            session.prefill(1)
+        session.store.length = [self.context] * self.batch
+        return session
+
+    def entries(self, sparse: bool) -> dict[Entry, Timed]:
+        """All that is timed; sparse: less of it."""
+        depth = self.layered.depth
+        tokens = [n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest]
+        tokens = tokens if self.widest in tokens else [*tokens, self.widest]
+        shares = () if sparse else EXITS
+        exits = sorted({layer for layer in (1, *(round(depth * share) for share in shares), depth - 1) if 1 <= layer < depth})
+        middle = frozenset(range(1, depth - 1))
+        skips = {"attention": SkipSet(middle), "mlp": SkipSet(mlp=middle), "layer": SkipSet(middle, middle)} if middle else {}
+        found: dict[Entry, Timed] = {("plain", 1): self._plain_step}
+        found["propose", 1] = lambda: self._clock(lambda: self._given(1))
+        for n in tokens:
+            found["score", n] = lambda n=n: self._scored(n, self.context)
+        for n in [n for n in tokens if n in FEW_TOKENS or n == self.widest]:
+            found["layers", n] = lambda n=n: self._layers(n)
+        for n in SLOPES:
+            if n in tokens and self.far > self.context:
+                found["far", n] = lambda n=n: self._scored(n, self.far)
+        for k in DRAFTS:
+            for layer in exits:
+                found[f"exit {layer}", k] = lambda layer=layer, k=k: self._exit(layer, k)
+            found[f"exit {depth}", k] = lambda k=k: self._skipping(self.chains, self.chain, SkipSet(), k)
+            found["ranked", k] = lambda k=k: self._skipping(self.ranked_chains, self.ranked, SkipSet(), k)
+            for name, skip in skips.items():
+                found[name, k] = lambda skip=skip, k=k: self._skipping(self.chains, self.chain, skip, k)
+        return found
+
+    # ---------------------------------------------------------------------------------------------- what is timed
+
+    def _clock(self, work: Callable[[], Any]) -> float:
+        synchronise(self.layered.device)
+        began = time.perf_counter()
+        work()
+        synchronise(self.layered.device)
+        return time.perf_counter() - began
+
+    def _plain_step(self) -> float:
+        """One step of the loop."""
+        if not self.plain.busy:  # at first, and when the texts have ended
+            for row in range(self.batch):
+                self.plain.admit(row, self._request(2 + PLAIN_STEPS))
+            while self.plain.session.prefilling:
+                self.plain.step()
+        self.plain.session.store.length = [self.context] * self.batch
+        return self._clock(self.plain.step)
+
+    def _given(self, tokens: int) -> Draft:
+        """A draft of given tokens, one fewer than are scored."""
+        known = [place % self.layered.embeddings for place in range(1, tokens)]
+        return self.lookup.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
+
+    def _scored(self, tokens: int, context: int) -> float:
+        session = self.lookups
+        session.store.length = [context] * self.batch
+
+        def work() -> None:
+            draft = self._given(tokens)
+            session.verify(draft, session.score(draft)).tolist(draft)
+
+        return self._clock(work)
+
+    def _layers(self, tokens: int) -> float:
+        self.lookups.store.length = [self.context] * self.batch
+        frontier = self._given(tokens).frontier
+        assert frontier is not None
+        return self._clock(lambda: frontier.advance(self.layered.depth))
+
+    def _exit(self, layer: int, drafts: int) -> float:
+        self.exit.exit_layer = layer
+        return self.drafted(self.exits, drafts)
+
+    def _skipping(self, session: Session, drafter: SkippingDrafter, skip: SkipSet, drafts: int) -> float:
+        drafter.skip = skip
+        return self.drafted(session, drafts)
+
+    def drafted(self, session: Session, drafts: int) -> float:
+        """A chain, of which nothing is committed, after a pass through all layers, as in decoding: the layers that draft lie in
+        no cache at first."""
+        self._scored(1, self.context)
+        seconds = self._clock(lambda: session.drafter.propose_draft([drafts] * self.batch))
+        session.commit(None, [NOTHING] * self.batch)
+        return seconds
+
+
+@dataclass
+class Times:
+    """All times of every entry, in seconds, the first ones left out.
+
+    What an entry costs is its shortest time, which nothing else has disturbed. On a machine that is busy all the time there is
+    no such time of an entry that takes longer than its turn on a core; there it is the mean, by which all are equally too long.
+    """
+
+    all: dict[Entry, list[float]]
+    processor_share: float = 1.0  # of the time that all took together, how much the process had a core; more with threads
+
+    def spread(self) -> float:
+        """How far an entry's median lies above its minimum, as a share of it: the median of all entries."""
+        return median(median(times) / min(times) - 1 for times in self.all.values())
+
+    @cached_property
+    def busy(self) -> bool:
+        """Whether the machine had other work to do."""
+        return self.spread() > MOST_SPREAD or self.processor_share < LEAST_SHARE
+
+    def cost(self, name: str, number: int) -> float:
+        """What an entry costs."""
+        times = self.all[name, number]
+        return fmean(times) if self.busy else min(times)
+
+    def by_number(self, name: str) -> dict[int, float]:
+        """Number -> cost, of all entries of a name."""
+        return {number: self.cost(name, number) for one, number in self.all if one == name}
+
+    def step(self, name: str) -> float:
+        """What a draft step costs: what a longer chain takes more than a short one; at least half of its share of the longer
+        one, where a stall has made the short one too long."""
+        short, long = (self.cost(name, drafts) for drafts in DRAFTS)
+        return max((long - short) / (DRAFTS[1] - DRAFTS[0]), long / DRAFTS[1] / 2)
+
+
+def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
+    """Time entries round after round, each round beginning with another one: all of them LEAST times, and then those whose
+    shortest times are no two of a kind yet."""
+    times: dict[Entry, list[float]] = {entry: [] for entry in entries}
+    began, processor = time.perf_counter(), time.process_time()
+    for number in range(MOST):
+        left = [entry for entry, found in times.items() if number < LEAST or not _confirmed(found)]
+        if not left or (number and time.perf_counter() - began > most_seconds):
+            break
+        first = number * len(left) // 3 % len(left)
+        for entry in left[first:] + left[:first]:
+            times[entry] += _turn(entries[entry])
+    share = (time.process_time() - processor) / (time.perf_counter() - began)
+    return Times({entry: found[1:] or found for entry, found in times.items()}, share)
+
+
+def _confirmed(times: Sequence[float]) -> bool:
+    """Whether the two shortest times agree: a stall does not strike twice alike."""
+    least, second = sorted(times)[:2]
+    return second <= (1 + AGREE) * least
+
+
+def _turn(timed: Timed) -> list[float]:
+    """Some times in a row, of which the first may have been cold."""
+    found, end = [timed()], time.perf_counter() + TURN
+    while len(found) < IN_A_ROW and time.perf_counter() < end:
+        found.append(timed())
+    return found
+
+
+@torch.inference_mode()
+def measure(layered: LayeredModel, batch: int, most_seconds: float = MOST_SECONDS) -> BatchCosts:
+    """The costs of one batch size. ValueError for a model that has too few positions or only one layer."""
+    if layered.depth < 2:
+        raise ValueError("costs are measured of models with at least 2 layers")
+    bench = Bench(layered, batch)
+    sparse = min(bench.entries(True)["plain", 1]() for _ in range(LEAST)) > LONG
+    times = _take_turns(bench.entries(sparse), 0.0 if sparse else most_seconds)
+    return _table(bench, times)
+
+
+def _table(bench: Bench, times: Times) -> BatchCosts:
+    depth, middle = bench.layered.depth, max(bench.layered.depth - 2, 1)
+    scoring = Curve.fitted(times.by_number("score"))
+    layers = Curve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
+    exits = {int(name.removeprefix("exit ")): times.step(name) for name, _ in times.all if name.startswith("exit ")}
+    plain, whole = times.cost("plain", 1), exits[depth]
+    starts = [times.cost(f"exit {layer}", DRAFTS[0]) - DRAFTS[0] * exits[layer] for layer in exits]
+    timed = {name for name, _ in times.all}
+    attention, mlp, both = (
+        max(whole - times.step(kind), 0.0) / middle if kind in timed else 0.0 for kind in ("attention", "mlp", "layer")
+    )
+    distance = max(bench.far - bench.context, 1)
+    slopes = {n: max(own - times.cost("score", n), 0.0) / distance for n, own in times.by_number("far").items()}
+    return BatchCosts(
+        batch=bench.batch,
+        context=bench.context,
+        plain=plain,
+        fixed=max(plain - scoring(1), 0.0),
+        chain=max(median(starts) - times.cost("propose", 1), 0.0),
+        scoring=scoring,
+        layers=layers,
+        exits=Curve.fitted(exits),
+        attention=attention,
+        mlp=mlp,
+        layer=max(both - attention - mlp, 0.0),
+        ranked=max(times.step("ranked") - whole, 0.0),
+        context_slope=Curve.fitted(slopes or {1: 0.0}),
+        spread=times.spread(),
+        busy=times.busy,
+    )
+
+
+@torch.inference_mode()
+def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: int) -> float:
+    """Seconds of a draft step of a draft model, for all rows of a batch."""
+    bench = Bench(layered, batch)
+    room = min(bench.room, draft_model.max_positions)
+    drafter = DraftModelDrafter(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
+    session = Session(layered, batch, room, drafter)
+    for row in range(batch):
+        session.admit(row, Request(torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings, 1))
+    while session.prefilling:
+        session.prefill(8)
+    for row in range(batch):  # a token that the draft model has not read yet
+        drafter.text[row].append(0)
+    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MOST_SECONDS / 4).step("model")
+
+
+# -------------------------------------------------------------------------------------------------------- the file
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Costs, and where they come from. key: what they were measured of. path: the file; None where it cannot be written.
+    measured: when, in UTC. seconds: how long it took. fresh: it was now."""
+
+    costs: Costs
+    key: dict[str, Any]
+    path: Path | None
+    measured: str
+    seconds: float
+    fresh: bool
+
+
+def key_of(layered: LayeredModel) -> dict[str, Any]:
+    """What costs depend on: other facts, other costs."""
+    engine = layered.engine
+    native = engine.name == "native"
+    device = layered.device
+    return {
+        "model": layered.fingerprint,
+        "dtype": str(layered.model.dtype),
+        "attention": str(layered.config._attn_implementation),
+        "engine": engine.name,
+        "detail": engine.detail,
+        "library": library.load().sk_source_hash().decode() if native else None,
+        "threads": [torch.get_num_threads(), getattr(engine, "threads", None)],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": machine.cpu(),
+        "cores": os.cpu_count(),
+        "packages": machine.versions(("skipstone", "torch", "transformers")),
+    }
+
+
+def costs_of(
+    model: PreTrainedModel | LayeredModel,
+    batches: Sequence[int] = BATCHES,
+    draft_models: Sequence[DraftModel] = (),
+    again: bool = False,
+) -> Kept:
+    """The costs of a model on its engine: from the file, where it holds them, else measured and written there.
+
+    again: measure whatever the file holds. A file that is damaged, of another version or about something else counts as none.
+    ValueError for a model with too few positions or layers.
+    """
+    layered = model if isinstance(model, LayeredModel) else LayeredModel(model)
+    key, path = key_of(layered), _path(layered)
+    old = None if again or path is None else _read(path, key)
+    tables = {table.batch: table for table in old.costs.batches} if old is not None else {}
+    began, fresh = time.perf_counter(), False
+    for batch in batches:
+        if batch not in tables:
+            tables[batch], fresh = measure(layered, batch), True
+        for one in draft_models:
+            if (name := one.fingerprint) not in tables[batch].draft_models:
+                seconds = measure_draft_model(layered, one, batch)
+                known = {**tables[batch].draft_models, name: seconds}
+                tables[batch], fresh = replace(tables[batch], draft_models=known), True
+    if old is not None and not fresh:
+        return old
+    costs = Costs(tuple(tables[batch] for batch in sorted(tables)))
+    taken = time.perf_counter() - began
+    kept = Kept(costs, key, path, datetime.now(UTC).isoformat(timespec="seconds"), taken, True)
+    about = {"version": VERSION, "key": kept.key, "measured": kept.measured, "seconds": kept.seconds}
+    return kept if write_cache(path, {**about, "costs": asdict(kept.costs)}) else replace(kept, path=None)
+
+
+def _path(layered: LayeredModel) -> Path | None:
+    """The file of a model's costs; None where the user has no home."""
+    return cache_place("costs", f"{digest(key_of(layered))}.json")
+
+
+def _read(path: Path, key: Mapping[str, Any]) -> Kept | None:
+    """What a file says of a key; None for nothing of use."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        if held["version"] != VERSION or held["key"] != key:
+            return None
+        costs = TypeAdapter(Costs).validate_python(held["costs"])
+        return Kept(costs, dict(key), path, str(held["measured"]), float(held["seconds"]), False)
+    return None

@@ -1,0 +1,194 @@
+"""What the machine could do at best, and what it is: the ceiling and the provenance of a run."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.timing.measure import run_tokens, store_for, timings
+
+PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
+
+
+MOST_WAITED = 0.1  # share of its time that a process waits for a processor on a machine that is its own
+
+
+class ProcessorWatch:
+    """How long the threads of this process waited for a processor that another process used, in a `with` block.
+
+    waited_share: of the time that they ran or waited, and at most the share of the processors' time that others used: threads
+    of one process wait for each other, too. None where the system does not tell (only Linux does).
+    """
+
+    waited_share: float | None = None
+
+    def __enter__(self) -> Self:
+        self._threads, self._machine, self._own = _thread_seconds(), _machine_seconds(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        machine, own = _machine_seconds(), time.process_time() - self._own
+        ran = waited = 0.0
+        for thread, seconds in _thread_seconds().items():
+            before = self._threads.get(thread, (0.0, 0.0))
+            ran, waited = ran + seconds[0] - before[0], waited + seconds[1] - before[1]
+        if ran + waited > 0 and machine is not None and self._machine is not None:
+            others = max(machine - self._machine - own, 0.0)
+            self.waited_share = min(waited / (ran + waited), others / (others + own) if others else 0.0)
+
+
+def was_busy(waited_share: float | None) -> bool:
+    """Whether a machine did so much else while something was measured that the figures say little."""
+    return waited_share is not None and waited_share > MOST_WAITED
+
+
+def _thread_seconds() -> dict[str, tuple[float, float]]:
+    """Seconds that every thread of this process has run, and has waited for a processor."""
+    found = {}
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that ends meanwhile
+            ran, waited, _ = file.read_text().split()
+            found[file.parent.name] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
+def _machine_seconds() -> float | None:
+    """Seconds that all processors of this machine have worked; None where nobody tells."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+    except OSError:
+        return None
+    user, nice, system, _, _, interrupts, soft, stolen = map(int, first.split()[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
+    """Bytes per second that the device's memory delivers: the better of a copy (read and write) and a matrix-vector product.
+
+    megabytes: size of the buffer, larger than any cache (256 on CPU, 1024 on CUDA unless told).
+    """
+    size = (megabytes or (1024 if device.type == "cuda" else 256)) << 20
+    width = 4096
+    source = torch.ones((max(size // 4 // width, 1), width), dtype=torch.float32, device=device)
+    target, vector = torch.empty_like(source), torch.ones(width, dtype=torch.float32, device=device)
+    held = source.numel() * source.element_size()
+    copy = min(timings(lambda: target.copy_(source), device))
+    product = min(timings(lambda: torch.mv(source, vector), device))
+    return max(2 * held / copy, held / product)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one token must read: everything but an embedding table that is not the head too, of which it reads
+    one row. (For a mixture of experts this counts all experts, an upper bound.)"""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    total = sum(p.numel() * p.element_size() for p in model.parameters())  # shared tensors are listed once
+    tied = head is not None and head.weight is embedding.weight
+    return total if tied else total - embedding.weight.numel() * embedding.weight.element_size()
+
+
+def kv_bytes(model: PreTrainedModel) -> int:
+    """Bytes of keys and values of one token in all layers, as our store holds them."""
+    return kv_bytes_of(LayeredModel(model))
+
+
+def kv_bytes_of(layered: LayeredModel) -> int:
+    """The same of a model that is already taken apart."""
+    store = store_of_one_token(layered)
+    return store.bytes() // (store.capacity + 1)
+
+
+def store_of_one_token(layered: LayeredModel) -> KVStore:
+    """A store of one row that has run one token."""
+    store = store_for(layered, 1)
+    with torch.inference_mode():
+        run_tokens(layered, store, torch.zeros((1, 1), dtype=torch.long, device=layered.device), 0)
+    return store
+
+
+def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:
+    """The ceiling in a sentence. about: the model's line, where its dtype and device are to be said."""
+    mark = "SYNTHETIC MODEL (random weights): " if about and about["synthetic"] else ""
+    where = f", {about['dtype']}, {about['device']}" if about else ""
+    return (
+        f"{mark}{name}{where}: {found['bandwidth_gb_per_second']:.1f} GB/s of memory allow plain decoding at most "
+        f"{found['tokens_per_second']:.0f} tokens/s."
+    )
+
+
+def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = None) -> dict[str, Any]:
+    """Most tokens per second at batch 1 if memory were all that counts: bytes of weights and KV a token over the bandwidth.
+
+    mean_length: tokens in the store at a typical step. A model that fits into the caches may exceed it.
+    """
+    speed = bandwidth(model.device, megabytes)
+    weights, kv = weight_bytes(model), kv_bytes(model) * mean_length
+    return {
+        "bandwidth_gb_per_second": speed / 1e9,
+        "weight_bytes_per_token": weights,
+        "kv_bytes_per_token": kv,
+        "tokens_per_second": speed / (weights + kv),
+    }
+
+
+def provenance(argv: list[str], seed: int) -> dict[str, Any]:
+    """Where and how a run was made, as plain JSON values."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": argv,
+        "seed": seed,
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": versions(PACKAGES),
+        "platform": platform.platform(),
+        "cpu": cpu(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """The version of each package, None where it is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in found:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the source tree and whether it was changed since; None for an installed package."""
+    here = Path(__file__).resolve().parent
+
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", Path(__file__).name)  # the repository around us may be another project's
+        return {"sha": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cpu() -> str:
+    """The processor's name; `platform` knows only its architecture on Linux."""
+    listing = Path("/proc/cpuinfo")
+    for line in listing.read_text(errors="replace").splitlines() if listing.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or sys.platform

@@ -1,0 +1,287 @@
+"""What is timed, and how: calls of engines, passes over layers.
+
+Everything that the benchmark compares is an engine behind the same two lines: a prompt and transformers' options in, emitted
+ids out. The tokens counted are those ids; nothing is tokenised again.
+"""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.hf import api
+from skipstone.decoding.method import Method
+from skipstone.decoding.stats import Stats
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.placing import home
+
+WARM_UP_TOKENS = 16  # new tokens of an untimed call
+MOST_SCRATCH = 64  # slots beside a text's own that drafts, trees and shadows use at most
+REPEATS = 7  # how often a pass is timed; the median counts
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one call gave."""
+
+    tokens: list[int]  # the new ids, without the prompt
+    stats: Stats | None = None  # our own figures, where the engine is ours
+    first_at: float | None = None  # when the first new token was there, by `time.perf_counter`; None where nobody looked
+    setup_seconds: float = 0.0  # before the first pass
+    ended_at: float | None = None  # when the last token was there, by `time.perf_counter`; None where nothing was done after it
+
+
+class Engine(Protocol):
+    """Something that decodes."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What to print of it."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its text is the model's own."""
+        ...
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        """Continue a prompt [1, T] under options of `model.generate`. seed: for engines with random numbers of their own;
+        torch's generator is seeded by the caller."""
+        ...
+
+
+@dataclass(frozen=True)
+class Skipstone:
+    """One of our methods as an engine."""
+
+    method: Method
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.method.settings
+
+    @property
+    def lossless(self) -> bool:
+        return self.method.lossless
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        stats, tokens, first_at = Stats(), [], None
+        began = time.perf_counter()
+        steps = api.stream(model, prompt, self.method, seed=seed, **options)
+        setup = time.perf_counter() - began
+        for step in steps:
+            stats.add(step)
+            tokens += step.tokens[0]
+            if first_at is None and tokens:
+                first_at = time.perf_counter()
+        return Emitted(tokens, stats, first_at, setup)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One prompt continued by one engine. Times are seconds of wall-clock, the device synchronised."""
+
+    tokens: list[int]
+    seconds: float  # of the whole call, prefill included
+    stats: Stats | None = None
+    first_seconds: float | None = None  # to the first token
+    setup_seconds: float = 0.0  # the part in which the call was checked and prepared for
+    memory: int | None = None  # most bytes that the process (on a GPU: the device) held; None where another one did the work
+    known: dict[str, Any] | None = None  # what a method has learnt about the model so far
+    grown: dict[str, Any] | None = None  # what this call added to the counts of that
+
+
+def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What was added to counts, whole numbers at any depth, and to what is called a sum; others are left out, and what is new
+    began at 0."""
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, Mapping):
+            found[name] = growth(before.get(name) or {}, value)
+        elif type(value) is int or name == "sum":
+            found[name] = value - (before.get(name) or 0)
+    return found
+
+
+def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> dict[str, Any]:
+    """Options of `model.generate`, the same for every engine; nothing but top_p cuts the distribution. temperature: 0 is
+    greedy."""
+    if temperature == 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+
+
+def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Mapping[str, Any], seed: int) -> Measurement:
+    """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
+    it was."""
+    ids = prompt[None].to(home(model))  # [1, T]
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+        # the warning that speculation does not pay is what the table is there to show
+        warnings.simplefilter("ignore", RuntimeWarning)
+        torch.manual_seed(seed)
+        before = _known(engine, model)
+        counted = not getattr(engine, "elsewhere", False) and _forget_peak(model.device)
+        synchronise(model.device)
+        began = time.perf_counter()
+        emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
+        synchronise(model.device)
+        seconds = (time.perf_counter() if emitted.ended_at is None else emitted.ended_at) - began
+    most = _peak(model.device) if counted else None
+    known = _known(engine, model)
+    first = None if emitted.first_at is None else emitted.first_at - began
+    grown = growth(before or {}, known) if known else None
+    return Measurement(emitted.tokens, seconds, emitted.stats, first, emitted.setup_seconds, most, known, grown)
+
+
+def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
+    return (engine.method.report(model) or None) if isinstance(engine, Skipstone) else None
+
+
+def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, options: Mapping[str, Any]) -> None:
+    """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
+    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Where the
+    model's layers are compiled, all graphs are that one row of it may meet in such a call; a draft model's are not. Later
+    garbage collections leave out what there is then: one over all of it takes as long as some hundred short steps."""
+    engines = list(engines)
+    few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+    if any(isinstance(engine, Skipstone) for engine in engines):
+        layered = LayeredModel(model)
+        slots = len(prompt) + options["max_new_tokens"] + MOST_SCRATCH
+        layered.engine.warm_up(1, slots, kv_dtype=layered.kv_dtype)
+    for engine in engines:
+        measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
+    gc.collect()
+    gc.freeze()
+
+
+def _forget_peak(device: torch.device) -> bool:
+    """Forget earlier peaks of memory. False where the system cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set is what it is now
+        return True
+    return False
+
+
+def _peak(device: torch.device) -> int | None:
+    """The most bytes held at once since they were forgotten: on a GPU by torch's allocator, on a CPU the process's resident set
+    (Linux); None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> list[float]:
+    """Seconds of each of some runs, after one that is left out."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronise(device)
+        began = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def store_for(layered: LayeredModel, tokens: int) -> KVStore:
+    """An empty store of one row for so many tokens."""
+    store = KVStore(1, layered.depth, tokens, layered.kv_dtype)
+    store.reserve(tokens)
+    return store
+
+
+def one_row(begin: int, width: int, device: torch.device) -> Pass:
+    """A pass of one row over `width` tokens behind `begin` others."""
+    places = torch.arange(begin, begin + width, device=device, dtype=torch.int64)[None]  # [1, width]
+    return Pass(places, places, None, slice(0, 1), begin + width, begin)
+
+
+def run_tokens(layered: LayeredModel, store: KVStore, ids: Tensor, begin: int, skip: SkipSet | None = None) -> Tensor:
+    """Run ids [1, n] through all layers behind `begin` tokens of a store of one row, into which their keys and values are
+    written. Returns [1, n, d]. skip: sublayers to leave out."""
+    at = one_row(begin, ids.shape[1], layered.device)
+    return layered.run(layered.embed(ids, at.positions), at, store, range(layered.depth), skip)
+
+
+class TimedPasses:
+    """Passes behind `length` other tokens, each timed by itself; which tokens they are makes no difference."""
+
+    def __init__(self, layered: LayeredModel, length: int) -> None:
+        """ValueError for a model whose positions are too few for the longest draft."""
+        self.layered, widest = layered, max(LENGTHS) + 1
+        self.length = min(length, layered.max_positions - widest)
+        if self.length < 0:
+            raise ValueError(
+                f"the model has {layered.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens"
+            )
+        self.store = store_for(layered, self.length + widest)
+        if layered.family.recurrent and self.length:  # keys and values need not be there, but a state must
+            before = torch.zeros((1, self.length), dtype=torch.long, device=layered.device)
+            with torch.inference_mode():
+                run_tokens(layered, self.store, before, 0)
+            self.store.length = [self.length]
+
+    def seconds(self, width: int = 1, layers: range | None = None, skip: SkipSet | None = None) -> float:
+        """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""
+        layered, (at, hidden) = self.layered, self._tokens(width)
+        taken = range(layered.depth) if layers is None else layers
+        return median(timings(lambda: layered.run(hidden, at, self.store, taken, skip), layered.device))
+
+    def head_seconds(self) -> float:
+        """The median of what norm and LM head take for one token."""
+        layered, (at, hidden) = self.layered, self._tokens(1)
+        state = layered.run(hidden, at, self.store, range(layered.depth))  # [1, 1, d]
+        return median(timings(lambda: layered.logits(state), layered.device))
+
+    def _tokens(self, width: int) -> tuple[Pass, Tensor]:
+        """A pass over `width` different tokens, and their embeddings [1, width, d]."""
+        at = one_row(self.length, width, self.layered.device)
+        return at, self.layered.embed(at.positions % self.layered.embeddings, at.positions)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of passes at batch 1."""
+
+    layers: list[float]  # of each layer, for one token
+    head: float  # norm and LM head
+    rows: dict[int, float]  # draft length d -> a pass of d + 1 tokens through all layers
+
+    @property
+    def plain(self) -> float:
+        """One step of plain decoding."""
+        return sum(self.layers) + self.head
+
+
+@torch.inference_mode()
+def measure_passes(timed: TimedPasses) -> PassTimes:
+    """Time every layer for one token, the head, and whole passes over drafts."""
+    layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.layered.depth)]
+    share = timed.seconds() / sum(layers)  # one layer at a time finds its weights in the cache
+    rows = {length: timed.seconds(length + 1) for length in LENGTHS}
+    return PassTimes([seconds * share for seconds in layers], timed.head_seconds(), rows)

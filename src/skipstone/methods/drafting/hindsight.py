@@ -1,0 +1,27 @@
+"""What a part of the target would have said of text that is known by now: how drafters are judged without a draft."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import Pass, SkipSet, Tree
+
+
+def states_behind(
+    store: KVStore, row: int, tokens: Sequence[int], model: LayeredModel, layers: int, skip: SkipSet | None
+) -> Tensor:
+    """Hidden states [1, n, d] behind n committed tokens, the latest of a row that are in the store, in one pass of the first
+    `layers` layers of a model, some sublayers left out (SWIFT, Eq. 3). The pass reads the target's keys and values before these
+    tokens and writes its own behind everything that is committed."""
+    end, width, device = store.length[row], len(tokens), model.device
+    store.reserve(end + width)
+    positions = torch.arange(end - width, end, device=device, dtype=torch.int64)[None]  # [1, n]
+    below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
+    tree = Tree(on_device([end], device), below, positions, seen=on_device([end - width], device))
+    at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
+    hidden = model.embed(on_device([list(tokens)], device), positions)
+    return model.run(hidden, at, store, range(layers), skip)

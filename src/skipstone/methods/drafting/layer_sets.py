@@ -1,0 +1,209 @@
+"""Which sublayers a draft model leaves out, what that costs and what it is worth, and the files of such sets.
+
+A layer set says of every attention and every MLP between the first and the last layer, which always run, whether it is skipped.
+Every cost is in plain steps: one is the time of a step of plain decoding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from skipstone.models.fetching import fetch, hub_name
+from skipstone.utils.files import write_json
+from skipstone.models.fingerprint import fingerprint
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import SkipSet
+from skipstone.utils.settings_files import Part, read_json
+
+LayerMask = NDArray[np.bool_]
+"""A layer set, z in SWIFT: [n], n = 2 (L - 2), the attentions of layers 1 to L - 2 (counted from 0), then their MLPs. True is
+skipped."""
+MOST_DRAFTS = 25  # drafts of the longest step whose speed-up is looked at
+UNKNOWN_SLOPE = 0.04  # plain steps that one more token in a scoring pass is thought to cost before it was timed
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layer sets of a model of `layers` layers. ValueError for fewer than 4: nothing sensible would be left."""
+
+    layers: int
+
+    def __post_init__(self) -> None:
+        if self.layers < 4:
+            raise ValueError(f"skipping sublayers needs a model of at least 4 layers, found {self.layers}")
+
+    @classmethod
+    def of(cls, model: LayeredModel) -> Self:
+        """All layer sets of a model. ValueError where its sublayers cannot be left out."""
+        if reason := model.family.unskippable:
+            raise ValueError(f"no sublayer of this {model.config.model_type} model can be skipped: it {reason}")
+        return cls(model.depth)
+
+    @property
+    def size(self) -> int:
+        """Sublayers that may be skipped, n."""
+        return 2 * (self.layers - 2)
+
+    def count(self, ratio: float) -> int:
+        """How many sublayers a skip ratio leaves out (of those that may be skipped, as in SWIFT's code)."""
+        return round(ratio * self.size)
+
+    def uniform(self, count: int) -> LayerMask:
+        """As many attentions as MLPs (one more, where `count` is odd), each spread evenly over the depth."""
+        middle = self.layers - 2
+        skipped = np.zeros(self.size, dtype=bool)
+        for first, number in ((0, count - count // 2), (middle, count // 2)):
+            skipped[[first + (2 * place + 1) * middle // (2 * number) for place in range(number)]] = True
+        return skipped
+
+    def random(self, count: int, rng: np.random.Generator) -> LayerMask:
+        """Any set of `count` sublayers, all equally likely."""
+        skipped = np.zeros(self.size, dtype=bool)
+        skipped[rng.permutation(self.size)[:count]] = True
+        return skipped
+
+    def to_skip_set(self, skipped: LayerMask) -> SkipSet:
+        """What the model understands."""
+        attention, mlp = (np.flatnonzero(half) + 1 for half in np.split(skipped, 2))
+        return SkipSet(frozenset(attention.tolist()), frozenset(mlp.tolist()))
+
+    def from_skip_set(self, skip: SkipSet) -> LayerMask:
+        """The way back. ValueError for layers that do not exist or may not be skipped."""
+        skipped, middle = np.zeros(self.size, dtype=bool), self.layers - 2
+        for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
+            if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
+                raise ValueError(
+                    f"the {kind} of layers 1 to {middle} may be skipped in a model of {self.layers} layers, counted from 0 "
+                    f"(the first and the last always run), found {wrong}"
+                )
+            skipped[[first + layer - 1 for layer in chosen]] = True
+        if skipped.all():
+            raise ValueError("the layer set skips everything between the first and the last layer")
+        if not skipped.any():
+            raise ValueError("the layer set skips nothing: drafting with it would be decoding")
+        return skipped
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs in plain steps. attention, mlp: what leaving out one such sublayer saves. layer: what leaving out both of a layer
+    saves besides. scoring: of a pass over 1, 2, ... tokens."""
+
+    attention: float
+    mlp: float
+    scoring: Sequence[float]
+    layer: float = 0.0
+
+    def draft(self, skipped: LayerMask) -> float:
+        """One draft pass with a layer set (SWIFT's c)."""
+        attention, mlp = np.split(skipped, 2)
+        return float(self.drafts(attention.sum(), mlp.sum(), (attention & mlp).sum()))
+
+    def drafts(self, attentions: Any, mlps: Any, both: Any) -> Any:
+        """The same by how many attentions and MLPs are left out, and both of how many layers: numbers, or arrays [a]."""
+        return np.maximum(1 - self.attention * attentions - self.mlp * mlps - self.layer * both, 1e-3)
+
+    def score(self, tokens: int) -> float:
+        """One pass over so many tokens; beyond the last known value on the line from the first to it."""
+        known = len(self.scoring)
+        if tokens <= known:
+            return self.scoring[tokens - 1]
+        slope = (self.scoring[-1] - self.scoring[0]) / (known - 1) if known > 1 else UNKNOWN_SLOPE
+        return self.scoring[-1] + slope * (tokens - known)
+
+    @cached_property
+    def steps(self) -> NDArray[np.float64]:
+        """The scoring passes of steps of 1 to MOST_DRAFTS drafts, [MOST_DRAFTS]."""
+        return np.array([self.score(drafts + 1) for drafts in range(1, MOST_DRAFTS + 1)])
+
+
+def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
+    """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): the tokens of a step of k drafts, each right with
+    probability m, over its cost. It is under 1 where no draft length pays.
+
+    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. most: drafts, at most MOST_DRAFTS.
+    """
+    m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
+    k = np.arange(1, min(most, MOST_DRAFTS) + 1)
+    tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])  # [a, most]
+    return (tokens / (k * c[..., None] + costs.steps[: len(k)])).max(-1)
+
+
+def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
+    """E = M / ((M - 1) c / alpha + v): SWIFT's Eq. 6 with the cost of the scoring pass measured too (v = 1 is the paper's)."""
+    return mean_length / ((mean_length - 1) * draft / max(alpha, 1e-9) + score)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search maximises. by: "speed" or the paper's "matchness". most: drafts a step."""
+
+    costs: Costs = Costs(0.0, 0.0, (1.0,))
+    by: str = "speed"
+    most: int = MOST_DRAFTS
+
+    def __call__(self, matchness: float, skipped: LayerMask) -> float:
+        """The worth of a set of that matchness."""
+        return float(self.of_many(matchness, self.costs.draft(skipped)))
+
+    def of_many(self, matchness: Any, draft: Any) -> Any:
+        """The worth of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
+        return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.most)
+
+
+PROFILE_VERSION = 1  # of the format of a profile
+PROFILE = "profile.json"  # file of a repository on the hub: its profile
+
+
+class Profile(Part):
+    """A layer set's file. model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted
+    from 0, whose sublayer drafting leaves out. about: how it was found."""
+
+    version: int = PROFILE_VERSION
+    model: str
+    name: str = ""
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    about: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def skip(self) -> SkipSet:
+        return SkipSet(frozenset(self.attention), frozenset(self.mlp))
+
+
+def save_profile(
+    path: Path, model: Any, about: dict[str, Any], attention: Sequence[int], mlp: Sequence[int], name: str = ""
+) -> None:
+    """Write the profile of a model, whole or not at all. The rest is as in `Profile`."""
+    key = fingerprint(model)
+    profile = Profile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
+    write_json(path, profile.model_dump(mode="json"))
+
+
+def load_profile(source: str | Path, model: Any) -> Profile:
+    """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError where there is none;
+    ValueError for what is no profile, and for another model's."""
+    if not isinstance(source, (str, Path)):
+        raise ValueError(f"profile must be the name of a file, found {source!r}")
+    profile = read_profile(_file_of(source), source)
+    if profile.model != (here := fingerprint(model)):
+        raise ValueError(f"{source} is the profile of another model ({profile.name or profile.model}; this one is {here})")
+    return profile
+
+
+def read_profile(path: Path, source: object = None) -> Profile:
+    """The profile in a file, of whichever model. source: what a user called it. Errors as in `load_profile`."""
+    return read_json(path, Profile, PROFILE_VERSION, "a layer set", source)
+
+
+def _file_of(source: str | Path) -> Path:
+    """A file here; else one of the hub, which a name that looks like a file's own is not."""
+    path = Path(source).expanduser()
+    found = None if path.exists() or path.suffix == ".json" else hub_name(source)
+    return path if found is None or "/" not in found.repo else fetch(str(source), PROFILE) / PROFILE

@@ -1,0 +1,71 @@
+"""Drafting with the target itself while some of its sublayers are left out, for every method that does so."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.drafter import layers_used
+from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.confidence import Threshold
+from skipstone.engines.engine import Survival
+from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.model_runner import LayeredModel
+from skipstone.models.passes import SkipSet
+from skipstone.engines.picks import NO_TOKEN
+
+Ranked = tuple[Tensor, Tensor]
+"""(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
+
+
+class SkippingDrafter(ChainDrafter):
+    """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
+    match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
+
+    skip: what drafting leaves out. most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
+    """
+
+    skip: SkipSet
+
+    def __init__(self, model: LayeredModel, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
+        super().__init__(model, rows, most=most, threshold=threshold, coupled=True)
+        self.ranks = ranks
+        self._ranked: list[Tensor] = []  # one [B, ranks] per place
+        self._possible: list[Tensor] = []
+
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        """A chain of what `self.skip` leaves."""
+        self._ranked, self._possible = [], []
+        if not any(limits):
+            return Draft.empty(self.view.rows, self.view.root.device, self.view.start_forward(limits))
+        return super().propose_draft(limits, stop_rule)
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, skip=self.skip, drafting_model=self.drafting_model)]
+
+    def chain(self, limits: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:
+        """A chain of a skip set, and the tokens that were considered at each of its places; None for an empty chain."""
+        self.skip = skip
+        draft = SkippingDrafter.propose_draft(self, limits)
+        return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
+
+    def one_call(self) -> tuple[int, SkipSet] | None:
+        return (self.model.depth, self.skip) if self.ranks == 1 else None
+
+    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+        return frontier.sketched_logits(self.skip)
+
+    def propose(
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, wanted)
+        self._ranked.append(ranked)
+        self._possible.append(possible)
+        return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), None, scores
+
+    def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""
+        confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.rule.of(scores)
+        return confidence, self.rule.keep(confidence)

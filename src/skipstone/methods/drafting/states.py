@@ -1,0 +1,53 @@
+"""What methods learn across requests, for as long as the model lives."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from skipstone.decoding.method import DraftingMethod, Method
+from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
+from skipstone.engines.model_runner import LayeredModel, unwrapped
+from skipstone.models.memo import Memo
+
+
+class State(Protocol):
+    """steps: that it has learnt from."""
+
+    steps: int
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes of memory."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """What there is to say, as plain JSON values."""
+        ...
+
+
+S = TypeVar("S", bound=State)
+_STATES: Memo[Any] = Memo(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
+"""Every other setting has a state of its own, and a server's clients may ask for many."""
+
+
+def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
+    """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
+    more: what else tells two states apart."""
+    return _STATES.get(model.model, (_itself(method), rows, str(model.device), str(model.dtype), _engine(model), more), make)
+
+
+def _itself(method: Method) -> Method:
+    """A method with a guard learns as it does without."""
+    return method.unguarded if isinstance(method, DraftingMethod) else method
+
+
+def _engine(model: LayeredModel) -> tuple[str, str | None]:
+    """What tells engines apart that compute different numbers."""
+    return model.engine.name, model.engine.quantize
+
+
+def known(method: Method, more: Any, model: Any) -> dict[str, Any]:
+    """What there is to say of a method's busiest state on a model; empty before its first request.
+    more: as in `of`, None for any."""
+    found = _STATES.known(unwrapped(model)).items()
+    states = [state for key, state in found if key[0] == _itself(method) and (more is None or key[-1] == more)]
+    return max(states, key=lambda state: state.steps).report() if states else {}

@@ -1,1 +1,0 @@
-"""What runs a model's layers: engines besides transformers' own modules."""

@@ -1,0 +1,1 @@
+"""Files, cache folders, settings files and records: nothing about models."""
