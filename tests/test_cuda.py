@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 import skipstone
+from skipstone.engines.eager import linear
 from skipstone.hf import generation
 from skipstone.hf.call import prepare
-from skipstone.engines.eager import linear
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 
@@ -118,7 +118,7 @@ def test_ragged_rows_with_processors_from_ids_on_the_cpu(model: PreTrainedModel,
 
 @pytest.mark.parametrize("method", [*METHODS[1:], *WAITING], ids=repr)
 def test_sampled_rows_of_different_settings_end_where_they_end(model: PreTrainedModel, method: skipstone.Method) -> None:
-    session = paired(method).start(skipstone.LayeredModel(model), 3, 64)
+    session = paired(method).start(skipstone.ModelRunner(model), 3, 64)
     decoder = skipstone.Decoder(session)
     for row, temperature in enumerate((0.0, 0.7, 1.1)):
         prompt = torch.arange(1, 9 + 3 * row)
@@ -164,7 +164,7 @@ def test_the_compiled_engine_writes_what_the_eager_engine_writes(rows: int) -> N
             assert expected.new_tokens is not None
             assert_same_texts(model, prompts, expected.new_tokens, found, options)
             graphs.append(recorded(model))
-            prepared.append(skipstone.LayeredModel(model, "compiled").engine.preparations)
+            prepared.append(skipstone.ModelRunner(model, "compiled").engine.preparations)
         assert graphs[0] > 0
         assert graphs[1] == graphs[2] or text == "auto", "what was met by earlier requests is not recorded again"
         assert prepared[0] > graphs[0], "what is recorded has run before"
@@ -176,7 +176,7 @@ def test_the_compiled_engine_transposes_the_products_of_float32_alone() -> None:
     """Of its own copies: the model's modules stay."""
     for dtype, kind in ((torch.float32, linear.Transposed), (torch.bfloat16, torch.nn.Linear)):
         model = families.build("llama").to("cuda", dtype)
-        engine: Any = skipstone.LayeredModel(model, "compiled").engine
+        engine: Any = skipstone.ModelRunner(model, "compiled").engine
         found = {type(part) for twin in engine._twins for part in twin.modules() if isinstance(part, torch.nn.Linear)}
         assert found == {kind}
         assert not any(isinstance(part, linear.Transposed) for part in model.modules())
@@ -197,15 +197,15 @@ def test_other_families_are_recorded_or_run_without_cuda_graphs(name: str) -> No
             found = decode(model, prompts, text, engine="compiled", **options)
             assert expected.new_tokens is not None
             assert_same_texts(model, prompts, expected.new_tokens, found, options)
-    engine: Any = skipstone.LayeredModel(model, "compiled").engine
+    engine: Any = skipstone.ModelRunner(model, "compiled").engine
     assert bool(recorded(model)) != ("without CUDA graphs" in engine.detail)
     assert recorded(model) or name in WAIT_THEMSELVES, engine.detail
 
 
 def test_a_step_of_the_compiled_engine_synchronises_once() -> None:
-    layered = skipstone.LayeredModel(families.build("llama").to("cuda"), "compiled")
+    runner = skipstone.ModelRunner(families.build("llama").to("cuda"), "compiled")
     for turn in range(3):
-        decoder = skipstone.Decoder(skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4).start(layered, 1, 64))
+        decoder = skipstone.Decoder(skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4).start(runner, 1, 64))
         decoder.admit(0, skipstone.Request(torch.arange(1, 9), 24))
         decoder.step()
         while decoder.busy:
@@ -226,5 +226,5 @@ def test_weights_that_have_moved_are_read_where_they_are() -> None:
 
 def recorded(model: PreTrainedModel) -> int:
     """How many CUDA graphs the compiled engine has."""
-    engine: Any = skipstone.LayeredModel(model, "compiled").engine
+    engine: Any = skipstone.ModelRunner(model, "compiled").engine
     return sum(one is not None for one in engine._recorded.values())

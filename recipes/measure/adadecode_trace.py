@@ -23,9 +23,9 @@ import torch
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.heads import load_heads
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 
 PLACE = 200
@@ -43,7 +43,7 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     model, tokenizer = skipstone.load(given.model, dtype=torch.float32)
     method = AdaDecode(given.heads)
-    costs = Costs(LayeredModel(model), given.heads)
+    costs = Costs(ModelRunner(model), given.heads)
     files = [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in given.prompts]
     texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None][: given.count]
     seconds, tokens, turns = defaultdict[str, float](float), Counter[str](), Counter[str]()
@@ -81,9 +81,9 @@ def main() -> None:
 class Costs:
     """Seconds of passes, timed in turns."""
 
-    def __init__(self, model: LayeredModel, heads: str) -> None:
+    def __init__(self, model: ModelRunner, heads: str) -> None:
         self.model, self.heads = model, load_heads(heads, model)
-        self.store = KVStore(1, model.depth, PLACE + 32)
+        self.store = KVCache(1, model.depth, PLACE + 32)
         self.store.reserve(PLACE + 32)
         self.seen: dict[Any, list[float]] = defaultdict(list)
 

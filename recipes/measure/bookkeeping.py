@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from skipstone import AdaSD, Autoregressive, Decoder, LayeredModel, Lookahead, Method, PromptLookup, Request
-from skipstone.methods.adasd import adasd
+from skipstone import AdaSD, Autoregressive, DecodingLoop, Lookahead, Method, ModelRunner, PromptLookup, Request
 from skipstone.lab.synthetic import surrogate
+from skipstone.methods.adasd import adasd
 
 WINDOW, STEPS, WARM, CONTEXT, WORDS = 20, 6, 6, 4096, 300
 
@@ -47,16 +47,16 @@ class Watch:
         return seconds
 
 
-def started(model: LayeredModel, method: Method, prompt: list[int]) -> Decoder:
+def started(model: ModelRunner, method: Method, prompt: list[int]) -> DecodingLoop:
     """A decoder behind its prompt."""
-    decoder = Decoder(method.start(model, 1, len(prompt) + 1000))
+    decoder = DecodingLoop(method.start(model, 1, len(prompt) + 1000))
     decoder.admit(0, Request(torch.tensor(prompt), 1000))
     while decoder.session.prefilling:
         decoder.step()
     return decoder
 
 
-def measured(decoder: Decoder, watch: Watch) -> tuple[float, float, float]:
+def measured(decoder: DecodingLoop, watch: Watch) -> tuple[float, float, float]:
     """Means over STEPS: (seconds of a step, watched seconds of it, draft tokens scored)."""
     for _ in range(WARM):
         decoder.step()
@@ -69,9 +69,9 @@ def measured(decoder: Decoder, watch: Watch) -> tuple[float, float, float]:
 
 def relaxed(target: Any, draft: Any, vocab: int) -> None:
     """The share of AdaSD's own figures."""
-    method = AdaSD(draft, WINDOW, adaptive_length=False)
+    method = AdaSD(draft, num_speculative_tokens=WINDOW, adaptive_length=False)
     figures = Watch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDDrafter, "observe_scores"))
-    decoder = started(LayeredModel(target), method, [random.randrange(vocab) for _ in range(64)])
+    decoder = started(ModelRunner(target), method, [random.randrange(vocab) for _ in range(64)])
     whole, own, nodes = measured(decoder, figures)
     print(
         "| method | drafts a step | ms a step | ms entropies, distances, thresholds | share |\n| --- | --- | --- | --- | --- |"
@@ -84,7 +84,7 @@ def lookups(target: Any) -> None:
     with torch.no_grad():
         target.get_output_embeddings().weight[WORDS:] = 0
     words = [random.randrange(WORDS) for _ in range(CONTEXT // 8)]
-    prompt, model = (words * 8)[:CONTEXT], LayeredModel(target)
+    prompt, model = (words * 8)[:CONTEXT], ModelRunner(target)
     print("| method | draft tokens scored | ms a step | ms drafting and committing | share |\n| --- | --- | --- | --- | --- |")
     plain = 0.0
     for method in (Autoregressive(), PromptLookup(), Lookahead()):

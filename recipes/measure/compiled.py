@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 ENGINES = ("eager", "native", "compiled")
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", default=[])
     given = parser.parse_args()
     model, _ = skipstone.load(given.model)
-    compiled: Any = LayeredModel(model, "compiled").engine
+    compiled: Any = ModelRunner(model, "compiled").engine
     began = time.perf_counter()
     compiled.warm_up(1, given.prompt + given.new, given.columns)
     warm_up, graphs = time.perf_counter() - began, compiled.graphs.count

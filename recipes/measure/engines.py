@@ -25,15 +25,15 @@ from typing import Any
 import torch
 
 import skipstone
+from skipstone.engines.host import left_padded
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.threads import cores
 from skipstone.lab.bench.peers.ggml import SETTLES, Worker
 from skipstone.lab.bench.peers.hf import HFGenerate
-from skipstone.engines.native.threads import cores
-from skipstone.engines.host import left_padded
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.models.passes import Pass
 from skipstone.lab.tasks.sets import named
 from skipstone.lab.timing import machine
+from skipstone.models.passes import Pass
 
 CONTEXT = 150  # tokens before the passes that are timed
 PREFILL = 512  # tokens of the prefill that is timed
@@ -137,10 +137,10 @@ def main() -> None:
     found = measured(rows, together, prompts, asked.rounds, asked.new)
     weights = f"{model.dtype} weights{f', {asked.quantize} on the native engine' if asked.quantize else ''}"
     report(found, len(prompts), asked.new, weights)
-    layered = LayeredModel(model, "native", asked.quantize)
-    print(f"\n{layered.engine.detail}")
+    runner = ModelRunner(model, "native", asked.quantize)
+    print(f"\n{runner.engine.detail}")
     report_shares(found, bytes_of_a_token(model, asked.quantize, statistics.mean(map(len, prompts)) + asked.new / 2))
-    passes(layered)
+    passes(runner)
 
 
 def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
@@ -208,11 +208,11 @@ def report(found: Measured, prompts: int, new: int, weights: str) -> None:
 
 
 @torch.inference_mode()
-def passes(layered: LayeredModel) -> None:
+def passes(runner: ModelRunner) -> None:
     """Milliseconds of a pass, logits included, by its rows, and of a prefill without logits on both engines."""
-    ids = torch.arange(max(CONTEXT + 32, PREFILL))[None] % layered.embeddings
+    ids = torch.arange(max(CONTEXT + 32, PREFILL))[None] % runner.embeddings
 
-    def run(model: LayeredModel, store: KVStore, start: int, stop: int, logits: bool) -> float:
+    def run(model: ModelRunner, store: KVCache, start: int, stop: int, logits: bool) -> float:
         positions, began = torch.arange(start, stop)[None], time.perf_counter()
         at = Pass(positions, positions, None, slice(0, 1), stop, start)
         hidden = model.run(model.embed(ids[:, start:stop], positions), at, store, range(model.depth))
@@ -220,23 +220,23 @@ def passes(layered: LayeredModel) -> None:
             model.logits(hidden)
         return 1000 * (time.perf_counter() - began)
 
-    def store_of(model: LayeredModel) -> KVStore:
-        store = KVStore(1, model.depth, PREFILL)
+    def store_of(model: ModelRunner) -> KVCache:
+        store = KVCache(1, model.depth, PREFILL)
         store.reserve(PREFILL)
         return store
 
-    store = store_of(layered)
-    run(layered, store, 0, CONTEXT, True)
+    store = store_of(runner)
+    run(runner, store, 0, CONTEXT, True)
     widths = (1, 2, 4, 8, 16, 32)
     times: dict[int, list[float]] = {rows: [] for rows in widths}
     for _ in range(REPEATS):
         for rows in widths:
-            times[rows].append(run(layered, store, CONTEXT, CONTEXT + rows, True))
+            times[rows].append(run(runner, store, CONTEXT, CONTEXT + rows, True))
     print(f"\n| rows of a pass | {' | '.join(map(str, widths))} |\n| --- | {'--- | ' * len(widths)}")
     print(f"| ms | {' | '.join(f'{statistics.median(times[rows]):.2f}' for rows in widths)} |")
     print(f"| least ms | {' | '.join(f'{min(times[rows]):.2f}' for rows in widths)} |")
-    if layered.max_positions >= PREFILL:
-        both = {"native": layered, "eager": LayeredModel(layered.model, "eager")}
+    if runner.max_positions >= PREFILL:
+        both = {"native": runner, "eager": ModelRunner(runner.model, "eager")}
         held = {name: store_of(model) for name, model in both.items()}
         spent: dict[str, list[float]] = {name: [] for name in both}
         for _ in range(6):

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.methods.adadecode.heads import ExitHeads, new_card
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.synthetic import surrogate
+from skipstone.methods.adadecode.heads import ExitHeads, new_card
 
 TURNS = 60
 
@@ -26,16 +26,16 @@ TURNS = 60
 @torch.inference_mode()
 def costs(model: Any) -> tuple[float, float]:
     """Seconds of an LM-head pass and of a test, of one row."""
-    layered = LayeredModel(model)
-    heads = ExitHeads(new_card(layered, (1,), "square")).to(layered.device, layered.dtype)
-    place = torch.zeros((1, 1), dtype=torch.int64, device=layered.device)
-    hidden = layered.embed(place, place)
+    runner = ModelRunner(model)
+    heads = ExitHeads(new_card(runner, (1,), "square")).to(runner.device, runner.dtype)
+    place = torch.zeros((1, 1), dtype=torch.int64, device=runner.device)
+    hidden = runner.embed(place, place)
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(TURNS):
         began = time.perf_counter()
-        layered.logits(hidden)[:, 0].argmax(-1).tolist()
+        runner.logits(hidden)[:, 0].argmax(-1).tolist()
         between = time.perf_counter()
-        (heads.logits(layered, 0, hidden)[:, 0].softmax(-1).amax(-1) > 0.75).tolist()
+        (heads.logits(runner, 0, hidden)[:, 0].softmax(-1).amax(-1) > 0.75).tolist()
         taken[0].append(between - began)
         taken[1].append(time.perf_counter() - between)
     return median(taken[0]), median(taken[1])

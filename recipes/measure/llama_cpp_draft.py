@@ -31,14 +31,14 @@ import httpx
 import torch
 
 import skipstone
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.threads import cores
 from skipstone.export.draft import write_draft
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import kept
-from skipstone.engines.native.threads import cores
-from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.lab.tasks.sets import named
+from skipstone.models.generation_config import OWN_FIELD
 
 READY = 120.0  # seconds that a server has to load a file
 PATIENCE = 600.0  # seconds that an answer may take on a machine with much else to do
@@ -147,15 +147,15 @@ def main() -> None:
     parser.add_argument("--most-prompts", type=int, default=8)
     asked = parser.parse_args()
     model, tokenizer = skipstone.load(dtype=torch.float32)
-    layered, defaults = LayeredModel(model), model.generation_config
+    runner, defaults = ModelRunner(model), model.generation_config
     assert defaults is not None
     own = getattr(defaults, OWN_FIELD)
     end: Any = tokenizer.eos_token_id
     defaults.eos_token_id = None  # all texts are equally long
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, keeps = Path(name), kept(layered)
-        write_pair(layered, vocabulary_of(tokenizer, model, "gpt-2"), keeps, folder / "pair", "F32", "nano")
-        write_draft(layered, tokenizer, keeps, folder / "draft")
+        folder, keeps = Path(name), kept(runner)
+        write_pair(runner, vocabulary_of(tokenizer, model, "gpt-2"), keeps, folder / "pair", "F32", "nano")
+        write_draft(runner, tokenizer, keeps, folder / "draft")
         plain = ["-m", str(folder / "pair" / TARGET), *EXACT]
         drafting = [*plain, "-md", str(folder / "pair" / DRAFT), "--spec-type", "draft-simple", *EXACT_DRAFT]
         separate = skipstone.Speculative(

@@ -27,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import skipstone
-from skipstone import LayeredModel
+from skipstone import ModelRunner
 from skipstone.engines.engine import ENGINES
 
 GREEDY = {"do_sample": False}
@@ -93,7 +93,7 @@ def outside(network: Any, engine: str, row: tuple[dict[str, Any], dict[str, Any]
     method, options = row
     steps = skipstone.stream(network, ids, method, engine=engine, max_new_tokens=tokens, **options)
     next(steps)  # the prompt
-    with clocked(LayeredModel(network, engine).engine) as inside:
+    with clocked(ModelRunner(network, engine).engine) as inside:
         began = time.perf_counter()
         turns = len(list(steps))
         seconds = time.perf_counter() - began
@@ -130,7 +130,7 @@ def main() -> None:
             )
             if round_number:  # the first round warms up
                 found[name].append(milliseconds)
-    print(f"engine {LayeredModel(network, given.engine).engine.name}")
+    print(f"engine {ModelRunner(network, given.engine).engine.name}")
     print("| method | least ms a turn or call | median |\n| --- | --- | --- |")
     for name, values in found.items():
         print(f"| {name} | {min(values):.3f} | {statistics.median(values):.3f} |")

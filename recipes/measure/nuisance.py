@@ -20,8 +20,8 @@ import torch
 
 import skipstone
 from skipstone.control.record import replayed
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto
-from skipstone.engines.model_runner import LayeredModel
 
 
 @contextmanager
@@ -38,8 +38,8 @@ def busy_core() -> Iterator[None]:
 @contextmanager
 def one_thread(model: Any) -> Iterator[None]:
     """The native engine, and its copy in int4, compute with one thread."""
-    layered = LayeredModel(model)
-    engines: list[Any] = [layered.engine, layered.in_fewer_bits("int4").engine]
+    runner = ModelRunner(model)
+    engines: list[Any] = [runner.engine, runner.in_fewer_bits("int4").engine]
     before = [one.threads for one in engines]
     try:
         for one in engines:

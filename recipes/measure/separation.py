@@ -20,12 +20,12 @@ import torch
 
 import skipstone
 from skipstone import AdaSD
+from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.lab.bench.plan import read, resolved
 from skipstone.lab.bench.prompts import conversations
-from skipstone.decoding.draft import Draft, Picked, Verdict
+from skipstone.lab.tasks.dialogue import Reader
 from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDDrafter
-from skipstone.lab.tasks.dialogue import Reader
 
 Tokens = list[tuple[bool, float, float]]
 """(accepted, entropy in bits, distance) of every draft token that was judged."""
@@ -110,7 +110,8 @@ def main() -> None:
         options = {"max_new_tokens": given.max_new_tokens, "seed": seed, "eos_token_id": None, "top_k": 0, **sampling}
         with warnings.catch_warnings():  # that windows of 20 do not pay is no news
             warnings.simplefilter("ignore", RuntimeWarning)
-            skipstone.generate(model, reader.ids(one), AdaSD(given.draft, 20, adaptive_length=False), **options)
+            method = AdaSD(given.draft, num_speculative_tokens=20, adaptive_length=False)
+            skipstone.generate(model, reader.ids(one), method, **options)
         samples.append(Looking.seen)
     table(samples)
     if given.picture is not None:

@@ -7,24 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipstone.hf.api import generate as generate
-    from skipstone.hf.api import stream as stream
     from skipstone.decoding.draft import Draft as Draft
     from skipstone.decoding.draft import Step as Step
     from skipstone.decoding.loop import Decoder as Decoder
+    from skipstone.decoding.loop import DecodingLoop as DecodingLoop
     from skipstone.decoding.method import Method as Method
     from skipstone.decoding.request import Request as Request
     from skipstone.decoding.sampling import Sampling as Sampling
     from skipstone.decoding.session import Session as Session
     from skipstone.decoding.stats import Stats as Stats
+    from skipstone.engines.loading import load as load
+    from skipstone.engines.model_runner import ModelRunner as ModelRunner
+    from skipstone.export.hub.push import push as push
+    from skipstone.hf.api import generate as generate
+    from skipstone.hf.api import stream as stream
     from skipstone.hf.detokenizer import Detokenizer as Detokenizer
     from skipstone.hf.enable import custom_generate as custom_generate
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
     from skipstone.hf.generation import Output as Output
     from skipstone.hf.generation import RowError as RowError
-    from skipstone.export.hub.push import push as push
-    from skipstone.engines.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
     from skipstone.methods import AdaSD as AdaSD
@@ -40,16 +42,15 @@ if TYPE_CHECKING:
     from skipstone.methods import Speculative as Speculative
     from skipstone.methods import Swift as Swift
     from skipstone.methods.adadecode.heads import ExitHeads as ExitHeads
-    from skipstone.engines.model_runner import LayeredModel as LayeredModel
     from skipstone.models.weight_version import refresh as refresh
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": ("generate", "stream"),
+    "hf.api": ("generate", "stream"),
     "decoding.request": ("Request",),
     "decoding.draft": ("Draft", "Step"),
-    "decoding.loop": ("Decoder",),
+    "decoding.loop": ("Decoder", "DecodingLoop"),
     "decoding.method": ("Method",),
     "decoding.sampling": ("Sampling",),
     "decoding.session": ("Session",),
@@ -57,14 +58,14 @@ _NAMES = {
     "hf.detokenizer": ("Detokenizer",),
     "hf.enable": ("custom_generate", "disable", "enable"),
     "hf.generation": ("Output", "RowError"),
-    "hub.push": ("push",),
-    "loading": ("load",),
+    "export.hub.push": ("push",),
+    "engines.loading": ("load",),
     "methods": (
         *("METHODS", "AdaDecode", "AdaSD", "Auto", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead"),
         *("PromptLookup", "Recycle", "SelfSpeculative", "Speculative", "Swift"),
     ),
     "methods.adadecode.heads": ("ExitHeads",),
-    "models.layered": ("LayeredModel",),
+    "models.runner": ("ModelRunner",),
     "models.weight_version": ("refresh",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import families
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import forwards, tokenizer
@@ -208,7 +208,7 @@ TRANSFORMERS_FIRST = {
 @pytest.fixture(scope="module", autouse=True)
 def _recognised() -> None:
     """What is found out once in a process, by forwards, is known: a refusal needs none."""
-    LayeredModel(families.build("llama"))
+    ModelRunner(families.build("llama"))
 
 
 @pytest.mark.parametrize("name", all_but(THROUGH_GENERATE[::4], THROUGH_GENERATE))
@@ -233,7 +233,7 @@ def test_custom_generate_refuses_the_same(name: str) -> None:
 
 def test_what_skipstone_would_not_hand_to_the_model_is_refused_behind_custom_generate() -> None:
     model = families.cached("gpt2")
-    LayeredModel(model)  # its family is derived from a forward
+    ModelRunner(model)  # its family is derived from a forward
     with forwards(model) as count, pytest.raises(ValueError, match=r"token_type_ids is not supported.*nothing but token ids"):
         model.generate(
             IDS, custom_generate=skipstone.custom_generate(SKIP), token_type_ids=torch.zeros_like(IDS), max_new_tokens=3

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import LayerSkip
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.checkpoints import expect_fit
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import alone, tokenizer
@@ -166,7 +166,7 @@ class TestLoad:
         said = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(said | damage))
         with pytest.raises(ValueError, match="correct"):
-            LayeredModel(skipstone.load(folder)[0])
+            ModelRunner(skipstone.load(folder)[0])
 
     @pytest.mark.parametrize("held", ["", '{"model_type": "lla', '{"a":' * 100_000])
     def test_a_config_that_cannot_be_read_is_to_be_corrected(self, held: str, folder: Path) -> None:

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.lab.bench.peers import hf
-from skipstone.lab.bench.peers import PEERS
-from skipstone.lab.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.defaults import neutral_defaults
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.bench.peers import PEERS, hf
+from skipstone.lab.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.lab.timing import measure
 from skipstone.lab.timing.measure import Skipstone, options_for
 from tests.helpers import families, support
@@ -155,7 +154,7 @@ def test_every_engine_is_warmed_up_with_few_tokens(llama, monkeypatch):
 
 def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, monkeypatch):
     """For the text, and what drafts and trees need beside it; of others nothing is compiled."""
-    asked, engine = [], LayeredModel(llama).engine
+    asked, engine = [], ModelRunner(llama).engine
     monkeypatch.setattr(measure, "measure", lambda *_, **__: None)
     monkeypatch.setattr(engine, "warm_up", lambda rows, slots, kv_dtype: asked.append((rows, slots, kv_dtype)), raising=False)
     measure.warm_up(llama, [HFGenerate()], torch.arange(7), options_for(20))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from skipstone import METHODS, LayerSkip, PromptLookup, SelfSpeculative, Swift
+from skipstone.decoding.costs import BatchCosts, Curve, MeanStep
+from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import predictions
 from skipstone.lab.bench.report import tables
 from skipstone.lab.bench.report.groups import groups
-from skipstone.decoding.costs import BatchCosts, Curve, MeanStep
-from skipstone.decoding.stats import Stats
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.results import lines
 
@@ -90,17 +90,17 @@ def test_where_nothing_follows_nothing_is_said() -> None:
 
 
 def test_methods_for_which_the_formula_holds() -> None:
-    layered = LayeredModel(families.cached("llama"))
-    assert predictions.described(LayerSkip(exit_layer=2), layered) == {"exit_layer": 2}
-    assert predictions.described(LayerSkip(exit_layer=2, reuse_cache=False), layered) is None
+    runner = ModelRunner(families.cached("llama"))
+    assert predictions.described(LayerSkip(exit_layer=2), runner) == {"exit_layer": 2}
+    assert predictions.described(LayerSkip(exit_layer=2, reuse_cache=False), runner) is None
     skipping = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
-    assert predictions.described(skipping, layered) == {"attention": 2, "mlp": 1, "both": 1}
-    assert predictions.described(Swift(dynamic_verification=False), layered) == {"learnt": True, "ranked": False}
-    assert predictions.described(PromptLookup(), layered) == {"looked_up": True}
-    assert predictions.described(METHODS["adadecode"](), layered) == {"passes": True}
-    assert predictions.described(PromptLookup(guard=True), layered) is None
+    assert predictions.described(skipping, runner) == {"attention": 2, "mlp": 1, "both": 1}
+    assert predictions.described(Swift(dynamic_verification=False), runner) == {"learnt": True, "ranked": False}
+    assert predictions.described(PromptLookup(), runner) == {"looked_up": True}
+    assert predictions.described(METHODS["adadecode"](), runner) == {"passes": True}
+    assert predictions.described(PromptLookup(guard=True), runner) is None
     for name in ("autoregressive", "early_exit", "adasd"):
-        assert predictions.described(METHODS[name](), layered) is None
+        assert predictions.described(METHODS[name](), runner) is None
 
 
 def test_the_report_has_it_beside_what_was_measured() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from skipstone.lab.bench import journal
-from skipstone.lab.bench import prompts
+from skipstone.engines.loading import load
+from skipstone.lab.bench import journal, prompts
 from skipstone.lab.bench import run as running
 from skipstone.lab.bench.journal import Journal
 from skipstone.lab.bench.peers.hf import HFPromptLookup
@@ -23,7 +23,6 @@ from skipstone.lab.bench.prompts import Answers, TaskRun, _score, added, log_lik
 from skipstone.lab.bench.report import report
 from skipstone.lab.bench.report.groups import groups
 from skipstone.lab.bench.run import at_every_exit, run, rungs, tune
-from skipstone.engines.loading import load
 from skipstone.lab.tasks.dialogue import Conversation, Reader
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.tasks.sandbox import Outcome

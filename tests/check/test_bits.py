@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from skipstone import LayerSkip
-from skipstone.lab.check.bits import Bits
-from skipstone.lab.check.check import Checker, Finding, Scale
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.check.bits import Bits
+from skipstone.lab.check.check import Checker, Finding, Scale
 from tests.helpers import families
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import all_but, in_turn
@@ -24,9 +24,9 @@ needs_native = pytest.mark.skipif(library.missing() is not None, reason=str(libr
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-def broken(layered: LayeredModel) -> set[str]:
+def broken(runner: ModelRunner) -> set[str]:
     """The claims that do not hold, in short."""
-    return {short(title) for title, claim in Bits(layered, TEXTS).claims() if claim().fault is not None}
+    return {short(title) for title, claim in Bits(runner, TEXTS).claims() if claim().fault is not None}
 
 
 def short(title: str) -> str:
@@ -48,8 +48,8 @@ def checked(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
 @needs_native
 @in_turn(name=["llama", "gemma3_text"], dtype=[pytest.param(dtype, id=str(dtype)) for dtype in (torch.float32, torch.bfloat16)])
 def test_every_claim_holds_on_the_native_engine(name: str, dtype: torch.dtype) -> None:
-    layered = LayeredModel(families.build(name).to(dtype), "native")
-    claims = Bits(layered, TEXTS).claims()
+    runner = ModelRunner(families.build(name).to(dtype), "native")
+    claims = Bits(runner, TEXTS).claims()
     assert [short(title) for title, _ in claims] == ["passes", "exit", "trees", "batch", "thread"]
     for title, claim in claims:
         found = claim()
@@ -90,9 +90,9 @@ def test_an_engine_whose_rows_depend_on_something_is_found_out(mistake: str, mon
         return out + 1e-7 if wrong(self, hidden, at, layers) else out
 
     monkeypatch.setattr(NativeEngine, "run", run)
-    layered = LayeredModel(families.build("llama"), "native")
-    layered.engine.threads = 1  # pyright: ignore[reportAttributeAccessIssue]
-    assert broken(layered) == claims
+    runner = ModelRunner(families.build("llama"), "native")
+    runner.engine.threads = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert broken(runner) == claims
     if mistake == "a neighbour":
         findings = checked("native", monkeypatch)
         assert all(finding.bugs for finding in findings)
@@ -112,8 +112,8 @@ def test_without_a_promise_a_difference_is_said_and_is_no_bug(monkeypatch: pytes
 
 def test_a_short_text_and_few_positions_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_ENGINE", "auto")
-    layered = LayeredModel(families.build("llama", max_position_embeddings=20))
-    bits = Bits(layered, [torch.tensor([5])])
+    runner = ModelRunner(families.build("llama", max_position_embeddings=20))
+    bits = Bits(runner, [torch.tensor([5])])
     for _, claim in bits.claims():
         assert claim().logits
     assert bits.difference().logits == 2 * 20 * 97

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, enable
+from skipstone.engines.native import library
 from skipstone.lab.check import laws
 from skipstone.lab.check.check import Checker, Judge, Report, Scale
-from skipstone.engines.native import library
 from tests.helpers import bugs, families
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone import EarlyExit, LayerSkip, Method
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.check import Checker, Judge, Report, Scale
 from skipstone.lab.check.kernels import ROWS, WIDTHS, measured, spread, stored_spread
 from skipstone.models import quantised as rooms
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import quantised
 from tests.helpers.machine import prompt
 
@@ -53,7 +53,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 
 def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
-    found = measured(LayeredModel(model), torch.cat(PROMPTS))
+    found = measured(ModelRunner(model), torch.cat(PROMPTS))
     assert {name: (one.layers, one.different) for name, one in found.items()} == {
         "torchao Beside": (7, 7),
         "torchao Alone": (21, 0),
@@ -66,7 +66,7 @@ def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
 
 
 def test_the_hooks_that_compare_are_taken_off(model: PreTrainedModel) -> None:
-    measured(LayeredModel(model), PROMPTS[0])
+    measured(ModelRunner(model), PROMPTS[0])
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -102,15 +102,15 @@ def test_a_model_that_is_not_quantised_has_no_such_probe() -> None:
 
 @pytest.mark.slow
 def test_what_passes_of_other_widths_differ_by_is_measured(model: PreTrainedModel) -> None:
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     whole, near = torch.cat(PROMPTS), torch.arange(5)
-    assert APART < spread(layered, whole, near) < 1
-    assert APART / 10 < stored_spread(layered, whole) < 0.1
+    assert APART < spread(runner, whole, near) < 1
+    assert APART / 10 < stored_spread(runner, whole) < 0.1
     for module in model.modules():
         if isinstance(module, Beside):
             module.__class__ = Alone
-    assert spread(layered, whole, near) < 1e-3
-    assert stored_spread(layered, whole) < 1e-5
+    assert spread(runner, whole, near) < 1e-3
+    assert stored_spread(runner, whole) < 1e-5
 
 
 @pytest.mark.slow
@@ -146,10 +146,10 @@ def test_texts_that_part_at_two_near_scores_are_a_tie(model: PreTrainedModel) ->
 def test_outliers_of_other_rows_change_the_sums_of_bitsandbytes() -> None:
     """A column of inputs beyond 6 in any row of a pass is computed in float16 for all of them."""
     model: Any = quantised.build("bitsandbytes 8 bit")
-    (found,) = measured(LayeredModel(model), torch.cat(PROMPTS)).values()
+    (found,) = measured(ModelRunner(model), torch.cat(PROMPTS)).values()
     assert 0 < found.different <= found.layers
     for module in model.modules():
         if hasattr(module, "state"):
             module.state.threshold = 0.0
-    (found,) = measured(LayeredModel(model), torch.cat(PROMPTS)).values()
+    (found,) = measured(ModelRunner(model), torch.cat(PROMPTS)).values()
     assert found.different == 0

@@ -19,7 +19,7 @@ import pytest
 import skipstone
 from skipstone.cli import chat, runs
 from skipstone.decoding.prefill import Prefill
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.conversation import Conversation, plain_text
 from skipstone.serving.lanes import Lane
 from tests.helpers.commandline import LAYERSKIP, assert_refused, run, succeed
@@ -148,7 +148,7 @@ def test_without_a_chat_template_the_conversation_is_one_plain_text() -> None:
 
 def test_a_turn_reads_only_what_is_new_of_its_prompt(folder: Path, read: list[int]) -> None:
     model, tokenizer = skipstone.load(folder)
-    talk = Conversation(LayeredModel(model), tokenizer, skipstone.LayerSkip(2, 4), {"do_sample": False}, 12)
+    talk = Conversation(ModelRunner(model), tokenizer, skipstone.LayerSkip(2, 4), {"do_sample": False}, 12)
     lengths = []
     for text in ("hi there, who are you?", "and now?", "so"):
         asked = talk.ask(text, 0)
@@ -245,7 +245,7 @@ def typing(monkeypatch: pytest.MonkeyPatch, *events: str | type[BaseException]) 
 
 def conversation(folder: Path) -> Conversation:
     model, tokenizer = skipstone.load(folder)
-    return Conversation(LayeredModel(model), tokenizer, skipstone.Autoregressive(), {"do_sample": False}, 12)
+    return Conversation(ModelRunner(model), tokenizer, skipstone.Autoregressive(), {"do_sample": False}, 12)
 
 
 def test_ctrl_c_at_a_prompt_that_is_typed_keeps_the_conversation(
@@ -418,7 +418,7 @@ def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
     monkeypatch.setattr(builtins, "input", type_in)
     model, tokenizer = skipstone.load(folder)
     method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4)
-    chat.Chat(Conversation(LayeredModel(model), tokenizer, method, {"do_sample": False}, 24), None, None).talk("tiny")
+    chat.Chat(Conversation(ModelRunner(model), tokenizer, method, {"do_sample": False}, 24), None, None).talk("tiny")
     said, shown = capsys.readouterr().err, screen.getvalue()
     assert "tiny, layerskip. /help lists the commands, Ctrl-D ends.\n" in said
     assert said.count("accepted draft") == (0 if no_color else 1), "the legend once"

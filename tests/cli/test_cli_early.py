@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.lab.bench.peers import PEERS
-from skipstone.lab.bench.report.report import FORMATS
-from skipstone.lab.bench.report.tables import LAYOUTS
 from skipstone.cli import bench, export, method_table, train
 from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import settings_of
 from skipstone.engines.loading import BUNDLED
+from skipstone.lab.bench.peers import PEERS
+from skipstone.lab.bench.report.report import FORMATS
+from skipstone.lab.bench.report.tables import LAYOUTS
 from skipstone.methods import METHODS
 from skipstone.train.heads.recipe import PRESETS
 from skipstone.train.layerskip.shapes import SHAPES

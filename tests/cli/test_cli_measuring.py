@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone import ExitHeads, LayeredModel
+from skipstone import ExitHeads, ModelRunner
+from skipstone.engines.native import library
 from skipstone.lab.bench import journal
 from skipstone.lab.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
@@ -111,7 +111,7 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     assert (found["model"], found["dtype"], found["device"]) == (str(folder), "float32", "cpu")
     succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 10_000
-    model = LayeredModel(skipstone.load(folder)[0])
+    model = ModelRunner(skipstone.load(folder)[0])
     ExitHeads(new_card(model, (1, 2), "square")).save(tmp_path / "heads")
     look = ("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--heads", tmp_path / "heads")
     assert "KL, exit head" in succeed(*look, "--out", tmp_path / "a.png").stdout

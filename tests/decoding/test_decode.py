@@ -26,11 +26,11 @@ from skipstone import (
     Swift,
 )
 from skipstone.decoding.draft import Picked, RowVerdict, Verdict
-from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.methods.drafting.chain import LOOK_EVERY
 from skipstone.engines import host
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.chain import LOOK_EVERY
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
 from tests.helpers.pairwise import crossed
@@ -57,8 +57,8 @@ METHODS: list[Method] = [
 
 
 @pytest.fixture(scope="module")
-def model() -> LayeredModel:
-    return LayeredModel(llama())
+def model() -> ModelRunner:
+    return ModelRunner(llama())
 
 
 def queue() -> list[Request]:
@@ -109,10 +109,10 @@ def test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(method: Method, 
 
 
 def assert_served_as_alone(method: Method, build: Any, requests: list[Request]) -> None:
-    layered = LayeredModel(build())
-    alone = [serve(method, layered, [request]) for request in requests]
-    texts, traces = serve(method, layered, requests)
-    backwards, _ = serve(method, layered, requests[::-1], chunk=100)
+    runner = ModelRunner(build())
+    alone = [serve(method, runner, [request]) for request in requests]
+    texts, traces = serve(method, runner, requests)
+    backwards, _ = serve(method, runner, requests[::-1], chunk=100)
     assert texts == backwards[::-1] == [text for (text,), _ in alone]
     assert len({len(text) for text in texts}) >= 3
     for request, trace, (_, (own,)) in zip(requests, traces, alone, strict=True):
@@ -121,7 +121,7 @@ def assert_served_as_alone(method: Method, build: Any, requests: list[Request]) 
             assert trace == own
 
 
-def test_a_row_released_in_the_middle_disturbs_nobody(model: LayeredModel) -> None:
+def test_a_row_released_in_the_middle_disturbs_nobody(model: ModelRunner) -> None:
     method, requests = METHODS[1], [Request(prompt(n, n), 16, sampling=Sampling(1.0, seed=n)) for n in (4, 9, 6, 3)]
     alone = [decode(method, model, [request])[0][0] for request in requests]
     decoder = start(method, model, requests[:3])
@@ -141,8 +141,8 @@ def test_a_row_released_in_the_middle_disturbs_nobody(model: LayeredModel) -> No
     assert 0 < len(texts[1]) < 16
 
 
-def test_a_request_that_cannot_fit_is_refused_before_anything_changes(model: LayeredModel) -> None:
-    decoder = Decoder(Autoregressive().start(model, 2, 20))
+def test_a_request_that_cannot_fit_is_refused_before_anything_changes(model: ModelRunner) -> None:
+    decoder = DecodingLoop(Autoregressive().start(model, 2, 20))
     with pytest.raises(ValueError, match=r"prompt of 12 tokens \+ max_new_tokens=9 is more than the 20 tokens"):
         decoder.admit(0, Request(prompt(12), 9))
     assert not decoder.busy
@@ -152,19 +152,19 @@ def test_a_request_that_cannot_fit_is_refused_before_anything_changes(model: Lay
 
 @pytest.mark.parametrize(("chunk", "temperature"), [(1, 0.0), (2, 1.0), (5, 0.0), (16, 1.0)])
 def test_chunked_prefill_equals_one_chunk(chunk: int, temperature: float) -> None:
-    layered = LayeredModel(mistral(window=6))
+    runner = ModelRunner(mistral(window=6))
     requests = [Request(prompt(n, n), 6, sampling=Sampling(temperature, seed=n)) for n in (13, 2, 7)]
-    expected, _, whole = decode(METHODS[1], layered, requests)
-    texts, _, steps = decode(METHODS[1], layered, requests, chunk=chunk, check=True)
+    expected, _, whole = decode(METHODS[1], runner, requests)
+    texts, _, steps = decode(METHODS[1], runner, requests, chunk=chunk, check=True)
     assert texts == expected
     assert sum(step.prefill for step in whole) == 1
     assert -(-13 // chunk) <= sum(step.prefill for step in steps) <= sum(-(-n // chunk) for n in (13, 2, 7))
 
 
-def test_a_prefill_step_leaves_decoding_rows_where_they_are(model: LayeredModel) -> None:
+def test_a_prefill_step_leaves_decoding_rows_where_they_are(model: ModelRunner) -> None:
     method = METHODS[1]
     requests = [Request(prompt(5), 12), Request(prompt(9), 12)]
-    decoder = Decoder(method.start(model, 2, 40), chunk=4)
+    decoder = DecodingLoop(method.start(model, 2, 40), chunk=4)
     decoder.admit(0, requests[0])
     first = [decoder.step(), decoder.step()]
     length = decoder.session.store.length[0]
@@ -181,7 +181,7 @@ def test_a_prefill_step_leaves_decoding_rows_where_they_are(model: LayeredModel)
         assert text == decode(method, model, [request])[0][0]
 
 
-def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: LayeredModel) -> None:
+def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: ModelRunner) -> None:
     expected = decode(METHODS[1], model, [Request(prompt(5), 20)])[0][0]
     decoder = start(METHODS[1], model, [Request(prompt(5), 20)])
     steps: Any = run(decoder)
@@ -253,7 +253,7 @@ WAITING = [
     ],
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
-    method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
+    method: Method, temperature: float, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and
     what drafts until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off,
@@ -285,7 +285,7 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
 
 @crossed(rule=["standard", "coupled"], threshold=[None, 0.3, "adaptive"], temperature=[0.0, 1.2])
 def test_what_is_asked_on_the_cpu_only_changes_no_text(
-    rule: Any, threshold: Any, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
+    rule: Any, threshold: Any, temperature: float, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where asking costs nothing drafts end sooner, or nodes are decided one by one; the tokens are those of an accelerator."""
     method = LayerSkip(2, 5, threshold, True, rule)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Request, Sampling
+from skipstone import Autoregressive, DecodingLoop, LayerSkip, ModelRunner, Request, Sampling
 from skipstone.decoding.loop import run
 from skipstone.decoding.noise import row_seed
 from tests.helpers import families
@@ -54,7 +54,7 @@ class TestNeighbours:
         method = LayerSkip(2, 6, confidence_threshold="adaptive")
         requests = [Request(prompt, 40, sampling=Sampling(1.2, seed=7)) for prompt in batch]
 
-        def texts(decoder: Decoder, *admitted: Request) -> list[list[int]]:
+        def texts(decoder: DecodingLoop, *admitted: Request) -> list[list[int]]:
             """One request after the other on row 0."""
             found = []
             for request in admitted:
@@ -62,8 +62,8 @@ class TestNeighbours:
                 found.append([token for step in run(decoder) for token in step.tokens[0]])
             return found
 
-        def fresh() -> Decoder:
-            return Decoder(method.start(LayeredModel(model), 1, 80))
+        def fresh() -> DecodingLoop:
+            return DecodingLoop(method.start(ModelRunner(model), 1, 80))
 
         assert texts(fresh(), *requests) == [texts(fresh(), request)[0] for request in requests]
 

@@ -21,10 +21,10 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, Draft, LayerSkip, Sampling
-from skipstone.methods.layerskip import LayerSkipDrafter
-from skipstone.methods.drafting.confidence import Confidence
 from skipstone.engines.engine import Survival
 from skipstone.engines.native import library
+from skipstone.methods.drafting.confidence import Confidence
+from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipstone import Autoregressive, LayerSkip, Request, Sampling
 from skipstone.decoding.noise import TARGET, Noise
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 
@@ -22,8 +22,8 @@ ALPHA = 1e-6
 
 
 @pytest.fixture(scope="module")
-def model() -> LayeredModel:
-    return LayeredModel(llama())
+def model() -> ModelRunner:
+    return ModelRunner(llama())
 
 
 def requests(seeds: int, tokens: int, **sampling: Any) -> list[Request]:
@@ -44,7 +44,7 @@ def requests(seeds: int, tokens: int, **sampling: Any) -> list[Request]:
     ],
     ids=["plain, adaptive", "top-k", "top-p, adaptive", "plain"],
 )
-def test_coupled_drafting_gives_the_text_of_plain_sampling(model: LayeredModel, sampling: Any, threshold: Any) -> None:
+def test_coupled_drafting_gives_the_text_of_plain_sampling(model: ModelRunner, sampling: Any, threshold: Any) -> None:
     """40 seeds: same seed, same text, with drafts accepted and rejected on the way."""
     wanted, _, _ = decode(Autoregressive(), model, requests(40, 16, **sampling))
     method = LayerSkip(
@@ -56,7 +56,7 @@ def test_coupled_drafting_gives_the_text_of_plain_sampling(model: LayeredModel, 
     assert figures.drafted > figures.accepted
 
 
-def test_coupled_drafting_does_not_depend_on_the_draft_length(model: LayeredModel) -> None:
+def test_coupled_drafting_does_not_depend_on_the_draft_length(model: ModelRunner) -> None:
     texts = [
         decode(LayerSkip(2, most, rejection_sample_method="coupled"), model, requests(8, 12, temperature=1.0))[0]
         for most in (1, 3, 9)
@@ -93,7 +93,7 @@ def test_shared_noise_couples_two_draws_as_it_should() -> None:
     assert within(int(same.sum()), chances)
 
 
-def test_coupled_acceptance_of_the_loop_is_what_theory_says(model: LayeredModel) -> None:
+def test_coupled_acceptance_of_the_loop_is_what_theory_says(model: ModelRunner) -> None:
     """The first draft of 500 rows: accepted as often as p and q (by transformers' own forward) demand, at least the bound."""
     rows = 500
     asked = [Request(prompt(4), 3, sampling=Sampling(temperature=3.0, seed=seed)) for seed in range(rows)]
@@ -130,13 +130,13 @@ def test_layerskip_standard_passes_a_chi_square() -> None:
     """
     vocab, rows, batches = 5, 2_000, 5
     llm: Any = llama(vocab=vocab, hidden=8, layers=2, head=2.0, seed=3)
-    layered, ids = LayeredModel(llm), torch.tensor([1, 4, 2])
+    runner, ids = ModelRunner(llm), torch.tensor([1, 4, 2])
     found: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for batch in range(batches):
         seeds = range(batch * rows, (batch + 1) * rows)
         asked = [Request(ids, 4, sampling=Sampling(temperature=1.0, seed=seed)) for seed in seeds]
-        texts, figures, _ = decode(LayerSkip(exit_layer=1, num_speculative_tokens=2), layered, asked)
+        texts, figures, _ = decode(LayerSkip(exit_layer=1, num_speculative_tokens=2), runner, asked)
         found.update((text[1], text[2]) for text in texts)
         accepted += figures.accepted
     assert accepted > rows * batches / 4
@@ -158,7 +158,7 @@ def test_layerskip_standard_passes_a_chi_square() -> None:
 @planted.found_by(
     (
         planted.coupled_draft_on_its_own_noise,
-        lambda: test_coupled_acceptance_of_the_loop_is_what_theory_says(LayeredModel(llama())),
+        lambda: test_coupled_acceptance_of_the_loop_is_what_theory_says(ModelRunner(llama())),
     )
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, Step
 from skipstone.decoding.draft import TokenRecord
-from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.record import Keeper
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees
 
@@ -21,12 +21,12 @@ LENGTHS = (4, 9, 6)
 
 
 @pytest.fixture(scope="module")
-def model() -> LayeredModel:
-    return LayeredModel(llama())
+def model() -> ModelRunner:
+    return ModelRunner(llama())
 
 
-def kept(method: Method, model: LayeredModel, requests: list[Request], keeper: Keeper) -> list[Step]:
-    decoder = Decoder(method.start(model, len(requests), 40), recorder=keeper)
+def kept(method: Method, model: ModelRunner, requests: list[Request], keeper: Keeper) -> list[Step]:
+    decoder = DecodingLoop(method.start(model, len(requests), 40), recorder=keeper)
     for row, request in enumerate(requests):
         decoder.admit(row, request)
     return list(run(decoder))
@@ -45,7 +45,7 @@ SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", [SKIP, Trees(nodes=8)], ids=["layerskip", "trees"])
-def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temperature: float, model: LayeredModel) -> None:
+def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temperature: float, model: ModelRunner) -> None:
     """The rows end at different steps, some of them on an end token inside a draft."""
     requests = asked(temperature)
     texts, _, _ = decode(Autoregressive(), model, requests)
@@ -62,7 +62,7 @@ def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temper
                 assert (a.p, a.entropy) == pytest.approx((b.p, b.entropy), abs=1e-4)
 
 
-def test_probabilities_and_entropy_are_the_targets_own(model: LayeredModel) -> None:
+def test_probabilities_and_entropy_are_the_targets_own(model: ModelRunner) -> None:
     """p after warpers, the entropy at temperature 1 before them (in nats), by transformers' forward; q the draft's."""
     request = Request(prompt(5), 16, sampling=Sampling(0.7, top_k=5, seed=2))
     (text,), _, _ = decode(SKIP, model, [request])
@@ -101,7 +101,7 @@ def test_probabilities_and_entropy_are_the_targets_own(model: LayeredModel) -> N
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_logits_and_scores_are_those_that_plain_decoding_keeps(temperature: float, model: LayeredModel) -> None:
+def test_logits_and_scores_are_those_that_plain_decoding_keeps(temperature: float, model: ModelRunner) -> None:
     """One row of [k, V] per committed token, from the node that the token followed, in trees too."""
     requests = asked(temperature)
 
@@ -122,8 +122,8 @@ def test_what_a_recorder_takes_is_no_cost_of_a_step() -> None:
     def slow(*_: Any) -> None:
         time.sleep(0.5)
 
-    method, model = Autoregressive(), LayeredModel(llama())
-    decoder = Decoder(method.start(model, 1, 20), recorder=slow)
+    method, model = Autoregressive(), ModelRunner(llama())
+    decoder = DecodingLoop(method.start(model, 1, 20), recorder=slow)
     decoder.admit(0, Request(prompt(5), 4))
     decoder.step()
     assert decoder.step().seconds < 0.5

@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 
 import skipstone
 from skipstone.decoding.noise import Noise
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.engines.picks import NO_TOKEN
 from tests.helpers import families
 
@@ -116,7 +116,7 @@ def test_a_processor_that_forbids_every_token_fails_its_row(name: str, engine: s
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_draft_model_that_says_nan_ends_the_draft_and_no_text(engine: str) -> None:
     model, draft = families.build("llama"), families.build("llama")
-    LayeredModel(draft)
+    ModelRunner(draft)
     with torch.no_grad():
         draft.get_input_embeddings().weight[40:] = float("nan")
     for setting in ({}, {**SAMPLED}):

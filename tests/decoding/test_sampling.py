@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from skipstone import LayerSkip, Request, Sampling
 from skipstone.decoding.noise import Noise
 from skipstone.decoding.sampling import NUCLEUS, Sampler, Warping, warp
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees, reference
@@ -216,12 +216,12 @@ def watched(temperature: float, tokens: int, lengths: tuple[int, ...] = (4, 9, 6
 def test_processors_are_called_at_the_nodes_the_walk_reaches_and_nowhere_else(temperature: float) -> None:
     """A tree's session draws no drafts itself, so every call is the walk's: one per committed token and row, on the very text
     before that token. Chunked prefill and rows that stopped early add none."""
-    layered = LayeredModel(llama())
+    runner = ModelRunner(llama())
     plain, _ = watched(temperature, 18)
-    texts, _, _ = decode(Trees(nodes=0), layered, plain)
+    texts, _, _ = decode(Trees(nodes=0), runner, plain)
     paths = tuple(reference(request.prompt, text) for request, text in zip(plain, texts, strict=True))
     requests, eyes = watched(temperature, 18)
-    found, figures, _ = decode(Trees(nodes=10, references=paths), layered, requests, chunk=2)
+    found, figures, _ = decode(Trees(nodes=10, references=paths), runner, requests, chunk=2)
     assert found == texts
     assert figures.accepted > 10
     assert figures.verified_nodes > figures.accepted + 40
@@ -232,15 +232,15 @@ def test_processors_are_called_at_the_nodes_the_walk_reaches_and_nowhere_else(te
 
 def test_a_row_with_warpers_samples_alone_and_in_company() -> None:
     """Its temperature is theirs: the default 0 beside them must not make it greedy when all its neighbours are."""
-    layered = LayeredModel(llama())
+    runner = ModelRunner(llama())
     warpers: list[Any] = [TemperatureLogitsWarper(1.5)]
     request = Request(prompt(6), 12, sampling=Sampling(seed=4, warpers=warpers))
     method = LayerSkip(exit_layer=2, num_speculative_tokens=3)
-    (alone,), _, _ = decode(method, layered, [request])
-    together, _, _ = decode(method, layered, [request, Request(prompt(4), 14, sampling=Sampling(1.0))])
-    (sampled,), _, _ = decode(method, layered, [replace(request, sampling=Sampling(1.5, seed=4))])
+    (alone,), _, _ = decode(method, runner, [request])
+    together, _, _ = decode(method, runner, [request, Request(prompt(4), 14, sampling=Sampling(1.0))])
+    (sampled,), _, _ = decode(method, runner, [replace(request, sampling=Sampling(1.5, seed=4))])
     assert alone == together[0] == sampled
-    assert alone != decode(method, layered, [Request(prompt(6), 12)])[0][0]
+    assert alone != decode(method, runner, [Request(prompt(6), 12)])[0][0]
 
 
 def test_a_sampler_row_is_forgotten_when_released() -> None:

@@ -13,7 +13,7 @@ import torch
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Stats, Step
 from skipstone.decoding.drafter import Drafter
 from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, prompt
 
 
@@ -25,7 +25,7 @@ class Scripted(Method):
 
     chains: tuple[tuple[int, ...], ...] = ()
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return ScriptedDrafter(self)
 
 
@@ -36,17 +36,17 @@ class ScriptedDrafter(Drafter):
     def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         view = self.view
         chain = self.chains.popleft() if self.chains else ()
-        frontier = view.start_forward([len(chain)] * view.rows)
+        forward = view.start_forward([len(chain)] * view.rows)
         if not chain:
-            return Draft.empty(view.rows, view.root.device, frontier)
+            return Draft.empty(view.rows, view.root.device, forward)
         tokens = torch.tensor([chain])
-        frontier.append(tokens)
-        return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), frontier, draft_steps=torch.tensor([len(chain) + 1]))
+        forward.append(tokens)
+        return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), forward, draft_steps=torch.tensor([len(chain) + 1]))
 
 
 def test_origins_and_figures_of_a_trace_made_by_hand() -> None:
     """Right drafts of 3 of 4; both of 2; none of 1; no draft; then an end token inside a chain of 3."""
-    model = LayeredModel(llama())
+    model = ModelRunner(llama())
     asked = Request(prompt(6, 2), 14, sampling=Sampling(1.0, seed=4))
     text = decode(Autoregressive(), model, [asked])[0][0]
     wrong = next(token for token in range(97) if token not in text)

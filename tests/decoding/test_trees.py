@@ -9,7 +9,7 @@ import pytest
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from skipstone import Autoregressive, Request, Sampling, Stats, Step
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt
 from tests.helpers.pairwise import crossed
@@ -32,17 +32,17 @@ def requests(lengths: tuple[int, ...], tokens: int = 16, **sampling: Any) -> lis
     ]
 
 
-def references(layered: LayeredModel, asked: list[Request]) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
+def references(runner: ModelRunner, asked: list[Request]) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
     """(what plain decoding says, the same as texts to peek at)."""
-    texts, _, _ = decode(Autoregressive(), layered, asked)
+    texts, _, _ = decode(Autoregressive(), runner, asked)
     return texts, tuple(reference(request.prompt, text) for request, text in zip(asked, texts, strict=True))
 
 
 def proves(build: Any, asked: list[Request], method: Trees, check: bool = False) -> tuple[Stats, list[Step]]:
     """Assert equality with plain decoding, and that drafts were accepted and rejected on the way."""
-    layered = LayeredModel(build())
-    expected, paths = references(layered, asked)
-    texts, figures, steps = decode(replace(method, references=paths), layered, asked, check=check)
+    runner = ModelRunner(build())
+    expected, paths = references(runner, asked)
+    texts, figures, steps = decode(replace(method, references=paths), runner, asked, check=check)
     assert texts == expected
     assert figures.drafted > 0
     assert figures.accepted > 0
@@ -81,8 +81,8 @@ def test_nodes_that_may_not_be_accepted_change_nothing() -> None:
     """Barred nodes are scored, count in verified_nodes and are never accepted nor counted as drafts."""
     figures, steps = proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=12, barred=0.4), check=True)
     assert figures.verified_nodes > figures.drafted
-    _, paths = references(layered := LayeredModel(llama()), requests((8,)))
-    _, figures, steps = decode(Trees(nodes=12, barred=1.0, references=paths), layered, requests((8,)))
+    _, paths = references(runner := ModelRunner(llama()), requests((8,)))
+    _, figures, steps = decode(Trees(nodes=12, barred=1.0, references=paths), runner, requests((8,)))
     assert figures.verified_nodes > 20
     assert (figures.drafted, figures.accepted) == (0, 0)
     assert {origin for step in steps for row in step.origin for origin in row} == {"prefill", "bonus"}
@@ -94,9 +94,9 @@ AT_AN_END = [SAMPLING[0], *(pytest.param(*one.values, id=one.id, marks=pytest.ma
 @pytest.mark.parametrize("sampling", AT_AN_END)
 def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
     """The end token of each row is one that lies inside an accepted path: what follows it in the path is cut."""
-    layered = LayeredModel(llama())
+    runner = ModelRunner(llama())
     asked = requests((4, 17, 9), **sampling)
-    texts, paths = references(layered, asked)
+    texts, paths = references(runner, asked)
     cuts = 0
     for place in range(1, 14):
         ends = [frozenset({text[place]}) for text in texts]
@@ -104,7 +104,7 @@ def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
         expected = [
             text[: 1 + next(i for i, token in enumerate(text) if token in eos)] for text, eos in zip(texts, ends, strict=True)
         ]
-        found, _, steps = decode(Trees(nodes=10, references=paths), layered, ending, check=True)
+        found, _, steps = decode(Trees(nodes=10, references=paths), runner, ending, check=True)
         assert found == expected
         for step in steps:
             assert all(len(origin) == len(tokens) for origin, tokens in zip(step.origin, step.tokens, strict=True))
@@ -114,10 +114,10 @@ def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_requests_leave_no_room_for_drafts(tokens: int) -> None:
-    layered = LayeredModel(llama())
+    runner = ModelRunner(llama())
     asked = [Request(prompt(5), tokens), Request(prompt(3), 1)]
-    expected, paths = references(layered, asked)
-    texts, figures, _ = decode(Trees(nodes=10, branching=0.0, references=paths), layered, asked)
+    expected, paths = references(runner, asked)
+    texts, figures, _ = decode(Trees(nodes=10, branching=0.0, references=paths), runner, asked)
     assert texts == expected
     assert [len(text) for text in texts] == [tokens, 1]
     assert figures.accepted <= max(0, tokens - 2)

@@ -35,7 +35,7 @@ PUBLIC = {
         "Stats",
     ),
     *("generate", "stream", "load", "push", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
-    *("Decoder", "LayeredModel", "Request", "Sampling"),
+    *("DecodingLoop", "ModelRunner", "Request", "Sampling"),
 }
 
 

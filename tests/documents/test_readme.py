@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 import skipstone
-from skipstone.lab.check.check import Checker
 from skipstone.cli import app
+from skipstone.lab.check.check import Checker
 from tests.helpers.snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_checkpoint
 
 README = ROOT / "README.md"

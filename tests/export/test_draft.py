@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import skipstone
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.export import draft as exporting
 from skipstone.export.draft import write_draft
 from skipstone.export.layers import Kept, kept
 from skipstone.methods.drafting.layer_sets import save_profile
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers import conformance, families, machine, support, wrapped
 from tests.helpers.pairwise import in_turn
@@ -31,7 +31,7 @@ FIRST = Kept(tuple(range(EXIT)), 4, drafts=5)
 
 def exported(model: PreTrainedModel, keeps: Kept, folder: Path) -> PreTrainedModel:
     """A draft, written by skipstone and read by transformers alone."""
-    write_draft(LayeredModel(model, "eager"), support.tokenizer(), keeps, folder)
+    write_draft(ModelRunner(model, "eager"), support.tokenizer(), keeps, folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=model.config._attn_implementation)
 
 
@@ -56,7 +56,7 @@ def test_its_logits_are_those_of_the_early_exit(name: str, tied: bool, tmp_path:
     model = families.build(name, tie_word_embeddings=tied)
     found = exported(model, FIRST, tmp_path / "draft")
     logits = found(IDS, use_cache=False).logits
-    ours = exporting.exit_logits(LayeredModel(model, "eager"), FIRST, IDS)
+    ours = exporting.exit_logits(ModelRunner(model, "eager"), FIRST, IDS)
     torch.testing.assert_close(logits, early(model, EXIT), rtol=0, atol=0)
     torch.testing.assert_close(logits, ours, rtol=1e-5, atol=1e-5)
     assert (logits - model(IDS).logits).abs().max() > 0.1, "the layers that were left out do nothing"
@@ -85,7 +85,7 @@ def test_it_is_the_model_that_was_built_short(name: str, tmp_path: Path) -> None
 def test_a_layer_set_is_the_model_whose_layers_add_nothing(name: str, left_out: tuple[int, ...], tmp_path: Path) -> None:
     model = families.build(name, layers=5)
     method = skipstone.SelfSpeculative(left_out, left_out)
-    keeps = kept(LayeredModel(model, "eager"), method)
+    keeps = kept(ModelRunner(model, "eager"), method)
     assert keeps.layers == tuple(sorted({0, 1, 2, 3, 4} - {*left_out}))
     found = exported(model, keeps, tmp_path / "draft")
     logits = found(IDS, use_cache=False).logits
@@ -105,14 +105,14 @@ def test_greedy_text_is_that_of_early_exit(tmp_path: Path) -> None:
 
 def test_the_bundled_model_exports_its_own_exit(tmp_path: Path) -> None:
     model, tokenizer = skipstone.load(engine="eager")
-    layered = LayeredModel(model, "eager")
-    keeps = kept(layered)
+    runner = ModelRunner(model, "eager")
+    keeps = kept(runner)
     assert (keeps.layers, keeps.drafts, keeps.threshold) == (tuple(range(6)), 8, 0.5)
-    write_draft(layered, tokenizer, keeps, tmp_path / "draft")
+    write_draft(runner, tokenizer, keeps, tmp_path / "draft")
     found, other = AutoModelForCausalLM.from_pretrained(tmp_path / "draft"), AutoTokenizer.from_pretrained(tmp_path / "draft")
     ids = tokenizer("def add(a, b):\n    return a", return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        torch.testing.assert_close(found(ids).logits, exporting.exit_logits(layered, keeps, ids), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found(ids).logits, exporting.exit_logits(runner, keeps, ids), rtol=1e-5, atol=1e-4)
     assert other("def add(a, b):")["input_ids"] == tokenizer("def add(a, b):")["input_ids"]
     saved = json.loads((tmp_path / "draft" / "generation_config.json").read_text())
     assert "skipstone" not in saved
@@ -138,27 +138,27 @@ def test_transformers_takes_it_as_an_assistant(name: str, tmp_path: Path) -> Non
 
 def test_what_the_model_says_of_itself_is_the_default() -> None:
     model = families.build("llama")
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     with pytest.raises(ValueError, match="names no method of its own: say which layers draft by --exit-layer"):
-        kept(layered)
+        kept(runner)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 1, "num_speculative_tokens": 3}
-    assert kept(layered) == Kept((0,), 4, 3)
-    assert kept(layered, exit_layer=3) == Kept((0, 1, 2), 4, 3)
-    assert kept(layered, "early_exit exit_layer=2").layers == (0, 1)
+    assert kept(runner) == Kept((0,), 4, 3)
+    assert kept(runner, exit_layer=3) == Kept((0, 1, 2), 4, 3)
+    assert kept(runner, "early_exit exit_layer=2").layers == (0, 1)
     with pytest.raises(ValueError, match="either an exit layer or a method"):
-        kept(layered, "early_exit exit_layer=2", 2)
+        kept(runner, "early_exit exit_layer=2", 2)
 
 
 @pytest.mark.parametrize("name", ["self_speculative", "swift"])
 def test_a_profile_says_which_layers_are_left(name: str, tmp_path: Path) -> None:
     model = families.build("llama", layers=6)
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     save_profile(tmp_path / "set.json", model, {}, (2, 3), (2, 3))
-    found = kept(layered, f"{name} profile={tmp_path / 'set.json'}")
+    found = kept(runner, f"{name} profile={tmp_path / 'set.json'}")
     assert (found.layers, found.described) == ((0, 1, 4, 5), "layers 0 to 1 and 4 to 5 of 6")
     save_profile(tmp_path / "half.json", model, {}, (2, 3), (3, 4))
     with pytest.raises(ValueError, match=r"skips the attention of layer 2 and the MLP of layer 4 alone.*whole layers"):
-        kept(layered, f"{name} profile={tmp_path / 'half.json'}")
+        kept(runner, f"{name} profile={tmp_path / 'half.json'}")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_profile_says_which_layers_are_left(name: str, tmp_path: Path) -> None
 )
 def test_methods_without_whole_layers_are_refused(method: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        kept(LayeredModel(families.cached("llama"), "eager"), method)
+        kept(ModelRunner(families.cached("llama"), "eager"), method)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_a_text_model_inside_another_is_refused(tmp_path: Path) -> None:
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     model = families.build("llama")
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(ValueError, match="the weights are quantised"):
-        write_draft(layered, support.tokenizer(), FIRST, tmp_path / "draft")
+        write_draft(runner, support.tokenizer(), FIRST, tmp_path / "draft")
 
 
 @pytest.mark.parametrize("fault", ["windows", "weights"])

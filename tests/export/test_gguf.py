@@ -14,10 +14,10 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import Kept
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.gguf_names import NAMES
@@ -30,7 +30,7 @@ FIRST = Kept(tuple(range(EXIT)), 4)
 def written(model: PreTrainedModel, folder: Path, kind: str = "F32", rule: str = "qwen2", keeps: Kept = FIRST) -> Path:
     """Target and draft of a model."""
     vocabulary = vocabulary_of(byte_level(rule), model)
-    write_pair(LayeredModel(model, "eager"), vocabulary, keeps, folder, kind, "tiny")
+    write_pair(ModelRunner(model, "eager"), vocabulary, keeps, folder, kind, "tiny")
     return folder
 
 
@@ -120,7 +120,7 @@ def test_the_tokenizer_is_in_the_file(rule: str, begins: bool, tmp_path: Path) -
     folder = tmp_path / "pair"
     vocabulary = vocabulary_of(tokenizer, model)
     assert vocabulary.known
-    write_pair(LayeredModel(model, "eager"), vocabulary, FIRST, folder, "F32", "tiny")
+    write_pair(ModelRunner(model, "eager"), vocabulary, FIRST, folder, "F32", "tiny")
     tokens, types = (field(folder / DRAFT, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     assert len(tokens) == len(types) == SIZE
     assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))

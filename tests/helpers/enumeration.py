@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel, only
-from skipstone.models.passes import Pass
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner, only
 from skipstone.engines.turns import ModelLock
+from skipstone.models.passes import Pass
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 Law = dict[tuple[int, ...], float]
@@ -111,7 +111,7 @@ def distance(found: Law, expected: Law) -> float:
 
 def loop_law(
     method: Method,
-    model: LayeredModel,
+    model: ModelRunner,
     prompt: Tensor,
     tokens: int,
     sampling: Sampling,
@@ -124,7 +124,7 @@ def loop_law(
     def run(chooser: Chooser) -> tuple[int, ...]:
         session = method.start(model, 1, len(prompt) + tokens)
         session.sampler.noise_type = lambda seed: Tracking(chooser)  # type: ignore[assignment]
-        decoder = Decoder(session)
+        decoder = DecodingLoop(session)
         decoder.admit(0, request)
         text: list[int] = []
         while decoder.busy:
@@ -136,7 +136,7 @@ def loop_law(
     return explore(run)
 
 
-class Double(LayeredModel):
+class Double(ModelRunner):
     """A model in float64 throughout, logits included, so that laws can be compared to 1e-9."""
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
@@ -144,7 +144,7 @@ class Double(LayeredModel):
         return logits if shortlist is None else only(shortlist, logits[..., shortlist], logits.shape[-1])
 
 
-class Widened(LayeredModel):
+class Widened(ModelRunner):
     """A model in float32 on the native engine, whose logits are float64 from there on."""
 
     def __init__(self, model: Any) -> None:
@@ -154,17 +154,17 @@ class Widened(LayeredModel):
         return super().project(normed, head, shortlist).double()
 
 
-def native_target(layered: LayeredModel, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
+def native_target(runner: ModelRunner, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
     """The distribution of the next token by one pass over the whole text: prefix -> [V]. What the loop computes in other passes
     has the same bits, so its law is this one and not a rounded one."""
 
     @cache
     def p(prefix: tuple[int, ...]) -> list[float]:
         ids = torch.cat([prompt, torch.tensor(prefix, dtype=torch.long)])[None]
-        positions, store = torch.arange(ids.shape[1])[None], KVStore(1, layered.depth, ids.shape[1])
+        positions, store = torch.arange(ids.shape[1])[None], KVCache(1, runner.depth, ids.shape[1])
         store.reserve(ids.shape[1])
         at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
-        scores = layered.logits(layered.run(layered.embed(ids, positions), at, store, range(layered.depth)))[:, -1]
+        scores = runner.logits(runner.run(runner.embed(ids, positions), at, store, range(runner.depth)))[:, -1]
         for processor in processors:
             scores = processor(ids, scores)
         return scores[0].softmax(-1).tolist()
@@ -187,7 +187,7 @@ def target(model: Any, prompt: Tensor, processors: Sequence[Any] = ()) -> Callab
 
 
 class Tabled:
-    """Stands in for a LayeredModel of two layers whose p and q are the same after every token.
+    """Stands in for a ModelRunner of two layers whose p and q are the same after every token.
 
     p: [V] weights at the top. q: [V] weights after layer 0.
     """
@@ -250,10 +250,10 @@ def proves(
     """
     seen = Seen()
     settings = Sampling(**{"temperature": 1.0, "processors": processors, "warpers": own, **sampling})
-    layered = Widened(model) if native else Double(model)
-    found = loop_law(method, layered, PROMPT, new, settings, seen)
+    runner = Widened(model) if native else Double(model)
+    found = loop_law(method, runner, PROMPT, new, settings, seen)
     every = [*processors, *warpers, *own]
-    of_prefix = native_target(layered, PROMPT, every) if native else target(model, PROMPT, every)
+    of_prefix = native_target(runner, PROMPT, every) if native else target(model, PROMPT, every)
     expected = exact_law(of_prefix, new, VOCAB)
     assert abs(sum(found.values()) - 1) < EXACT, "the weights of all paths add up to one"
     assert distance(found, expected) < EXACT, "the loop's law is the target's"

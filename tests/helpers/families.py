@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.derivation import find_layers
 from skipstone.models.families import text_config
-from skipstone.engines.model_runner import LayeredModel
 
 WINDOW = 8
 POSITIONS = 2048
@@ -274,7 +274,7 @@ def cached(name: str) -> PreTrainedModel:
     """`build(name)`, made once. Shared between tests: whoever changes it puts it back. Its family is derived and verified, so
     that no forward of that is counted in a test."""
     model = build(name)
-    LayeredModel(model, "eager")
+    ModelRunner(model, "eager")
     return model
 
 

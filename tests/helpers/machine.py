@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import PREFILL_CHUNK, Decoder
+from skipstone.decoding.loop import PREFILL_CHUNK, DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import SkipSet
 
 
@@ -74,17 +74,17 @@ def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def start(method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> Decoder:
+def start(method: Method, model: ModelRunner, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> DecodingLoop:
     """A decoder with every request admitted."""
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk)
+    decoder = DecodingLoop(method.start(model, len(requests), capacity), chunk=chunk)
     for row, request in enumerate(requests):
         decoder.admit(row, request)
     return decoder
 
 
 def decode(
-    method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK, check: bool = False
+    method: Method, model: ModelRunner, requests: Sequence[Request], chunk: int = PREFILL_CHUNK, check: bool = False
 ) -> tuple[list[list[int]], Stats, list[Step]]:
     """New tokens of every request, figures and steps. check: assert the store's invariant after every commit."""
     decoder = start(method, model, requests, chunk)
@@ -100,12 +100,12 @@ def decode(
     return texts, stats, steps
 
 
-def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: int = 4) -> tuple[list[list[int]], list[Any]]:
+def serve(method: Method, model: ModelRunner, requests: list[Request], chunk: int = 4) -> tuple[list[list[int]], list[Any]]:
     """A server's life: three rows, a request admitted as soon as one is free.
 
     Returns, in the order of the requests, their texts and their traces: what each step drafted and where its tokens came from.
     """
-    decoder = Decoder(method.start(model, 3, 48), chunk=chunk)
+    decoder = DecodingLoop(method.start(model, 3, 48), chunk=chunk)
     waiting, owner = deque(range(len(requests))), dict[int, int]()
     texts: list[list[int]] = [[] for _ in requests]
     traces: list[list[Any]] = [[] for _ in requests]
@@ -126,7 +126,7 @@ def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: i
     return texts, traces
 
 
-def check_rows(decoder: Decoder, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:
+def check_rows(decoder: DecodingLoop, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:
     """Session.check of every row that is alive."""
     for row, alive in enumerate(decoder.session.alive):
         if alive:
@@ -144,10 +144,10 @@ def silenced(model: Any, skip: SkipSet) -> Any:
     return other
 
 
-def running(model: Any, method: Any, length: int = 9, new: int = 40, steps: int = 8) -> tuple[Decoder, Tensor]:
+def running(model: Any, method: Any, length: int = 9, new: int = 40, steps: int = 8) -> tuple[DecodingLoop, Tensor]:
     """A decoder some steps into one greedy request, and the ids that it holds."""
-    layered, asked = LayeredModel(model), prompt(length)
-    decoder = Decoder(method.start(layered, 1, length + new))
+    runner, asked = ModelRunner(model), prompt(length)
+    decoder = DecodingLoop(method.start(runner, 1, length + new))
     decoder.admit(0, Request(asked, new))
     text: list[int] = []
     for _ in range(steps):

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from skipstone.engines.native import build
-from skipstone.engines.native import library
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 from tests.helpers import families
 
@@ -32,10 +31,10 @@ def text(length: int = LENGTH, seed: int = 5, vocab: int = 97) -> Tensor:
     return torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def native(model: Any, threads: int = 1, kv_dtype: str | None = None) -> LayeredModel:
-    layered = LayeredModel(model, "native", kv_dtype=kv_dtype)
-    layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
-    return layered
+def native(model: Any, threads: int = 1, kv_dtype: str | None = None) -> ModelRunner:
+    runner = ModelRunner(model, "native", kv_dtype=kv_dtype)
+    runner.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
+    return runner
 
 
 def levels() -> list[str]:
@@ -44,45 +43,45 @@ def levels() -> list[str]:
     return [level for level in known if library.find(build.HERE, library.features(), level).library is not None]
 
 
-def of_level(model: Any, level: str) -> LayeredModel:
+def of_level(model: Any, level: str) -> ModelRunner:
     """The model on an engine of its own, from the library of a level."""
     found, before = library.find(build.HERE, library.features(), level), library.load
     assert found.library is not None, found.missing
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     try:
         library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
-        layered.engine = NativeEngine(model, Facts(model))
+        runner.engine = NativeEngine(model, Facts(model))
     finally:
         library.load = before
-    layered.engine.threads, layered.dtype = 1, torch.float32
-    assert level in layered.engine.detail
-    return layered
+    runner.engine.threads, runner.dtype = 1, torch.float32
+    assert level in runner.engine.detail
+    return runner
 
 
 Computed = tuple[Tensor, Tensor]
 """Logits [T, V], and keys and values of all layers [2 layers, kv heads, T, padded head size] of one text."""
 
 
-def stored(store: KVStore, row: int, slots: Any) -> Tensor:
+def stored(store: KVCache, row: int, slots: Any) -> Tensor:
     return torch.stack([buffer[row][:, slots] for buffer in (*store.keys, *store.values)])  # pyright: ignore
 
 
-def chain(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
+def chain(runner: ModelRunner, ids: Tensor, width: int) -> Computed:
     """A text in passes of `width` tokens."""
-    store, parts = KVStore(1, layered.depth, len(ids), layered.kv_dtype), []
+    store, parts = KVCache(1, runner.depth, len(ids), runner.kv_dtype), []
     store.reserve(len(ids))
     for start in range(0, len(ids), width):
         stop = min(start + width, len(ids))
         positions = torch.arange(start, stop)[None]
         at = Pass(positions, positions, None, slice(0, 1), stop, start)
-        hidden = layered.run(layered.embed(ids[None, start:stop], positions), at, store, range(layered.depth))
-        parts.append(layered.project(layered.normed(hidden))[0])
+        hidden = runner.run(runner.embed(ids[None, start:stop], positions), at, store, range(runner.depth))
+        parts.append(runner.project(runner.normed(hidden))[0])
     return torch.cat(parts), stored(store, 0, slice(0, len(ids)))
 
 
-def ragged(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
+def ragged(runner: ModelRunner, ids: Tensor, width: int) -> Computed:
     """A text as row 2 of a store in which the rows beside it are at other positions and hold fewer tokens."""
-    dice, store, parts, at_position = random.Random(width), KVStore(4, layered.depth, len(ids), layered.kv_dtype), [], [0, 0, 0]
+    dice, store, parts, at_position = random.Random(width), KVCache(4, runner.depth, len(ids), runner.kv_dtype), [], [0, 0, 0]
     store.reserve(len(ids))
     others = [text(len(ids), seed=7), ids, text(len(ids), seed=8)]
     while at_position[1] < len(ids):
@@ -99,10 +98,10 @@ def ragged(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
             tokens[row, span] = others[row][start : start + count]
             at_position[row] += count
         at = Pass(positions, slots, valid, slice(1, 4), max(at_position))
-        before = layered.embed(tokens, positions)
-        hidden = layered.run(before, at, store, range(layered.depth))
+        before = runner.embed(tokens, positions)
+        hidden = runner.run(before, at, store, range(runner.depth))
         assert torch.equal(hidden[~valid], before[~valid]), "an invalid entry was changed"
-        parts.append(layered.project(layered.normed(hidden))[1][valid[1]])
+        parts.append(runner.project(runner.normed(hidden))[1][valid[1]])
     return torch.cat(parts), stored(store, 2, slice(0, len(ids)))
 
 
@@ -149,12 +148,12 @@ class Exact(TorchFunctionMode):
         return func(*map(swap, args), **{key: swap(value) for key, value in (kwargs or {}).items()})
 
 
-def scenario(layered: LayeredModel, vocab: int, seed: int, skip: SkipSet | None = None, step: int = 1) -> list[Tensor]:
+def scenario(runner: ModelRunner, vocab: int, seed: int, skip: SkipSet | None = None, step: int = 1) -> list[Tensor]:
     """States after every `step` layers, then logits, of ragged prompts and a tree on each: [valid entries, width]."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths, nodes = [dice.randint(1, 14) for _ in range(3)], 9
     width, found = max(lengths), []
-    store = KVStore(3, layered.depth, width + nodes + 1)
+    store = KVCache(3, runner.depth, width + nodes + 1)
     store.reserve(width + nodes + 1)
     valid = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
     columns = torch.arange(width).repeat(3, 1)
@@ -171,23 +170,23 @@ def scenario(layered: LayeredModel, vocab: int, seed: int, skip: SkipSet | None 
     ):
         assert at.valid is not None
         tokens = torch.randint(1, vocab, at.shape, generator=generator)
-        hidden = layered.embed(tokens, at.positions)
-        for first in range(0, layered.depth, step):
+        hidden = runner.embed(tokens, at.positions)
+        for first in range(0, runner.depth, step):
             before = hidden
-            hidden = layered.run(before, at, store, range(first, min(first + step, layered.depth)), skip)
-            if layered.engine.name == "native":
+            hidden = runner.run(before, at, store, range(first, min(first + step, runner.depth)), skip)
+            if runner.engine.name == "native":
                 assert torch.equal(hidden[~at.valid], before[~at.valid]), "an invalid entry was changed"
             found.append(hidden[at.valid])
-        found.append(layered.project(layered.normed(hidden))[at.valid])
+        found.append(runner.project(runner.normed(hidden))[at.valid])
     return found
 
 
 def references(model: Any, vocab: int, seed: int, skip: SkipSet | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """What torch computes in float32, and in float64, with the weights as they are stored."""
     copies = copy.deepcopy(model).float(), copy.deepcopy(model).double()
-    rough = scenario(LayeredModel(copies[0], "eager"), vocab, seed, skip)
+    rough = scenario(ModelRunner(copies[0], "eager"), vocab, seed, skip)
     with Exact():
-        exact = scenario(LayeredModel(copies[1], "eager"), vocab, seed, skip)
+        exact = scenario(ModelRunner(copies[1], "eager"), vocab, seed, skip)
     assert exact[0].dtype == torch.float64
     return rough, exact
 

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from skipstone import ExitHeads
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import write_draft
 from skipstone.export.layers import Kept
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.methods.drafting.layer_sets import save_profile
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama
 from tests.helpers.support import tokenizer
 
 OWN = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 
 
-def target(layers: int = 6, seed: int = 0) -> LayeredModel:
+def target(layers: int = 6, seed: int = 0) -> ModelRunner:
     """The model that everything here belongs to."""
-    return LayeredModel(llama(layers=layers, seed=seed))
+    return ModelRunner(llama(layers=layers, seed=seed))
 
 
 def model_folder(folder: Path, own: dict[str, Any] | None = OWN, seed: int = 0, **saving: Any) -> Path:

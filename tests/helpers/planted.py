@@ -18,11 +18,11 @@ from skipstone.decoding.noise import DRAFT
 from skipstone.decoding.sampling import Sampler, Scores, Warping
 from skipstone.decoding.session import Session
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.methods.layerskip import LayerSkipDrafter
-from skipstone.methods.drafting.confidence import Confidence
-from skipstone.engines import partial_forward as frontier
+from skipstone.engines import partial_forward as forward
 from skipstone.engines.engine import Survival
-from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.kv_cache import KVCache
+from skipstone.methods.drafting.confidence import Confidence
+from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.models.passes import Pass
 
 Patch = pytest.MonkeyPatch
@@ -132,7 +132,7 @@ def barred_nodes_accepted(patch: Patch) -> None:
 
 
 def accepted_path_not_moved(patch: Patch) -> None:
-    patch.setattr(KVStore, "move", lambda self, row, source, target: None)
+    patch.setattr(KVCache, "move", lambda self, row, source, target: None)
 
 
 def rejected_drafts_kept(patch: Patch) -> None:
@@ -153,7 +153,7 @@ def siblings_see_one_another(patch: Patch) -> None:
         rows, width = parents.shape
         return torch.ones(rows, width + 1, width + 1).tril().bool()
 
-    patch.setattr(frontier, "ancestors", earlier)
+    patch.setattr(forward, "ancestors", earlier)
 
 
 def window_one_too_wide(patch: Patch) -> None:
@@ -162,7 +162,7 @@ def window_one_too_wide(patch: Patch) -> None:
 
 
 def trash_in_slot_zero(patch: Patch) -> None:
-    patch.setattr(KVStore, "trash", property(lambda self: 0))
+    patch.setattr(KVCache, "trash", property(lambda self: 0))
 
 
 def only_the_last_token_can_end(patch: Patch) -> None:
@@ -190,16 +190,16 @@ def top_p_rounded_twice(patch: Patch) -> None:
 
 def draft_not_run_again(patch: Patch) -> None:
     """The scoring pass takes exit states for granted although the tokens are to start over."""
-    patch.setattr(frontier.Frontier, "restart", lambda self: None)
+    patch.setattr(forward.PartialForward, "restart", lambda self: None)
 
 
 def waiting_tokens_left_behind(patch: Patch) -> None:
     """A token that waits deeper down is declared done without running the layers between."""
-    own = frontier.Frontier.advance
+    own = forward.PartialForward.advance
 
-    def advance(self: frontier.Frontier, to: int) -> None:
+    def advance(self: forward.PartialForward, to: int) -> None:
         waiting = (self.depth > 0) & (self.depth < to)
         self.depth[waiting] = to
         own(self, to)
 
-    patch.setattr(frontier.Frontier, "advance", advance)
+    patch.setattr(forward.PartialForward, "advance", advance)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skipstone.lab.bench.journal import Journal
 from skipstone.decoding.stats import Stats
+from skipstone.lab.bench.journal import Journal
 
 
 def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def table_rows(page: Path) -> list[list[str]]:
 
 
 def symbols(path: Path) -> set[str]:
-    """What a module defines at its top level and in its classes, dotted: `Frontier`, `Frontier.advance`, `METHODS`."""
+    """What a module defines at its top level and in its classes, dotted: `Session`, `Session.score`, `METHODS`."""
     found: set[str] = set()
 
     def visit(body: list[ast.stmt], above: str) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
-from skipstone.lab.check.check import Divergence, Judge
 from skipstone.engines.choose_engine import VARIABLE
+from skipstone.lab.check.check import Divergence, Judge
 from tests.helpers import families
 
 TIE = 1e-4

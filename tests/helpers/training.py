@@ -19,7 +19,6 @@ import yaml
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from skipstone.utils.files import read_lines
 from skipstone.train.data.documents import collect
 from skipstone.train.data.rows import IGNORED, Prepared, RowPlan, prepare
 from skipstone.train.heads.recipe import HeadsRecipe, made
@@ -28,6 +27,7 @@ from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
+from skipstone.utils.files import read_lines
 from tests.helpers import support
 from tests.helpers.machine import llama
 

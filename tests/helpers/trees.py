@@ -19,7 +19,7 @@ from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 ROOT = -1
 
@@ -41,14 +41,14 @@ class Trees(Method):
     seed: int = 0
     references: tuple[tuple[int, ...], ...] = ()
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return TreeDrafter(self, model, rows)
 
 
 class TreeDrafter(Drafter):
     """Proposes one random tree per row and step."""
 
-    def __init__(self, method: Trees, model: LayeredModel, rows: int) -> None:
+    def __init__(self, method: Trees, model: ModelRunner, rows: int) -> None:
         self.requirements = Requirements(method.nodes)
         self.method, self.model = method, model
         self.texts: list[list[int]] = [[] for _ in range(rows)]
@@ -76,9 +76,9 @@ class TreeDrafter(Drafter):
                 place = places[node + 1]
                 tokens[row, place], parents[row, place], valid[row, place] = token, places[parent + 1], True
                 candidate[row, place] = dice.random() >= self.method.barred
-        frontier = view.start_forward([width] * view.rows)
-        frontier.append(tokens, valid, parents)
-        draft = Draft(tokens, valid, frontier, parents=parents, candidate=candidate if self.method.barred else None)
+        forward = view.start_forward([width] * view.rows)
+        forward.append(tokens, valid, parents)
+        draft = Draft(tokens, valid, forward, parents=parents, candidate=candidate if self.method.barred else None)
         draft.check()
         return draft
 

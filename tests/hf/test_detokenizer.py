@@ -17,8 +17,8 @@ import skipstone
 from skipstone import Detokenizer
 from skipstone.cli.runs import Job, decode
 from skipstone.cli.showing import Painter, document
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.conversation import Conversation
 from tests.helpers import families
 from tests.helpers.text_tokenizers import TOKENIZERS
@@ -169,7 +169,7 @@ class TestUsers:
     def test_conversation(self, model: Any, options: dict[str, Any]) -> None:
         tokenizer = TOKENIZERS["llama-2"]()
         tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-        talk = Conversation(LayeredModel(model), tokenizer, resolve("autoregressive"), {**options, "do_sample": False}, 6)
+        talk = Conversation(ModelRunner(model), tokenizer, resolve("autoregressive"), {**options, "do_sample": False}, 6)
         asked = talk.ask(self.PROMPT, 0)
         tokens = [token for step in talk.answer(asked) for token in step.tokens[0]]
         talk.keep(asked, tokens)

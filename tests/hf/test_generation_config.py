@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 import skipstone
 from skipstone.assets import NANO
 from skipstone.cli import options
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.batch_files.batch import Chosen
 from tests.helpers import families
 from tests.helpers.served import in_thread
@@ -58,7 +58,7 @@ def test_a_broken_file_is_a_sentence_that_names_it(name: str, tmp_path: Path) ->
 def test_what_published_files_hold_beside_transformers_fields_is_left_alone(tmp_path: Path) -> None:
     text = {"eos_token_id": [0, 5], "chat_format": "chatml", "num_beam_groups": 1, "length_penalty": 1.0, "temperature": None}
     model, words = skipstone.load(nano(tmp_path, json.dumps(text)))
-    expect_usable_defaults(LayeredModel(model), words)
+    expect_usable_defaults(ModelRunner(model), words)
     assert model.generation_config.eos_token_id == [0, 5]
 
 
@@ -73,12 +73,12 @@ def test_a_misspelt_field_is_a_warning_with_what_was_meant() -> None:
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_settings_that_cannot_work_are_named_before_any_request(name: str) -> None:
     model = families.build("llama")
-    expect_usable_defaults(LayeredModel(model), tokenizer())
+    expect_usable_defaults(ModelRunner(model), tokenizer())
     replace_defaults(model, None, UNUSABLE[name])
     with pytest.raises(ValueError, match=rf"{name}.*--generation-config"):
-        expect_usable_defaults(LayeredModel(model), tokenizer())
+        expect_usable_defaults(ModelRunner(model), tokenizer())
     replace_defaults(model, {}, {})
-    expect_usable_defaults(LayeredModel(model), tokenizer())
+    expect_usable_defaults(ModelRunner(model), tokenizer())
 
 
 @pytest.mark.parametrize("values", [{"max_new_tokens": -1}, {"max_length": -3}, {"prefill_chunk_size": 0}], ids=str)

@@ -15,8 +15,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
-from skipstone.hf.enable import _warn_once
 from skipstone.engines.native import library
+from skipstone.hf.enable import _warn_once
 from tests.helpers import families
 from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, forwards, tokenizer

@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 import skipstone
-from skipstone.models import fetching
-from skipstone.models.fetching import HubName, hub_name
 from skipstone.methods.adadecode.heads import load_heads
 from skipstone.methods.auto import memory
 from skipstone.methods.drafting.layer_sets import load_profile
+from skipstone.models import fetching
+from skipstone.models.fetching import HubName, hub_name
 from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.inspect.lens import Expected, expectations, look, save, through
-from skipstone.methods.adadecode.heads import ExitHeads, new_card
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.lab.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
+from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from tests.helpers import families
 from tests.helpers.machine import prompt
 
@@ -65,7 +65,7 @@ def test_a_prompt_up_to_the_end_of_the_models_positions_can_be_looked_at(name: s
 
 
 def test_costs_are_of_every_layer() -> None:
-    found = measure_passes(TimedPasses(LayeredModel(families.cached("llama")), 12))
+    found = measure_passes(TimedPasses(ModelRunner(families.cached("llama")), 12))
     assert len(found.layers) == 4
     assert min(found.layers) > 0
     assert found.plain > found.head > 0
@@ -89,8 +89,8 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:
     """Against float64 softmax over E* T norm(h), with states by transformers' own hidden_states."""
     model = families.cached("llama")
-    layered = LayeredModel(model)
-    heads = ExitHeads(new_card(layered, (1, 3), "square"))
+    runner = ModelRunner(model)
+    heads = ExitHeads(new_card(runner, (1, 3), "square"))
     torch.manual_seed(0)
     with torch.no_grad():
         for one in heads.parameters():

@@ -16,13 +16,13 @@ import skipstone
 from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
 from skipstone.decoding.loop import run
 from skipstone.decoding.request import Request
+from skipstone.engines import host
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.lookups import RowDraft
+from skipstone.methods.drafting.predictions import AT_FIRST, Prediction
 from skipstone.methods.lookahead import LookaheadDrafter, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape
-from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.drafting.predictions import AT_FIRST, Prediction
-from skipstone.engines import host
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt, start
 from tests.helpers.pairwise import all_but
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:
 def forgetful(model: Any) -> Any:
     """A copy that hardly looks back: what it says follows from its last token, so that it soon repeats itself."""
     other = copy.deepcopy(model)
-    layered = LayeredModel(other)
-    for layer in layered.layers:
-        getattr(layer, layered.family.attention).register_forward_hook(quieter)
+    runner = ModelRunner(other)
+    for layer in runner.layers:
+        getattr(layer, runner.family.attention).register_forward_hook(quieter)
     return other
 
 
@@ -97,7 +97,7 @@ def test_the_first_place_is_where_transformers_finds_it() -> None:
 def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
     asked = torch.tensor([5, 6, 7, 8, 9, 10, 5, 6])
     for new, drafted in ((4, 2), (12, 2), (30, 2)):
-        decoder = start(PromptLookup(), LayeredModel(model), [Request(asked, new, frozenset({9}))])
+        decoder = start(PromptLookup(), ModelRunner(model), [Request(asked, new, frozenset({9}))])
         session: Any = decoder.session
         decoder.step()
         index = Index((1, 2, 3), "recent")
@@ -134,10 +134,10 @@ def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(
     """Of a model that never repeats itself: nothing but the prediction can be looked up."""
     raw, asked, new = llama(head=1.0), prompt(12, 3), 60
     own = Sampling(temperature, seed=5)
-    ((plain,), _, _) = decode(Autoregressive(), LayeredModel(raw), [Request(asked, new, sampling=own)])
+    ((plain,), _, _) = decode(Autoregressive(), ModelRunner(raw), [Request(asked, new, sampling=own)])
     edited, other = [*plain[:20], 1, 2, *plain[22:]], prompt(60, 9).tolist()
     for prediction, least, most in ((plain, 20, 60), (edited, 15, 58), (other, 0, 6)):
-        decoder = start(method, LayeredModel(raw), [Request(asked, new, sampling=own, prediction=prediction)])
+        decoder = start(method, ModelRunner(raw), [Request(asked, new, sampling=own, prediction=prediction)])
         assert [token for step in run(decoder) for token in step.tokens[0]] == plain
         assert decoder.session.drafter.accepted_predictions(0) <= most
         if isinstance(method, PromptLookup):  # `auto` goes by the clock
@@ -147,7 +147,7 @@ def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(
 def test_a_prediction_is_refused_where_nothing_is_looked_up() -> None:
     for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), use_profile=False)):
         with pytest.raises(ValueError, match="auto or prompt_lookup"):
-            start(method, LayeredModel(llama()), [Request(prompt(5, 1), 10, prediction=[1, 2])])
+            start(method, ModelRunner(llama()), [Request(prompt(5, 1), 10, prediction=[1, 2])])
 
 
 def looping(model: Any, length: int = 40, seed: int = 0) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
     """Algorithm by hand: guess, compute all places, keep what agrees, guess what was said behind it."""
     model = llama()
     block, asked, new = 5, looping(model), 90
-    decoder = start(Jacobi(block), LayeredModel(model), [Request(asked, new)])
+    decoder = start(Jacobi(block), ModelRunner(model), [Request(asked, new)])
     session: Any = decoder.session
     text = asked.tolist()
     text += decoder.step().tokens[0]
@@ -285,7 +285,7 @@ def test_one_mask_serves_both_branches(build: Callable[[], Any], monkeypatch: py
     it gives away are the columns; n-grams are merged into a trie. Two rows of different lengths."""
     model = build()
     requests = [Request(prompt(20, 3, vocab=50), 24), Request(prompt(6, 4, vocab=50), 24)]
-    decoder = start(Lookahead(4, 4, 3), LayeredModel(model), requests)
+    decoder = start(Lookahead(4, 4, 3), ModelRunner(model), requests)
     session: Any = decoder.session
     assert isinstance(session.drafter, LookaheadDrafter)
     trees: dict[int, Any] = {}
@@ -385,7 +385,7 @@ def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> 
     """Step by step against transformers' own logits: the drafted tree, what is accepted of it, and the kept continuations."""
     model = forgetful(llama())
     method, asked, new = Recycle(6, 3), looping(model), 60
-    decoder = start(method, LayeredModel(model), [Request(asked, new)])
+    decoder = start(method, ModelRunner(model), [Request(asked, new)])
     session: Any = decoder.session
     text = asked.tolist()
     kept = {text[-1]: logits_after(model, text).topk(3).indices.tolist()}  # the prompt's last token was scored, too

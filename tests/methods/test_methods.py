@@ -19,9 +19,9 @@ import torch
 
 import skipstone
 from skipstone import METHODS
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.weights import RECIPES
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
 from tests.helpers.pairwise import all_but, crossed
@@ -166,7 +166,7 @@ def test_both_engines_keep_the_promises(method: str, family: str, engine: str, m
     if engine == "native" and library.missing() is not None:
         pytest.skip(str(library.missing()))
     monkeypatch.setenv("SKIPSTONE_ENGINE", engine)
-    assert LayeredModel(families.cached(family)).engine.name == engine
+    assert ModelRunner(families.cached(family)).engine.name == engine
     assert_greedy_equals_alone(ROWS[method], family, 2, 4, NEW, {})
     for rule in ROWS[method].same_text:
         assert_sampling_equals_plain(ROWS[method], family, 2, 4, rule, NEW, {**SAMPLING, **PROCESSORS})

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from skipstone import LayerSkip
 from skipstone.engines.engine import ChainEnd
-from skipstone.engines.native import build
-from skipstone.engines.native import library
+from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.passes import Pass
 from tests.helpers import planted

@@ -15,13 +15,13 @@ from skipstone import LayerSkip, Method, Request, SelfSpeculative
 from skipstone.control import control
 from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
-from skipstone.methods.auto import auto, mind
 from skipstone.engines.engine import ChainStart
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
+from skipstone.methods.auto import auto, mind
 from skipstone.models.facts import Facts
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import start
 from tests.helpers.pairwise import crossed
@@ -41,7 +41,7 @@ class Noting(NativeEngine):
         super().__init__(*given)
         self.asked: list[ChainStart] = []
 
-    def chain(self, start: ChainStart, store: KVStore) -> Any:
+    def chain(self, start: ChainStart, store: KVCache) -> Any:
         self.asked.append(start)
         return super().chain(start, store)
 
@@ -72,20 +72,20 @@ class Drafted:
 
 
 def seen(session: Any, draft: Draft) -> Drafted:
-    frontier: Any = draft.frontier
+    forward: Any = draft.forward
     entries = torch.nn.functional.pad(draft.valid, (0, 1))  # [B, n + 1]
     stored = []
     for buffer in (*session.store.keys, *session.store.values):
         for row, count in enumerate(draft.valid.sum(1).tolist()):
             if session.alive[row]:
-                stored.append(buffer[row, :, : frontier.base[row] + count].clone())
+                stored.append(buffer[row, :, : forward.base[row] + count].clone())
     confidence = None if draft.confidence is None else draft.confidence[draft.valid]
     return Drafted(
         draft.valid,
         draft.tokens[draft.valid],
         confidence,
-        torch.from_numpy(frontier.depth.copy())[entries],
-        frontier.hidden[entries],
+        torch.from_numpy(forward.depth.copy())[entries],
+        forward.hidden[entries],
         stored,
         None,
     )
@@ -95,17 +95,17 @@ def decode(
     engine: type[Noting], model: Any, method: Method, requests: list[Request], steps: int | None = None
 ) -> tuple[list[list[int]], list[Drafted]]:
     """The texts and all drafts. steps: of the loop at most."""
-    layered: Any = LayeredModel(model, "native")
-    layered.engine = engine(model, Facts(model))
-    decoder, drafts = start(method, layered, requests), []
+    runner: Any = ModelRunner(model, "native")
+    runner.engine = engine(model, Facts(model))
+    decoder, drafts = start(method, runner, requests), []
     session: Any = decoder.session
     own = session.drafter.propose_draft
 
     def draft(limit: list[int]) -> Draft:
-        layered.engine.asked.clear()
+        runner.engine.asked.clear()
         found = own(limit)
         drafts.append(seen(session, found))
-        drafts[-1].most = [max(0, count) for count in layered.engine.asked[0].most] if layered.engine.asked else None
+        drafts[-1].most = [max(0, count) for count in runner.engine.asked[0].most] if runner.engine.asked else None
         return found
 
     session.drafter.propose_draft = draft

@@ -14,15 +14,15 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.trees import Trees, reference
 
 
-def a_model(dice: random.Random, vocab: int) -> LayeredModel:
+def a_model(dice: random.Random, vocab: int) -> ModelRunner:
     seed, window = dice.randrange(50), dice.choice([None, None, 1, 2, 5, 9])
     model: Any = llama(vocab=vocab, seed=seed) if window is None else mistral(window, vocab=vocab, seed=seed)
-    return LayeredModel(model)
+    return ModelRunner(model)
 
 
 def a_sampling(dice: random.Random) -> Sampling:

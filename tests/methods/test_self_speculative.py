@@ -10,15 +10,15 @@ import torch
 
 import skipstone
 from skipstone import SelfSpeculative
-from skipstone.lab.bench import predictions
 from skipstone.decoding.request import Request
-from skipstone.methods.auto.candidates import usual
-from skipstone.methods.speculative import Speculative
 from skipstone.engines import choose_engine as choice
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.lab.bench import predictions
+from skipstone.methods.auto.candidates import usual
+from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
 from tests.helpers.machine import decode, llama, prompt, start
@@ -48,13 +48,13 @@ def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str, monke
     target's keys and values at the right places."""
     model = sharper(families.build(name))
     requests = [Request(prompt(n, n), 10 + 5 * n) for n in (4, 9, 6)]
-    layered = LayeredModel(model, "native")
-    plain, *_ = decode(skipstone.Autoregressive(), layered, requests)
+    runner = ModelRunner(model, "native")
+    plain, *_ = decode(skipstone.Autoregressive(), runner, requests)
     drafting: set[str | None] = set()
     own = NativeEngine.chain
     monkeypatch.setattr(NativeEngine, "chain", lambda self, *given: drafting.add(self.quantize) or own(self, *given))
     for threshold in (None, 0.2, "adaptive"):
-        drafted, stats, _ = decode(SelfSpeculative((), (), None, DRAFTS, threshold, draft_quantize=kind), layered, requests)
+        drafted, stats, _ = decode(SelfSpeculative((), (), None, DRAFTS, threshold, draft_quantize=kind), runner, requests)
         assert drafted == plain
         assert drafting == {kind}, "the copy drafts, and it alone"
         assert stats.drafted > 0
@@ -84,9 +84,9 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: p
         monkeypatch.setattr(NativeEngine, "chains", chains)
         method = SelfSpeculative((), (), None, DRAFTS, 0.1, draft_vocabulary=60, draft_quantize="int4")
         requests = [Request(prompt(n, n), 20) for n in (4, 9)]
-        layered = LayeredModel(model, "native")
-        texts, stats, _ = decode(method, layered, requests)
-        decoder = start(method, layered, requests)
+        runner = ModelRunner(model, "native")
+        texts, stats, _ = decode(method, runner, requests)
+        decoder = start(method, runner, requests)
         decoder.step()
         confidence = decoder.session.drafter.propose_draft([DRAFTS] * 2).confidence
         found.append((texts, stats.drafted, stats.draft_steps, stats.accepted, confidence))
@@ -131,16 +131,16 @@ def test_a_target_that_is_quantised_itself_is_refused(quantize: str) -> None:
 
 
 def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:
-    layered = LayeredModel(llama(layers=4), "native")
-    assert predictions.described(SelfSpeculative((1,), draft_quantize="int8"), layered) is None
-    assert predictions.described(SelfSpeculative((1,)), layered) is not None
-    assert predictions.described(Speculative("nowhere", draft_quantize="int8"), layered) is None
-    assert predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), layered) is None
+    runner = ModelRunner(llama(layers=4), "native")
+    assert predictions.described(SelfSpeculative((1,), draft_quantize="int8"), runner) is None
+    assert predictions.described(SelfSpeculative((1,)), runner) is not None
+    assert predictions.described(Speculative("nowhere", draft_quantize="int8"), runner) is None
+    assert predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), runner) is None
 
 
 def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = families.build("llama", hidden_size=64)
-    model = LayeredModel(raw, "native")
+    model = ModelRunner(raw, "native")
     before, int4 = model.in_fewer_bits("int4"), SelfSpeculative(draft_quantize="int4")
     size = before.engine._weights.bytes  # type: ignore[attr-defined]
     monkeypatch.setattr(choice, "device_memory_bytes", lambda _: int(1.2 * size / choice.WEIGHT_COPIES_SHARE))
@@ -159,13 +159,13 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
 def test_copies_take_about_what_was_expected(name: str, kind: str) -> None:
     raw = families.build(name, hidden_size=64, intermediate_size=256)
-    taken = LayeredModel(raw, "native").in_fewer_bits(kind).engine._weights.bytes  # type: ignore[attr-defined]
+    taken = ModelRunner(raw, "native").in_fewer_bits(kind).engine._weights.bytes  # type: ignore[attr-defined]
     assert 0.9 * taken < quantised_bytes(raw, kind) < 1.1 * taken
 
 
 def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
     """A model of n layers has 4 ** n of them. What was forgotten is made again, and drafts the same."""
-    model = LayeredModel(llama(layers=12), "native")
+    model = ModelRunner(llama(layers=12), "native")
     sets = [tuple(one for one in range(1, 11) if number >> one & 1) for number in range(2, 702, 2)]
     first = [decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0]]
     gc.collect()

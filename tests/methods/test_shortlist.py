@@ -27,11 +27,11 @@ from skipstone import (
     Swift,
 )
 from skipstone.decoding.draft import Draft
+from skipstone.engines.choose_engine import Setup
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
 from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.methods.drafting.shortlist import ShortlistMethod
-from skipstone.engines.choose_engine import Setup
-from skipstone.engines.native import library
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, near, prompt, start
 from tests.helpers.pairwise import all_but, crossed, in_turn
@@ -74,9 +74,9 @@ def listed(tmp_path: Path) -> str:
     return written(tmp_path / "ids.json", [*sorted(LISTED, reverse=True), 5, 5, 1])
 
 
-def texts_and_drafts(method: Method, layered: LayeredModel, requests: list[Request]) -> tuple[list[list[int]], list[int], int]:
+def texts_and_drafts(method: Method, runner: ModelRunner, requests: list[Request]) -> tuple[list[list[int]], list[int], int]:
     """The texts, all tokens that were drafted, and how many of them were accepted."""
-    decoder, drafted, accepted = start(method, layered, requests), [], 0
+    decoder, drafted, accepted = start(method, runner, requests), [], 0
     session: Any = decoder.session
     own = session.drafter.propose_draft
 
@@ -100,8 +100,8 @@ def requests(rows: int, sampling: Sampling | None = None, new: int = 24) -> list
     return [Request(prompt(5 + 4 * row, row), new - 5 * row, sampling=sampling or Sampling()) for row in range(rows)]
 
 
-def plain(layered: LayeredModel, asked: list[Request]) -> list[list[int]]:
-    return texts_and_drafts(Autoregressive(), layered, asked)[0]
+def plain(runner: ModelRunner, asked: list[Request]) -> list[list[int]]:
+    return texts_and_drafts(Autoregressive(), runner, asked)[0]
 
 
 # ------------------------------------------------------------------------------------------------- texts and drafts
@@ -111,12 +111,12 @@ def plain(layered: LayeredModel, asked: list[Request]) -> list[list[int]]:
 def test_greedy_drafts_are_on_the_list_and_texts_stay(
     name: str, engine: str, rows: int, model: Any, draft: Any, listed: str
 ) -> None:
-    layered, asked = LayeredModel(model, engine), requests(rows)
-    expected = plain(layered, asked)
-    texts, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), layered, asked)
+    runner, asked = ModelRunner(model, engine), requests(rows)
+    expected = plain(runner, asked)
+    texts, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), runner, asked)
     assert texts == expected
     assert not set(free) <= LISTED, "without a list other tokens are drafted too"
-    texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=listed), layered, asked)
+    texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=listed), runner, asked)
     assert texts == expected
     assert drafted
     assert set(drafted) <= LISTED
@@ -125,11 +125,11 @@ def test_greedy_drafts_are_on_the_list_and_texts_stay(
 
 @in_turn(name=all_but(("layerskip", "speculative", "adadecode"), METHODS), engine=ENGINES)
 def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, model: Any, draft: Any, listed: str) -> None:
-    layered = LayeredModel(model, engine)
+    runner = ModelRunner(model, engine)
     for warped in ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}):
         asked = requests(2, Sampling(1.1, seed=3, **warped))
-        texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "coupled", draft_vocabulary=listed), layered, asked)
-        assert texts == plain(layered, asked)
+        texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "coupled", draft_vocabulary=listed), runner, asked)
+        assert texts == plain(runner, asked)
         assert drafted
         assert set(drafted) <= LISTED
         assert 0 < accepted < len(drafted)
@@ -137,23 +137,23 @@ def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, m
 
 @in_turn(name=METHODS, engine=ENGINES)
 def test_one_token_and_all_of_them_are_lists_too(name: str, engine: str, model: Any, draft: Any) -> None:
-    layered, asked = LayeredModel(model, engine), requests(2, new=12)
-    expected, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), layered, asked)
-    texts, drafted, _ = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=1), layered, asked)
+    runner, asked = ModelRunner(model, engine), requests(2, new=12)
+    expected, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), runner, asked)
+    texts, drafted, _ = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=1), runner, asked)
     assert texts == expected
     assert set(drafted) == {0}
     everything = METHODS[name](draft, "standard", draft_vocabulary=VOCABULARY)
     if name != "swift":  # which has learnt something by now
-        assert texts_and_drafts(everything, layered, asked)[:2] == (expected, free)
+        assert texts_and_drafts(everything, runner, asked)[:2] == (expected, free)
 
 
 def test_the_likeliest_listed_token_is_drafted(model: Any, listed: str) -> None:
     """The first draft after a prompt is the best of the listed ones after two layers, where the best of all is not listed."""
-    layered, known = LayeredModel(model, "eager"), torch.tensor(sorted(LISTED))
+    runner, known = ModelRunner(model, "eager"), torch.tensor(sorted(LISTED))
     method, others = LayerSkip(2, 1, draft_vocabulary=listed), 0
     for seed in range(12):
         request = Request(prompt(6, seed), 4)
-        decoder = start(method, layered, [request])
+        decoder = start(method, runner, [request])
         first = decoder.step().tokens[0]
         session: Any = decoder.session
         with torch.inference_mode():
@@ -171,9 +171,9 @@ def test_swift_offers_no_runners_up_beyond_a_short_list(model: Any, tmp_path: Pa
     few = [2, 30, 77]
     method = METHODS["swift"](None, "", draft_vocabulary=written(tmp_path / "few.json", few))
     for sampling in (Sampling(), Sampling(1.0, seed=4)):
-        layered, asked = LayeredModel(model, "eager"), requests(2, sampling)
-        texts, drafted, _ = texts_and_drafts(method, layered, asked)
-        assert texts == plain(layered, asked)
+        runner, asked = ModelRunner(model, "eager"), requests(2, sampling)
+        texts, drafted, _ = texts_and_drafts(method, runner, asked)
+        assert texts == plain(runner, asked)
         assert set(drafted) == set(few)
 
 
@@ -207,14 +207,14 @@ class Watching:
 )
 def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: Any, draft: Any, listed: str) -> None:
     """No draft goes on there, and no processor is asked about a text that it has forbidden."""
-    layered, watching = LayeredModel(model, "eager"), Watching()
+    runner, watching = ModelRunner(model, "eager"), Watching()
     processors = (Forbidding(), watching)
     method = METHODS[name](draft, rule, draft_vocabulary=listed)
     for temperature in (0.0, 1.0):
         asked = requests(2, Sampling(temperature, seed=2, processors=processors))
-        texts, drafted, _ = texts_and_drafts(method, layered, asked)
+        texts, drafted, _ = texts_and_drafts(method, runner, asked)
         if temperature == 0 or rule == "coupled":
-            assert texts == plain(layered, asked)
+            assert texts == plain(runner, asked)
         assert drafted
         assert set(drafted) <= LISTED
         for ids in watching.seen:
@@ -228,7 +228,7 @@ def test_adasds_figures_are_numbers(temperature: float, model: Any, draft: Any, 
     """Entropies and distances where most of the draft model's probabilities are 0, and where nothing is left of the list."""
     for wanted, processors in ((1, ()), (listed, (Forbidding(),))):
         method = AdaSD(draft, draft_vocabulary=wanted)
-        decoder = start(method, LayeredModel(model, "eager"), requests(2, Sampling(temperature, processors=processors)))
+        decoder = start(method, ModelRunner(model, "eager"), requests(2, Sampling(temperature, processors=processors)))
         while decoder.busy:
             decoder.step()
         report: Any = method.report(model)
@@ -269,23 +269,23 @@ def of(wanted: Any) -> ShortlistMethod:
 
 
 def test_what_is_listed(model: Any, listed: str, tmp_path: Path) -> None:
-    layered = LayeredModel(model)
-    assert of(None).shortlist(layered) is None
-    assert of(VOCABULARY).shortlist(layered) is None
+    runner = ModelRunner(model)
+    assert of(None).shortlist(runner) is None
+    assert of(VOCABULARY).shortlist(runner) is None
     for wanted, expected in ((3, [0, 1, 2]), (listed, sorted(LISTED)), (Path(listed), sorted(LISTED))):
-        found = of(wanted).shortlist(layered)
+        found = of(wanted).shortlist(runner)
         assert found is not None
         assert found.tolist() == expected
-        assert of(wanted).shortlist(layered) is found, "made once"
+        assert of(wanted).shortlist(runner) is found, "made once"
     written(Path(listed), [8])
-    found = of(listed).shortlist(layered)
+    found = of(listed).shortlist(runner)
     assert found is not None
     assert found.tolist() == [8]
     resized = llama(VOCABULARY)
-    assert of(90).shortlist(LayeredModel(resized)) is not None
+    assert of(90).shortlist(ModelRunner(resized)) is not None
     resized.resize_token_embeddings(80)
     with pytest.raises(ValueError, match="at most 80"):
-        of(90).shortlist(LayeredModel(resized))
+        of(90).shortlist(ModelRunner(resized))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -313,20 +313,20 @@ def test_what_cannot_be_listed_is_refused(case: str, model: Any, tmp_path: Path)
         file = tmp_path / "ids.json"
         file.write_bytes(wanted if isinstance(wanted, bytes) else wanted.encode())
         wanted = str(file)
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     for known in (1, 3):  # what was asked before, and is equal to a bool and a float
-        of(known).check(layered)
+        of(known).check(runner)
     with pytest.raises(ValueError, match=expected):
-        of(wanted).check(layered)
+        of(wanted).check(runner)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_refuses_before_any_work(name: str, model: Any, draft: Any, tmp_path: Path) -> None:
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     with pytest.raises(ValueError, match="draft_vocabulary must be at most 97"):
-        METHODS[name](draft, "standard", draft_vocabulary=98).check(layered)
+        METHODS[name](draft, "standard", draft_vocabulary=98).check(runner)
     with pytest.raises(OSError, match=r"nowhere\.json"):
-        METHODS[name](draft, "standard", draft_vocabulary=str(tmp_path / "nowhere.json")).check(layered)
+        METHODS[name](draft, "standard", draft_vocabulary=str(tmp_path / "nowhere.json")).check(runner)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -16,17 +16,17 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
-from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.drafting import draft_model as draft_models
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter
-from skipstone.engines.choose_engine import attach
-from skipstone.engines.native import library
-from skipstone.engines.native.engine import NativeEngine
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, mistral, near, prompt, small, start
@@ -108,7 +108,7 @@ def check_side(drafter: DraftModelDrafter, row: int, text: list[int]) -> int:
 def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(model: Any, temperature: float) -> None:
     """Ragged rows, some drafts accepted whole and some not: the store lacks one token or two."""
     requests = [Request(prompt(n, n), 30, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 600 // 12)]
-    decoder = start(Speculative(near(model, 0.02), 3), LayeredModel(model), requests, chunk=7)
+    decoder = start(Speculative(near(model, 0.02), 3), ModelRunner(model), requests, chunk=7)
     texts, lags = [request.prompt.tolist() for request in requests], set()
     while decoder.busy:
         step = decoder.step()
@@ -121,9 +121,9 @@ def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(mo
 
 def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None:
     """Plain steps leave the draft model behind; a row may be four tokens behind and its neighbour one."""
-    method, layered = Speculative(draft, 3), LayeredModel(model)
-    decoder = start(method, layered, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
-    alone = [start(method, layered, [Request(prompt(5), 40)]), start(method, layered, [Request(prompt(8, 1), 40)])]
+    method, runner = Speculative(draft, 3), ModelRunner(model)
+    decoder = start(method, runner, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
+    alone = [start(method, runner, [Request(prompt(5), 40)]), start(method, runner, [Request(prompt(8, 1), 40)])]
     drafter: Any = decoder.session.drafter
     drafts, turn = drafter.propose_draft, 0
     drafter.propose_draft = lambda limits: drafts([0 if turn % 5 else limits[0], limits[1]])
@@ -164,8 +164,8 @@ def test_a_draft_model_keeps_what_was_asked_of_it(model: Any) -> None:
     """An object that was quantised, and has given its weights up, drafts for a target that was not."""
     drafter = llama(seed=1)
     attach(drafter, quantize="int8", keep_weights=False)
-    LayeredModel(drafter)
-    found = Speculative(drafter).draft_model_for(LayeredModel(model, kv_dtype="bfloat16"))
+    ModelRunner(drafter)
+    found = Speculative(drafter).draft_model_for(ModelRunner(model, kv_dtype="bfloat16"))
     assert (found.engine.quantize, found.asked.kv_dtype) == ("int8", "bfloat16")
     out = skipstone.generate(model, prompt(9), Speculative(drafter, 3), max_new_tokens=20, do_sample=False)
     plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=20, do_sample=False)
@@ -187,7 +187,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(
     for chains in (True, False):
         monkeypatch.setattr(NativeEngine, "chains", chains)
         requests = [Request(prompt(n, n), 10 + 9 * n, eos=eos) for n in (4, 9, 6)]
-        decoder = start(method, LayeredModel(model, "native"), requests)
+        decoder = start(method, ModelRunner(model, "native"), requests)
         steps = list(run(decoder))
         found.append([(step.tokens, step.drafted, step.draft_steps, step.accepted) for step in steps])
         assert (len(calls) > 5) == chains
@@ -201,7 +201,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(
 
 def test_the_heuristic_schedule_is_transformers(model: Any, draft: Any) -> None:
     """Two more after a draft that was accepted whole, one fewer after any other, never below one (candidate_generator.py)."""
-    decoder = start(Speculative(draft, 2, "heuristic"), LayeredModel(model), [Request(prompt(9), 300)])
+    decoder = start(Speculative(draft, 2, "heuristic"), ModelRunner(model), [Request(prompt(9), 300)])
     wanted, seen = 2, []
     while decoder.busy:
         step = decoder.step()
@@ -213,7 +213,7 @@ def test_the_heuristic_schedule_is_transformers(model: Any, draft: Any) -> None:
     assert len(set(seen)) > 4
 
 
-def decoder_room(step: Any, decoder: Decoder) -> int:
+def decoder_room(step: Any, decoder: DecodingLoop) -> int:
     """What a row could draft at most before a step that has just been taken."""
     row = decoder.rows[0]
     return 10**6 if row is None else row.request.max_new_tokens - (len(row.tokens) - len(step.tokens[0])) - 1
@@ -309,9 +309,9 @@ def test_a_draft_model_may_be_quantised_where_its_target_is_not(tmp_path: Path, 
         assert out.stats is not None
         assert out.stats.drafted > 0
         assert out.quantize is None
-        assert method.draft_model_for(LayeredModel(model)).engine.quantize == kind
-    assert Speculative(name).draft_model_for(LayeredModel(model)).engine.quantize is None, "another setting, another model"
-    quantised = LayeredModel(model, quantize="int8")
+        assert method.draft_model_for(ModelRunner(model)).engine.quantize == kind
+    assert Speculative(name).draft_model_for(ModelRunner(model)).engine.quantize is None, "another setting, another model"
+    quantised = ModelRunner(model, quantize="int8")
     assert Speculative(name).draft_model_for(quantised).engine.quantize == "int8", "as the target, unless it is said"
     eager, _ = skipstone.load(saved(tmp_path / "eager", 97, 97, 4), engine="eager")
     out = skipstone.generate(eager, prompt(9), Speculative(name, draft_quantize=kind), max_new_tokens=24)
@@ -402,7 +402,7 @@ def test_a_method_keeps_no_model_alive(model: Any) -> None:
 def test_logits_of_a_draft_model_are_brought_to_the_targets_vocabulary() -> None:
     own = llama(vocab=50)
     states: Tensor = torch.randn(1, 2, 32)
-    said = LayeredModel(own).project(states)
+    said = ModelRunner(own).project(states)
     for size in (40, 50, 60):
         found = DraftModel(own, size).project(states)
         assert found.shape == (1, 2, size)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.utils.limits import MAX_METHOD_STATES
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting import states
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
+from skipstone.utils.limits import MAX_METHOD_STATES
 from tests.helpers import families
 
 
@@ -31,7 +31,7 @@ class Learnt:
 
 @pytest.mark.parametrize(("size", "left"), [(1, MAX_METHOD_STATES), (states.METHOD_STATE_BYTES // 3, 3)])
 def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_others_are_freed(size: int, left: int) -> None:
-    model, made = LayeredModel(families.build("llama")), list[weakref.ref[Learnt]]()
+    model, made = ModelRunner(families.build("llama")), list[weakref.ref[Learnt]]()
 
     def make() -> Learnt:
         found = Learnt(size)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone.models import recognition
 from skipstone.engines.agreement import disagreement
-from skipstone.models.derivation import find_layers
 from skipstone.engines.eager.eager import EagerEngine
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.models import recognition
+from skipstone.models.derivation import find_layers
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.trace import shrunk_windows, trace
 from tests.helpers import families
@@ -54,7 +54,7 @@ def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name
     tokens: Counter[int] = Counter()
     calls: Counter[int] = Counter()
     counted(model, tokens, calls)
-    depth = LayeredModel(model, "eager").depth
+    depth = ModelRunner(model, "eager").depth
     assert tokens == dict.fromkeys(range(depth), TRACED + VERIFIED[recurrent])
     assert tokens[0] <= ALLOWED
     rows = name == "mpt"  # whose bias serves one row: a tree is run row by row
@@ -62,23 +62,23 @@ def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name
 
 
 def test_a_second_model_of_the_shape_is_not_verified_again() -> None:
-    LayeredModel(families.build("llama", vocab=61), "eager")
+    ModelRunner(families.build("llama", vocab=61), "eager")
     model, tokens = families.build("llama", vocab=61, seed=1), Counter[int]()
     counted(model, tokens, Counter())
-    LayeredModel(model, "eager")
+    ModelRunner(model, "eager")
     assert not tokens
 
 
 SECOND = """
 import sys
 from collections import Counter
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import families
 
 model, passes = families.build("llama", vocab=59), Counter()
 for number, layer in enumerate(model.model.layers):
     layer.register_forward_pre_hook(lambda *_, number=number: passes.update([number]))
-LayeredModel(model, "eager")
+ModelRunner(model, "eager")
 print(sum(passes.values()))
 """
 
@@ -95,7 +95,7 @@ def test_another_process_does_not_verify_the_family_again(tmp_path: Path) -> Non
 
 def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "not" / "there"))
-    LayeredModel(families.build("llama", vocab=53), "eager")
+    ModelRunner(families.build("llama", vocab=53), "eager")
     (kept,) = (tmp_path / "not" / "there" / "families").iterdir()
     assert "self_attn" in kept.read_text()
 
@@ -104,12 +104,12 @@ def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pyte
 def test_a_damaged_file_is_made_anew(held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path))
     monkeypatch.setattr(recognition, "_KNOWN", {})
-    LayeredModel(families.build("llama", vocab=51), "eager")
+    ModelRunner(families.build("llama", vocab=51), "eager")
     (kept,) = (tmp_path / "families").iterdir()
     whole = kept.read_text()
     kept.write_text(held)
     monkeypatch.setattr(recognition, "_KNOWN", {})
-    LayeredModel(families.build("llama", vocab=51, seed=1), "eager")
+    ModelRunner(families.build("llama", vocab=51, seed=1), "eager")
     assert kept.read_text() == whole
 
 

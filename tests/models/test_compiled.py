@@ -17,12 +17,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from skipstone.methods import METHODS as KNOWN
-from skipstone.methods import AdaSD, Speculative
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.compiled import BACKEND_VARIABLE, COLUMNS
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods import METHODS as KNOWN
+from skipstone.methods import AdaSD, Speculative
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.pairwise import all_but, in_turn
@@ -72,7 +72,7 @@ def kept(name: str) -> PreTrainedModel:
 
 
 def engine_of(model: PreTrainedModel) -> Any:
-    return LayeredModel(model, "compiled").engine
+    return ModelRunner(model, "compiled").engine
 
 
 def method_of(text: str, name: str) -> Any:
@@ -151,16 +151,16 @@ def test_a_graph_is_compiled_when_its_shape_is_first_met() -> None:
 def test_passes_that_compile_are_counted() -> None:
     """tests/test_cuda.py: those that record, too."""
     model = families.build("llama")
-    engine, layered, counted = engine_of(model), LayeredModel(model, "compiled"), list[int]()
+    engine, runner, counted = engine_of(model), ModelRunner(model, "compiled"), list[int]()
     for width in (3, 3, 4, 5, 5):
-        passes(engine, layered, width, inference=True)
+        passes(engine, runner, width, inference=True)
         counted.append(engine.preparations)
     assert counted == [1, 1, 1, 2, 2], "3 tokens are 4 to a graph"
 
 
-def passes(engine: Any, model: LayeredModel, width: int, inference: bool) -> torch.Tensor:
+def passes(engine: Any, model: ModelRunner, width: int, inference: bool) -> torch.Tensor:
     """The states of `width` tokens behind 5 others."""
-    store, ids = KVStore(1, model.depth, 256), torch.arange(1, width + 6)[None]
+    store, ids = KVCache(1, model.depth, 256), torch.arange(1, width + 6)[None]
     store.reserve(width + 5)
     with torch.inference_mode(inference), torch.no_grad():
         hidden = ids
@@ -174,9 +174,9 @@ def passes(engine: Any, model: LayeredModel, width: int, inference: bool) -> tor
 @pytest.mark.parametrize(("width", "inference", "graphs"), [(COLUMNS, True, 1), (COLUMNS + 1, True, 0), (3, False, 0)])
 def test_wide_passes_and_those_outside_inference_mode_are_the_eager_engine_s(width: int, inference: bool, graphs: int) -> None:
     model = families.build("llama")
-    engine, layered = engine_of(model), LayeredModel(model, "eager")
-    expected = passes(layered.engine, layered, width, inference)
-    found = passes(engine, layered, width, inference)
+    engine, runner = engine_of(model), ModelRunner(model, "eager")
+    expected = passes(runner.engine, runner, width, inference)
+    found = passes(engine, runner, width, inference)
     assert engine.graphs.count == graphs
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found, expected) or graphs
@@ -246,19 +246,19 @@ def test_stores_are_lent_the_same_buffers_one_after_the_other() -> None:
 
 def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    assert LayeredModel(model).engine.name != "compiled"
+    assert ModelRunner(model).engine.name != "compiled"
     monkeypatch.setenv(choice.VARIABLE, "compiled")
-    assert LayeredModel(model).engine.name == "compiled"
+    assert ModelRunner(model).engine.name == "compiled"
 
 
 def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
     model: Any = families.build("llama")
     with pytest.raises(ValueError, match="needs the native engine, found engine='compiled'"):
-        LayeredModel(model, "compiled", quantize="int8")
+        ModelRunner(model, "compiled", quantize="int8")
     engine = engine_of(model)
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"cannot run this model: model.layers.1.mlp has hooks"):
-        LayeredModel(model, "compiled")
+        ModelRunner(model, "compiled")
     handle.remove()
     assert engine_of(model) is engine
 

@@ -9,8 +9,8 @@ import pytest
 
 from skipstone.cli.families import described
 from skipstone.engines.compiled import BACKEND_VARIABLE
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.settings import QUIET
@@ -40,10 +40,10 @@ def test_a_type_runs_compiled_where_the_table_says_so(name: str, monkeypatch: py
             decode(model, families.prompts(1), "autoregressive", engine="compiled", max_new_tokens=2)
         why = f"its layers {WHY[name]}" if name in WHY else STATES
         assert str(error.value) == f"engine='compiled' cannot run this model: {why}; take engine='auto' or 'eager'"
-        assert LayeredModel(model, "eager").engine.name == "eager"
+        assert ModelRunner(model, "eager").engine.name == "eager"
         return
     prompts, options = families.prompts(2), {"max_new_tokens": 8, "do_sample": False}
-    assert LayeredModel(model, "compiled").engine.name == "compiled"
+    assert ModelRunner(model, "compiled").engine.name == "compiled"
     plain: Any = decode(model, prompts, "autoregressive", engine="eager", **options)
     found = decode(model, prompts, "autoregressive", engine="compiled", **options)
     assert_same_texts(model, prompts, plain.new_tokens, found, options)

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads, LayerSkip, PromptLookup
+from skipstone.engines.buffers import dense, pointer
+from skipstone.engines.host import on_device
 from skipstone.engines.loading import load_model
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.models import recognition
-from skipstone.engines.buffers import dense, pointer
-from skipstone.engines.native import library
-from skipstone.engines.host import on_device
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
@@ -153,7 +153,7 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
 @pytest.mark.parametrize("kind", ["square", "low_rank"])
 def test_trained_heads_see_no_changed_default(tmp_path: Path, kind: Any, engine: str) -> None:
     """They are read from their files in the first call of a model."""
-    heads = ExitHeads(new_card(LayeredModel(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
+    heads = ExitHeads(new_card(ModelRunner(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
     for number, weight in enumerate(heads.parameters()):
         with torch.no_grad():
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))

@@ -18,13 +18,13 @@ import torch
 
 import skipstone
 from skipstone.cli import main
-from skipstone.methods import METHODS
-from skipstone.models import refusals
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.eager.patches import Forward
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods import METHODS
+from skipstone.models import refusals
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.placing import home
 from tests.helpers import families
@@ -57,7 +57,7 @@ def device_map(model: Any, places: list[str]) -> dict[str, str]:
     """Every part of a decoder where `places` says: the layers and all that is in front of and behind them."""
     first, *layers, last = places
     names, decoder = {module: name for name, module in model.named_modules()}, model.get_decoder()
-    family = LayeredModel(model, "eager").family
+    family = ModelRunner(model, "eager").family
     found = {}
     for name, part in decoder.named_children():
         if name == family.layers:
@@ -117,10 +117,10 @@ def test_families_write_the_same_over_several_devices(pretending: None, family: 
 @pytest.mark.parametrize("where", all_but(["tokens elsewhere"], PLACES))
 def test_states_and_logits_are_where_the_tokens_are(pretending: None, where: str) -> None:
     """From whatever layer they come: what is done between passes mixes them."""
-    model = LayeredModel(spread("llama", where))
+    model = ModelRunner(spread("llama", where))
     assert str(model.device) == PLACES[where][1][0]
     places = torch.arange(3, device=model.device)[None]
-    store = KVStore(1, model.depth, 8)
+    store = KVCache(1, model.depth, 8)
     store.reserve(3)
     hidden = model.embed(places, places)
     for stop in range(1, model.depth + 1):
@@ -130,7 +130,7 @@ def test_states_and_logits_are_where_the_tokens_are(pretending: None, where: str
 
 def test_the_store_keeps_keys_where_they_were_computed(pretending: None) -> None:
     """Slices and indices, and a tree's path that is moved: every layer on its own device."""
-    store = KVStore(rows=2, layers=2, limit=100)
+    store = KVCache(rows=2, layers=2, limit=100)
     store.reserve(8)
     keys = {FIRST: torch.randn(2, 1, 3, 4), SECOND: torch.randn(2, 1, 3, 4)}
     slots = torch.tensor([[0, 1, 2], [4, 5, 6]])
@@ -163,7 +163,7 @@ def test_layers_on_another_device_without_hooks_are_refused(pretending: None) ->
     projection = model.model.layers[2].mlp.up_proj
     projection.weight = torch.nn.Parameter(There(projection.weight.data, FIRST), requires_grad=False)
     with pytest.raises(ValueError, match=r"spread over cpu, lazy:0 without the hooks of accelerate's .* device_map="):
-        LayeredModel(model)
+        ModelRunner(model)
 
 
 # --------------------------------------------------------------------------------------------------------- offloading
@@ -193,11 +193,11 @@ def test_what_is_offloaded_to_disk_writes_the_same(tmp_path: Path, what: str, ev
     """By every method, or by a third of them, which is another one for another map."""
     model = offloaded(tmp_path, MAPS[what])
     assert any(one.is_meta for one in model.parameters())
-    engine = LayeredModel(model, "eager").engine
+    engine = ModelRunner(model, "eager").engine
     for index, name in enumerate(METHODS):
         if every or index % len(MAPS) == list(MAPS).index(what):
             assert_same(model, "llama", name, drawn=bool(index % 2))
-    assert LayeredModel(model, "eager").engine is engine, "the facts hold although weights come and go"
+    assert ModelRunner(model, "eager").engine is engine, "the facts hold although weights come and go"
     assert any(one.is_meta for one in model.parameters()), "and weights do go"
 
 
@@ -226,15 +226,15 @@ def test_an_offloaded_model_has_its_fingerprint(tmp_path: Path, tied: bool) -> N
 
 def test_the_native_engine_says_why_it_does_not_run_such_a_model(tmp_path: Path) -> None:
     model = offloaded(tmp_path, HALF)
-    reason = LayeredModel(model, "auto").engine_reason
+    reason = ModelRunner(model, "auto").engine_reason
     assert reason is not None
     if "its weights are" in reason:  # else the library is not built here
         assert (
             reason == "its weights are on cpu and offloaded, and the native engine wants all of them in this process's memory"
         )
     with pytest.raises(ValueError, match="engine='native' cannot run this model"):
-        LayeredModel(model, "native")
-    assert LayeredModel(model, "eager").engine.detail.endswith("cpu, weights on cpu and offloaded")
+        ModelRunner(model, "native")
+    assert ModelRunner(model, "eager").engine.detail.endswith("cpu, weights on cpu and offloaded")
 
 
 def test_disable_leaves_accelerates_hooks_where_they_were(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_weights_that_nobody_has_are_refused(tmp_path: Path) -> None:
     accelerate.hooks.remove_hook_from_submodules(model.model.layers[3])
     model.model.layers[3].to("meta")
     with pytest.raises(ValueError, match=r"meta device, and no hook of accelerate's loads them"):
-        LayeredModel(model)
+        ModelRunner(model)
 
 
 def test_the_command_line_takes_a_device_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

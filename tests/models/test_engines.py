@@ -12,14 +12,14 @@ from torch import Tensor
 
 import skipstone
 from skipstone.cli import options
-from skipstone.engines.loading import load
-from skipstone.methods import Speculative
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES
+from skipstone.engines.loading import load
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.rotary import RotaryTables
+from skipstone.methods import Speculative
 from skipstone.models.families import Rotary
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]
@@ -61,11 +61,11 @@ def decode(model: Any, **more: Any) -> skipstone.Output:
 @pytest.mark.usefixtures("unable")
 def test_auto_falls_back_to_eager_and_says_why() -> None:
     model = families.build("llama")
-    found = LayeredModel(model)
+    found = ModelRunner(model)
     assert (found.asked.engine, found.engine.name, found.engine_reason) == ("auto", "eager", REASON)
     assert found.engine.detail == "transformers' own modules, torch.float32, cpu"
     assert found.dtype == found.engine.dtype == torch.float32
-    asked = LayeredModel(model, "eager")
+    asked = ModelRunner(model, "eager")
     assert asked.engine_reason is None
     assert asked.engine is found.engine, "engines are made once per model"
     output = decode(model)
@@ -75,9 +75,9 @@ def test_auto_falls_back_to_eager_and_says_why() -> None:
 @pytest.mark.usefixtures("able")
 def test_auto_is_native_where_that_can_run_the_model() -> None:
     model = families.build("llama")
-    found, asked = LayeredModel(model), LayeredModel(model, "native")
+    found, asked = ModelRunner(model), ModelRunner(model, "native")
     assert (found.engine.name, found.engine_reason) == ("native", None)
-    assert asked.engine is found.engine is LayeredModel(model).engine
+    assert asked.engine is found.engine is ModelRunner(model).engine
     output = decode(model)
     assert (output.engine, output.engine_reason) == ("native", None)
     assert decode(model, engine="eager").engine == "eager", "for one call"
@@ -88,27 +88,27 @@ def test_auto_is_native_where_that_can_run_the_model() -> None:
 def test_native_asked_for_and_impossible_is_an_error_before_any_work() -> None:
     model = families.build("llama")
     for attempt in (
-        lambda: LayeredModel(model, "native"),
+        lambda: ModelRunner(model, "native"),
         lambda: decode(model, engine="native"),
         lambda: skipstone.stream(model, IDS, "autoregressive", engine="native"),
         lambda: skipstone.enable(model, "autoregressive", engine="native"),
     ):
         with pytest.raises(ValueError, match=f"cannot run this model: {REASON}"):
             attempt()
-    assert LayeredModel(model).engine.name == "eager", "what failed is not remembered"
+    assert ModelRunner(model).engine.name == "eager", "what failed is not remembered"
 
 
 def test_an_unknown_engine_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
     with pytest.raises(ValueError, match="engine must be one of auto, eager, native, compiled, found 'warp'"):
-        LayeredModel(model, "warp")
+        ModelRunner(model, "warp")
     with pytest.raises(ValueError, match="one of auto, eager, native, compiled"):
         load(engine="warp")
     with pytest.raises(ValueError, match="--engine must be one of auto, eager, native, compiled"):
         options.known_engine("warp")
     monkeypatch.setenv(choice.VARIABLE, "warp")
     with pytest.raises(ValueError, match=f"{choice.VARIABLE} must be one of auto, eager, native, compiled, found 'warp'"):
-        LayeredModel(model)
+        ModelRunner(model)
     assert options.ENGINES == ENGINES
 
 
@@ -116,21 +116,21 @@ def test_an_unknown_engine_is_named_with_the_choices(monkeypatch: pytest.MonkeyP
 def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
     monkeypatch.setenv(choice.VARIABLE, "eager")
-    assert LayeredModel(model).engine.name == "eager"
+    assert ModelRunner(model).engine.name == "eager"
     choice.attach(model, "native")
-    assert LayeredModel(model).engine.name == "native"
-    assert LayeredModel(model, "eager").engine.name == "eager"
+    assert ModelRunner(model).engine.name == "native"
+    assert ModelRunner(model, "eager").engine.name == "eager"
     monkeypatch.setenv(choice.VARIABLE, "")
-    assert LayeredModel(families.build("llama")).asked.engine == "auto", "an empty variable says nothing"
+    assert ModelRunner(families.build("llama")).asked.engine == "auto", "an empty variable says nothing"
 
 
 @pytest.mark.usefixtures("able")
 def test_load_and_enable_remember_the_choice() -> None:
     model: Any = load(engine="eager")[0]
-    assert LayeredModel(model).engine.name == "eager"
-    assert LayeredModel(load()[0]).engine.name == "native"
+    assert ModelRunner(model).engine.name == "eager"
+    assert ModelRunner(load()[0]).engine.name == "native"
     skipstone.enable(model, "autoregressive")
-    assert LayeredModel(model).engine.name == "eager", "None leaves it as it is"
+    assert ModelRunner(model).engine.name == "eager", "None leaves it as it is"
     skipstone.enable(model, "autoregressive", engine="native")
     assert model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True).engine == "native"
 
@@ -140,15 +140,15 @@ def test_a_draft_model_runs_on_the_engine_of_its_target() -> None:
     model, draft = families.build("llama"), families.build("llama")
     method = Speculative(draft, 2)
     for name in ("eager", "native"):
-        assert method.draft_model_for(LayeredModel(model, name)).engine.name == name
+        assert method.draft_model_for(ModelRunner(model, name)).engine.name == name
 
 
 @pytest.mark.usefixtures("able")
 def test_engines_are_made_anew_when_the_model_has_changed() -> None:
     model: Any = families.build("llama")
-    before = LayeredModel(model).engine
+    before = ModelRunner(model).engine
     model.to(torch.bfloat16)
-    after = LayeredModel(model)
+    after = ModelRunner(model)
     assert after.engine is not before
     assert after.engine.dtype == torch.bfloat16
 
@@ -170,13 +170,13 @@ def test_a_model_with_several_engines_is_freed_with_its_last_reference() -> None
 
 
 def test_rotary_tables_grow_and_hold_what_the_module_says() -> None:
-    layered = LayeredModel(families.build("llama"))
-    tables, like = RotaryTables(layered.decoder, 600), torch.zeros(1, 1, 8)
+    runner = ModelRunner(families.build("llama"))
+    tables, like = RotaryTables(runner.decoder, 600), torch.zeros(1, 1, 8)
     small = tables.table(Rotary("rotary_emb"), 3, like)
     assert small[0].shape[0] == 256
     assert tables.table(Rotary("rotary_emb"), 256, like) is small
     cos, sin = tables.table(Rotary("rotary_emb"), 10_000, like)
     assert cos.shape[0] == sin.shape[0] == 600
-    expected: tuple[Tensor, Tensor] = layered.decoder.rotary_emb(like, torch.arange(600)[None])
+    expected: tuple[Tensor, Tensor] = runner.decoder.rotary_emb(like, torch.arange(600)[None])
     assert torch.equal(cos, expected[0][0])
     assert torch.equal(sin, expected[1][0])

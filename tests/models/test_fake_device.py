@@ -71,9 +71,9 @@ def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool,
     """Ragged rows, decoded for a few steps."""
     if any(field.name == "draft_model" for field in fields(method)):
         method = replace(method, draft_model=models[1])  # type: ignore[call-arg]
-    layered = skipstone.LayeredModel(models[0], "eager")
-    method.check(layered)
-    session: Any = method.start(layered, rows, 64)
+    runner = skipstone.ModelRunner(models[0], "eager")
+    method.check(runner)
+    session: Any = method.start(runner, rows, 64)
     decoder = skipstone.Decoder(session)
     for row in range(rows):
         temperature = 0.7 + 0.1 * row if sampled else 0.0

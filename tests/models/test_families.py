@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.noise import TARGET, Noise, row_seed
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.families import RECURRENT, kinds
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.wrapped import WRAPPERS
@@ -188,10 +188,10 @@ QUICK = ("deepseek_v3", "gpt_oss")
 
 @pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))
 def test_a_further_type_is_derived_and_verified(name: str) -> None:
-    layered = LayeredModel(families.cached(name), "eager")
-    assert len(layered.reaches) == layered.depth == len(layered.family.rotary)
-    mixed = len(set(layered.reaches)) == 2
-    assert mixed == (len({*kinds(layered.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
+    runner = ModelRunner(families.cached(name), "eager")
+    assert len(runner.reaches) == runner.depth == len(runner.family.rotary)
+    mixed = len(set(runner.reaches)) == 2
+    assert mixed == (len({*kinds(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))

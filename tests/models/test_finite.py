@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skipstone.engines.host import out_of_memory
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import families
 
 
@@ -21,7 +21,7 @@ def test_the_first_weight_that_is_not_finite_is_named(name: str, value: float, m
     with torch.no_grad():
         model.get_parameter(name).fill_(value)
     with pytest.raises(ValueError, match=rf"not finite: {name}.*checkpoint"):
-        LayeredModel(model)
+        ModelRunner(model)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_finite_weights_that_overflow_are_told_from_an_unknown_architecture(
             layer.mlp.up_proj.weight.mul_(factor)
             layer.mlp.down_proj.weight.mul_(factor)
     with pytest.raises(ValueError, match=rf"weights are finite.*{remedy}"):
-        LayeredModel(model, "eager")
+        ModelRunner(model, "eager")
 
 
 def test_memory_that_the_system_refuses_is_named_with_the_remedy() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from skipstone import Autoregressive, Request
 from skipstone.decoding.session import Session
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from tests.helpers import planted
 from tests.helpers.machine import llama, mistral, prompt, start
 from tests.helpers.pairwise import in_turn
@@ -30,7 +30,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 class Bench:
     """A session whose prompts are in the store, and what the target says of any continuation, by transformers' forward."""
 
-    layered: LayeredModel
+    runner: ModelRunner
     session: Session
     texts: list[Tensor]
 
@@ -38,33 +38,33 @@ class Bench:
     def expected(self, row: int, path: list[int]) -> Tensor:
         """Logits after the row's text and a path [V]."""
         ids = torch.cat([self.texts[row], torch.tensor(path, dtype=torch.long)])[None]
-        return self.layered.model(input_ids=ids).logits[0, -1]
+        return self.runner.model(input_ids=ids).logits[0, -1]
 
     @torch.inference_mode()
     def expected_exit(self, row: int, path: list[int], layers: int) -> Tensor:
         ids = torch.cat([self.texts[row], torch.tensor(path, dtype=torch.long)])[None]
-        state = self.layered.model(input_ids=ids, output_hidden_states=True).hidden_states[layers][0, -1]
-        return self.layered.head(self.layered.decoder.norm(state))
+        state = self.runner.model(input_ids=ids, output_hidden_states=True).hidden_states[layers][0, -1]
+        return self.runner.head(self.runner.decoder.norm(state))
 
 
 def bench(model: Any, lengths: tuple[int, ...] = LENGTHS, room: int = 40) -> Bench:
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     requests = [Request(prompt(length, length), room) for length in lengths]
-    decoder = start(Autoregressive(), layered, requests)
+    decoder = start(Autoregressive(), runner, requests)
     first = decoder.step().tokens
     return Bench(
-        layered, decoder.session, [torch.cat([r.prompt, torch.tensor(t)]) for r, t in zip(requests, first, strict=True)]
+        runner, decoder.session, [torch.cat([r.prompt, torch.tensor(t)]) for r, t in zip(requests, first, strict=True)]
     )
 
 
-def raise_rows(frontier: Frontier, rows: list[int], to: int) -> None:
+def raise_rows(forward: PartialForward, rows: list[int], to: int) -> None:
     """`advance` for some rows only: the others look as if they were up already, so their tokens stay where they wait."""
-    kept = frontier.depth.copy()
-    for row in set(range(frontier.rows)) - set(rows):
-        frontier.depth[row] = frontier.top
-    frontier.advance(to)
-    for row in set(range(frontier.rows)) - set(rows):
-        frontier.depth[row] = kept[row]
+    kept = forward.depth.copy()
+    for row in set(range(forward.rows)) - set(rows):
+        forward.depth[row] = forward.top
+    forward.advance(to)
+    for row in set(range(forward.rows)) - set(rows):
+        forward.depth[row] = kept[row]
 
 
 MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=6), id="sliding")]
@@ -78,17 +78,17 @@ def test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(build: Any, a
     dice, mixes = random.Random(3), []
     for trial in range(6):
         b, width = bench(build()), 5
-        frontier = b.session.view.start_forward([width] * 3)
+        forward = b.session.view.start_forward([width] * 3)
         tokens = torch.tensor([[dice.randrange(97) for _ in range(width)] for _ in range(3)])
         for column in range(width + 1):
             falling = (3, 3, 2, 1, 1, 0)[column]
             for rows in [[0], [1], [2]] if apart else [[0, 1, 2]]:
-                raise_rows(frontier, rows, falling if trial == 0 and 0 in rows else dice.randint(0, 3))
+                raise_rows(forward, rows, falling if trial == 0 and 0 in rows else dice.randint(0, 3))
             if column < width:
-                frontier.append(tokens[:, column : column + 1])
-        mixes.append(frontier.depth.tolist())
-        logits = frontier.finish()
-        assert frontier.depth.min() == 4
+                forward.append(tokens[:, column : column + 1])
+        mixes.append(forward.depth.tolist())
+        logits = forward.finish()
+        assert forward.depth.min() == 4
         for row in range(3):
             for column in range(width + 1):
                 close(logits[row, column], b.expected(row, tokens[row, :column].tolist()))
@@ -112,10 +112,10 @@ def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> No
             for node in range(width):
                 above = int(parents[row, node])
                 valid[row, node] = dice.random() < 0.85 and (above < 0 or bool(valid[row, above]))
-        frontier = b.session.view.start_forward([width] * 3)
-        frontier.append(tokens, valid, parents)
-        frontier.advance(2)
-        logits = frontier.finish()
+        forward = b.session.view.start_forward([width] * 3)
+        forward.append(tokens, valid, parents)
+        forward.advance(2)
+        logits = forward.finish()
         assert bool(logits.isfinite().all())
         for row in (0, 2):
             paths: dict[int, list[int]] = {-1: []}
@@ -128,34 +128,34 @@ def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> No
 @torch.inference_mode()
 def test_exit_logits_are_the_heads_view_of_the_newest_token() -> None:
     b = bench(llama())
-    frontier = b.session.view.start_forward([3] * 3)
+    forward = b.session.view.start_forward([3] * 3)
     path: list[int] = []
     for token in (11, 50, 7):
-        logits = frontier.exit_logits(2)
-        assert frontier.depth.tolist() == [[2] * (len(path) + 1)] * 3
+        logits = forward.exit_logits(2)
+        assert forward.depth.tolist() == [[2] * (len(path) + 1)] * 3
         for row in range(3):
             close(logits[row], b.expected_exit(row, path, 2))
-        frontier.append(torch.full((3, 1), token))
+        forward.append(torch.full((3, 1), token))
         path.append(token)
 
 
 @torch.inference_mode()
 def test_advancing_to_where_everyone_is_changes_nothing() -> None:
     b = bench(llama())
-    frontier = b.session.view.start_forward([1] * 3)
-    frontier.append(torch.ones(3, 1, dtype=torch.long))
-    frontier.advance(0)
-    assert frontier.depth.max() == 0
-    frontier.advance(3)
-    state = frontier.hidden.clone()
-    frontier.advance(2)
-    frontier.advance(3)
-    assert torch.equal(frontier.hidden, state)
-    assert frontier.depth.tolist() == [[3, 3]] * 3
-    assert torch.equal(frontier.finish(), frontier.finish())
+    forward = b.session.view.start_forward([1] * 3)
+    forward.append(torch.ones(3, 1, dtype=torch.long))
+    forward.advance(0)
+    assert forward.depth.max() == 0
+    forward.advance(3)
+    state = forward.hidden.clone()
+    forward.advance(2)
+    forward.advance(3)
+    assert torch.equal(forward.hidden, state)
+    assert forward.depth.tolist() == [[3, 3]] * 3
+    assert torch.equal(forward.finish(), forward.finish())
 
 
-class Counted(LayeredModel):
+class Counted(ModelRunner):
     """Counts how often a token went through a layer."""
 
     work = 0
@@ -169,20 +169,20 @@ class Counted(LayeredModel):
 def test_every_token_goes_through_every_layer_once_and_restart_repeats_all() -> None:
     """Drafting at depth 2 and scoring the rest costs what one full pass costs; the ablation pays the draft again."""
     b = bench(llama())
-    counted: Any = Counted(b.layered.model)
+    counted: Any = Counted(b.runner.model)
     b.session.view.model = counted
     tokens = torch.randint(0, 97, (3, 3), generator=torch.Generator().manual_seed(5))
     results, work = [], []
     for again in (False, True):
         counted.work = 0
-        frontier = b.session.view.start_forward([3] * 3)
+        forward = b.session.view.start_forward([3] * 3)
         for column in range(3):
-            frontier.exit_logits(2)
-            frontier.append(tokens[:, column : column + 1])
+            forward.exit_logits(2)
+            forward.append(tokens[:, column : column + 1])
         if again:
-            frontier.restart()
-            assert frontier.depth.max() == 0
-        results.append(frontier.finish())
+            forward.restart()
+            assert forward.depth.max() == 0
+        results.append(forward.finish())
         work.append(counted.work)
     assert work == [4 * 4, 3 * 2 + 4 * 4]
     close(results[0], results[1])
@@ -196,9 +196,9 @@ def test_a_frontier_leaves_committed_entries_and_dead_rows_alone() -> None:
     b.session.alive[2] = False
     store = b.session.store
     before = [buffer.clone() for buffer in (*store.keys, *store.values) if buffer is not None]
-    frontier = b.session.view.start_forward([4, 4, 4])
-    frontier.append(torch.zeros(3, 4, dtype=torch.long), torch.tensor([[1, 1, 0, 0]] * 3).bool())
-    frontier.finish()
+    forward = b.session.view.start_forward([4, 4, 4])
+    forward.append(torch.zeros(3, 4, dtype=torch.long), torch.tensor([[1, 1, 0, 0]] * 3).bool())
+    forward.finish()
     after = [buffer for buffer in (*store.keys, *store.values) if buffer is not None]
     for old, new in zip(before, after, strict=True):
         for row, length in enumerate(LENGTHS):
@@ -212,11 +212,11 @@ def test_a_frontier_leaves_committed_entries_and_dead_rows_alone() -> None:
 def test_a_row_without_room_names_no_position_beyond_the_model() -> None:
     """Learned positions would be read out of range: the short row drafts up to the long row's last position only."""
     b = bench(llama(), lengths=(4, 10))
-    frontier = b.session.view.start_forward([6, 0])
-    frontier.append(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[True] * 6, [False] * 6]))
-    assert int(frontier.positions.max()) == 10
-    assert frontier.positions[0].tolist() == list(range(4, 11))
-    logits = frontier.finish()
+    forward = b.session.view.start_forward([6, 0])
+    forward.append(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[True] * 6, [False] * 6]))
+    assert int(forward.positions.max()) == 10
+    assert forward.positions[0].tolist() == list(range(4, 11))
+    logits = forward.finish()
     close(logits[0, 6], b.expected(0, [0] * 6))
     close(logits[1, 0], b.expected(1, []))
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import skipstone
 from skipstone.engines.choose_engine import attach
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.packed import PackedWeight, is_packed
 from tests.helpers import families
 from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, assert_same_bits, chain, text
@@ -39,7 +39,7 @@ def given_up(name: str = "llama", dtype: torch.dtype = torch.float32, quantize: 
     """A model after the native engine took its weights over."""
     model = families.build(name, **more).to(dtype)
     attach(model, quantize=quantize, keep_weights=False)
-    assert LayeredModel(model).engine.name == "native"
+    assert ModelRunner(model).engine.name == "native"
     assert is_packed(model)
     return model
 
@@ -59,7 +59,7 @@ def test_every_parameter_still_says_what_it_was(name: str, dtype: torch.dtype) -
         assert (was.shape, was.dtype, was.device, was.requires_grad) == (now.shape, now.dtype, now.device, now.requires_grad)
         assert torch.equal(was, now.detach()), key
     assert fingerprint(model) == fingerprint(before)
-    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, "native"), text(), 5))
+    assert_same_bits(chain(ModelRunner(model), text(), 5), chain(ModelRunner(before, "native"), text(), 5))
 
 
 @pytest.mark.parametrize("width", [32, 40])
@@ -67,11 +67,11 @@ def test_every_parameter_still_says_what_it_was(name: str, dtype: torch.dtype) -
 def test_tied_embeddings_come_from_the_panels_of_the_head(dtype: torch.dtype, width: int) -> None:
     apart, together = (families.build("llama", hidden_size=width, tie_word_embeddings=tie).to(dtype) for tie in (False, True))
     apart.load_state_dict(together.state_dict())
-    ids, engine = torch.arange(97)[None], LayeredModel(together).engine
+    ids, engine = torch.arange(97)[None], ModelRunner(together).engine
     assert engine._weights.model.embedding is None  # pyright: ignore
-    assert LayeredModel(apart).engine._weights.model.embedding == apart.model.embed_tokens.weight.data_ptr()  # pyright: ignore
-    assert torch.equal(engine.embed(ids, ids), LayeredModel(apart).engine.embed(ids, ids))
-    assert_same_bits(chain(LayeredModel(together), text(), 5), chain(LayeredModel(apart), text(), 5))
+    assert ModelRunner(apart).engine._weights.model.embedding == apart.model.embed_tokens.weight.data_ptr()  # pyright: ignore
+    assert torch.equal(engine.embed(ids, ids), ModelRunner(apart).engine.embed(ids, ids))
+    assert_same_bits(chain(ModelRunner(together), text(), 5), chain(ModelRunner(apart), text(), 5))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -84,29 +84,29 @@ def test_quantised_weights_say_what_their_codes_stand_for(name: str, kind: str) 
             most = 1.1 * (was.max() - was.min()) / steps["int8" if now is model.lm_head.weight else kind]
             assert 0 < (was - now).abs().max() < most, key
     assert fingerprint(model) == fingerprint(before), "the model is the same"
-    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, None, kind), text(), 5))
+    assert_same_bits(chain(ModelRunner(model), text(), 5), chain(ModelRunner(before, None, kind), text(), 5))
     with pytest.raises(ValueError, match="gave up when it was quantised: load it again"):
-        LayeredModel(model, "native", "none")
+        ModelRunner(model, "native", "none")
 
 
 def test_another_precision_leaves_the_weights_that_there_are() -> None:
     before, model = families.build("llama"), given_up()
-    assert_same_bits(chain(LayeredModel(model, None, "int8"), text(), 5), chain(LayeredModel(before, None, "int8"), text(), 5))
+    assert_same_bits(chain(ModelRunner(model, None, "int8"), text(), 5), chain(ModelRunner(before, None, "int8"), text(), 5))
     assert torch.equal(model.lm_head.weight.detach(), before.lm_head.weight)
 
 
 def test_the_engine_is_made_once_and_its_panels_outlive_a_change_of_the_config() -> None:
     model = given_up(quantize="int8")
-    engine = LayeredModel(model).engine
-    assert LayeredModel(model).engine is engine
-    expected = chain(LayeredModel(model), text(), 5)
+    engine = ModelRunner(model).engine
+    assert ModelRunner(model).engine is engine
+    expected = chain(ModelRunner(model), text(), 5)
     model.config.some_field = 1
-    assert LayeredModel(model).engine is not engine
+    assert ModelRunner(model).engine is not engine
     del engine
     gc.collect()
-    again: Any = LayeredModel(model).engine
+    again: Any = ModelRunner(model).engine
     assert again._weights.bytes == 0, "the panels are copied again"
-    assert_same_bits(chain(LayeredModel(model), text(), 5), expected)
+    assert_same_bits(chain(ModelRunner(model), text(), 5), expected)
 
 
 def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +124,13 @@ def test_eager_and_transformers_run_unpacked_weights(name: str, threads: int, mo
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # into as many blocks a matrix is split for one row
     before, model = families.build(name), given_up(name)
     assert torch.equal(model(IDS).logits, before(IDS).logits)
-    eager = LayeredModel(model, "eager")
+    eager = ModelRunner(model, "eager")
     assert eager.engine.detail.endswith("slow: its weights are unpacked whenever they are read")
-    assert_same_bits(chain(eager, text(), 5), chain(LayeredModel(before, "eager"), text(), 5))
+    assert_same_bits(chain(eager, text(), 5), chain(ModelRunner(before, "eager"), text(), 5))
     found, expected = (decode(one, "layerskip exit_layer=2", engine="eager") for one in (model, before))
     assert torch.equal(found, expected)
     with torch.inference_mode():
-        assert torch.equal(
-            chain(LayeredModel(model, "eager"), text(), 1)[0], chain(LayeredModel(before, "eager"), text(), 1)[0]
-        )
+        assert torch.equal(chain(ModelRunner(model, "eager"), text(), 1)[0], chain(ModelRunner(before, "eager"), text(), 1)[0])
 
 
 def test_a_hook_sends_the_model_to_eager_and_back() -> None:
@@ -142,7 +140,7 @@ def test_a_hook_sends_the_model_to_eager_and_back() -> None:
     found = skipstone.generate(model, IDS, "autoregressive", max_new_tokens=8, do_sample=False)
     assert (found.engine, found.engine_reason is None) == ("eager", False)
     hook.remove()
-    assert LayeredModel(model).engine.name == expected.engine == "native"
+    assert ModelRunner(model).engine.name == expected.engine == "native"
     assert torch.equal(found.sequences, expected.sequences)
 
 
@@ -181,7 +179,7 @@ def test_moved_models_are_ordinary_again(tie: bool) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
     assert torch.equal(model(IDS).logits, before(IDS).logits)
     attach(model, keep_weights=True)
-    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, "native"), text(), 5))
+    assert_same_bits(chain(ModelRunner(model), text(), 5), chain(ModelRunner(before, "native"), text(), 5))
 
 
 def test_data_is_that_of_an_ordinary_parameter() -> None:
@@ -241,17 +239,17 @@ def test_a_draft_model_that_was_named_is_nobodys_but_ours() -> None:
     from skipstone.methods.drafting.draft_model import draft_model_for
 
     target, _ = skipstone.load()
-    draft = draft_model_for(None, LayeredModel(target))
+    draft = draft_model_for(None, ModelRunner(target))
     assert is_packed(draft.model)
     given = copy.deepcopy(draft.model)
-    assert not is_packed(draft_model_for(given, LayeredModel(target)).model)
+    assert not is_packed(draft_model_for(given, ModelRunner(target)).model)
 
 
 MEASURE = """
 import json, sys
 import torch, skipstone
 from transformers import LlamaForCausalLM  # what loading imports is there before
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 def status(name):
     with open("/proc/self/status") as lines:
@@ -267,10 +265,10 @@ attach(model, "native", sys.argv[3] if sys.argv[3] != "none" else None, keep_wei
 if sys.argv[4] == "True":
     for one in model.parameters():
         one.data = one.data.clone()  # no longer in the file's mapping
-layered = LayeredModel(model)
-assert layered.engine.name == "native"
+runner = ModelRunner(model)
+assert runner.engine.name == "native"
 found = {"after": status("VmRSS") - before, "most": status("VmHWM") - before}
-print(json.dumps({**found, "panels": layered.engine._weights.bytes / 2**20}))
+print(json.dumps({**found, "panels": runner.engine._weights.bytes / 2**20}))
 """
 
 

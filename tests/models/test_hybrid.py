@@ -15,17 +15,17 @@ import skipstone
 from skipstone import Autoregressive, LayerSkip, PromptLookup, Speculative
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.methods import METHODS, resolve
 from skipstone.engines import agreement
 from skipstone.engines import recurrent_states as recurrent
 from skipstone.engines.agreement import disagreement
 from skipstone.engines.eager.eager import EagerEngine
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.recurrent_states import Trail
+from skipstone.methods import METHODS, resolve
 from skipstone.models.facts import Facts
 from skipstone.models.families import RECURRENT, kinds, text_config
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree
-from skipstone.engines.recurrent_states import Trail
 from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but, in_turn
@@ -105,10 +105,10 @@ def test_a_prompt_in_chunks_says_the_same_and_its_tokens_are_run_once() -> None:
 @torch.inference_mode()
 def audited(name: str, method: Method, steps: int = 6) -> int:
     """Decode the rows of `asked` and check the store of every row after every step. Returns tokens that were accepted."""
-    from skipstone.decoding.loop import Decoder
+    from skipstone.decoding.loop import DecodingLoop
 
-    layered, (prompts, _) = LayeredModel(families.cached(name)), asked(name)
-    decoder = Decoder(method.start(layered, len(prompts), 200))
+    runner, (prompts, _) = ModelRunner(families.cached(name)), asked(name)
+    decoder = DecodingLoop(method.start(runner, len(prompts), 200))
     texts = [prompt.tolist() for prompt in prompts]
     for row, prompt in enumerate(prompts):
         decoder.admit(row, Request(prompt, 100))
@@ -197,7 +197,7 @@ def test_a_base_that_lags_is_moved_and_says_the_same(monkeypatch: pytest.MonkeyP
 
 def test_a_base_never_lags_far_behind() -> None:
     """Whatever is rejected, a trail holds a bounded number of tokens."""
-    model, store = LayeredModel(families.cached("lfm2")), KVStore(1, 4, 400)
+    model, store = ModelRunner(families.cached("lfm2")), KVCache(1, 4, 400)
     ids = torch.randint(1, 97, (1, 400), generator=torch.Generator().manual_seed(1))
     longest = 0
     for start in range(0, 390, 2):  # tokens come in threes of which two are accepted
@@ -214,7 +214,7 @@ def test_a_base_never_lags_far_behind() -> None:
 
 
 def test_what_cannot_be_continued_is_an_error() -> None:
-    model, store = LayeredModel(families.cached("lfm2")), KVStore(1, 4, 64)
+    model, store = ModelRunner(families.cached("lfm2")), KVCache(1, 4, 64)
     store.reserve(64)
 
     def run(places: list[int], valid: list[bool] | None = None, tree: Tree | None = None, skip: SkipSet | None = None) -> None:
@@ -267,7 +267,7 @@ def test_hybrids_without_attention_or_costs_are_refused(tmp_path: Any) -> None:
     from skipstone.lab.timing.costs import costs_of
 
     with pytest.raises(ValueError, match="a recurrent state in every layer"):
-        LayeredModel(families.build("lfm2", layer_types=["conv"] * 4))
+        ModelRunner(families.build("lfm2", layer_types=["conv"] * 4))
     with pytest.raises(ValueError, match="never run"):
         costs_of(families.cached("lfm2"), (1,))
     with pytest.raises(ValueError, match="recurrent states"):

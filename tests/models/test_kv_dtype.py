@@ -9,12 +9,12 @@ import torch
 
 import skipstone
 from skipstone.cli import options
-from skipstone.engines.loading import load
-from skipstone.methods import Speculative
 from skipstone.engines import choose_engine as choice
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.loading import load
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.methods import Speculative
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]
@@ -28,15 +28,15 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
-    assert (LayeredModel(model).asked.kv_dtype, LayeredModel(model).kv_dtype) == ("float32", None)
+    assert (ModelRunner(model).asked.kv_dtype, ModelRunner(model).kv_dtype) == ("float32", None)
     monkeypatch.setenv(choice.KV_VARIABLE, "bfloat16")
-    assert LayeredModel(model).kv_dtype == torch.bfloat16
+    assert ModelRunner(model).kv_dtype == torch.bfloat16
     choice.attach(model, kv_dtype="float32")
-    assert LayeredModel(model).kv_dtype is None
-    assert LayeredModel(model, kv_dtype="bfloat16").kv_dtype == torch.bfloat16
-    assert LayeredModel(families.build("llama")).kv_dtype == torch.bfloat16
+    assert ModelRunner(model).kv_dtype is None
+    assert ModelRunner(model, kv_dtype="bfloat16").kv_dtype == torch.bfloat16
+    assert ModelRunner(families.build("llama")).kv_dtype == torch.bfloat16
     monkeypatch.setenv(choice.KV_VARIABLE, "")
-    assert LayeredModel(families.build("llama")).kv_dtype is None, "an empty variable says nothing"
+    assert ModelRunner(families.build("llama")).kv_dtype is None, "an empty variable says nothing"
 
 
 def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,37 +49,37 @@ def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPa
         options.known_kv("int2")
     monkeypatch.setenv(choice.KV_VARIABLE, "int2")
     with pytest.raises(ValueError, match=f"{choice.KV_VARIABLE} {message}"):
-        LayeredModel(model)
+        ModelRunner(model)
     assert tuple(choice.KV_DTYPES) == options.KV_DTYPES
 
 
 def test_load_and_enable_remember_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = load(kv_dtype="bfloat16")[0]
-    assert LayeredModel(model).asked.kv_dtype == "bfloat16"
+    assert ModelRunner(model).asked.kv_dtype == "bfloat16"
     skipstone.enable(model, "autoregressive")
-    assert LayeredModel(model).asked.kv_dtype == "bfloat16", "None leaves it as it is"
+    assert ModelRunner(model).asked.kv_dtype == "bfloat16", "None leaves it as it is"
     skipstone.enable(model, "autoregressive", kv_dtype="float32")
-    assert LayeredModel(model).asked.kv_dtype == "float32"
+    assert ModelRunner(model).asked.kv_dtype == "float32"
 
 
 def test_a_draft_model_keeps_what_its_target_keeps() -> None:
     model, draft = families.build("llama"), families.build("llama")
     method = Speculative(draft, 2)  # pyright: ignore[reportArgumentType]
     for name in ("float32", "bfloat16"):
-        assert method.draft_model_for(LayeredModel(model, "eager", kv_dtype=name)).asked.kv_dtype == name
+        assert method.draft_model_for(ModelRunner(model, "eager", kv_dtype=name)).asked.kv_dtype == name
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_drafts_change_nothing_and_stores_hold_bfloat16(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, right = [], KVStore.__init__
+    made, right = [], KVCache.__init__
 
-    def note(self: KVStore, *given: Any) -> None:
+    def note(self: KVCache, *given: Any) -> None:
         right(self, *given)
         made.append(self)
 
     model = families.build("llama")
-    LayeredModel(model, engine)  # its threads are measured with a store of their own
-    monkeypatch.setattr(KVStore, "__init__", note)
+    ModelRunner(model, engine)  # its threads are measured with a store of their own
+    monkeypatch.setattr(KVCache, "__init__", note)
     texts = [
         skipstone.generate(model, IDS, one, engine=engine, kv_dtype="bfloat16", max_new_tokens=40, do_sample=False).sequences
         for one in ("autoregressive", "layerskip exit_layer=2", "prompt_lookup")

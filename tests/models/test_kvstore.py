@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt, sharpened, small, start
@@ -24,9 +24,9 @@ from tests.helpers.pairwise import all_but, crossed
 from tests.helpers.trees import Trees, reference
 
 
-def filled(rows: int = 2, layers: int = 3, capacity: int = 600, slots: int = 20) -> tuple[KVStore, Callable[[], Tensor]]:
+def filled(rows: int = 2, layers: int = 3, capacity: int = 600, slots: int = 20) -> tuple[KVCache, Callable[[], Tensor]]:
     """A store whose first slots hold random numbers (one layer unused), and a reader of all that."""
-    store = KVStore(rows, layers, capacity)
+    store = KVCache(rows, layers, capacity)
     store.reserve(slots)
     positions = torch.arange(slots).expand(rows, -1)
     view = store.view(Pass(positions, positions, None, slice(0, rows), slots, 0))
@@ -115,11 +115,11 @@ def ragged(tokens: int, temperature: float = 0.0, lengths: tuple[int, ...] = (5,
     ]
 
 
-def peeking(method: Method, layered: LayeredModel, requests: list[Request]) -> Method:
+def peeking(method: Method, runner: ModelRunner, requests: list[Request]) -> Method:
     """The method; a tree drafter gets to see the true texts, so that its deep paths are accepted."""
     if not isinstance(method, Trees):
         return method
-    texts, _, _ = decode(Autoregressive(), layered, requests)
+    texts, _, _ = decode(Autoregressive(), runner, requests)
     paths = tuple(reference(request.prompt, text) for request, text in zip(requests, texts, strict=True))
     return replace(method, references=paths)
 
@@ -144,8 +144,8 @@ def test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(
     method: Method, lengths: tuple[int, ...], temperature: float
 ) -> None:
     """Through Session.check, on a sliding-window model: rows accept different numbers of tokens and end at different times."""
-    layered, requests = LayeredModel(mistral(window=6)), ragged(12, temperature, lengths)
-    _, figures, steps = decode(peeking(method, layered, requests), layered, requests, check=True)
+    runner, requests = ModelRunner(mistral(window=6)), ragged(12, temperature, lengths)
+    _, figures, steps = decode(peeking(method, runner, requests), runner, requests, check=True)
     if method.name in ("layerskip", "trees"):
         assert figures.accepted > 0
         assert any("recovered" in origin for step in steps for origin in step.origin)
@@ -154,7 +154,7 @@ def test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(
 
 
 @torch.inference_mode()
-def poison(store: KVStore, dice: torch.Generator) -> None:
+def poison(store: KVCache, dice: torch.Generator) -> None:
     """NaN in the trash, large numbers in every slot that holds nothing committed."""
     for buffer in (*store.keys, *store.values):
         if buffer is not None:
@@ -170,11 +170,11 @@ def poison(store: KVStore, dice: torch.Generator) -> None:
     temperature=[0.0, 1.0],
 )
 def test_stale_slots_and_the_trash_are_never_read(build: Any, method: Method, temperature: float) -> None:
-    layered, requests = LayeredModel(build()), ragged(10, temperature)
-    method = peeking(method, layered, requests)
-    expected, _, _ = decode(method, layered, requests)
+    runner, requests = ModelRunner(build()), ragged(10, temperature)
+    method = peeking(method, runner, requests)
+    expected, _, _ = decode(method, runner, requests)
     generator = torch.Generator().manual_seed(0)
-    decoder = start(method, layered, requests, chunk=3)
+    decoder = start(method, runner, requests, chunk=3)
     texts: list[list[int]] = [[], [], []]
     while decoder.busy:
         poison(decoder.session.store, generator)
@@ -187,12 +187,12 @@ def test_stale_slots_and_the_trash_are_never_read(build: Any, method: Method, te
 @pytest.mark.parametrize("method", all_but((METHODS[2],), METHODS), ids=lambda method: method.name)
 def test_memory_is_one_cache_of_full_length_plus_scratch(method: Method) -> None:
     """2 buffers x layers x rows x (capacity + scratch + the trash) x kv_heads x head_dim x 4 bytes, and never more."""
-    layered = LayeredModel(llama())
+    runner = ModelRunner(llama())
     requests = ragged(90)
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    decoder = start(method, layered, requests)
+    decoder = start(method, runner, requests)
     scratch = method.nodes if isinstance(method, Trees) else 4 * 10 if isinstance(method, Swift) else 0
-    config: Any = layered.config
+    config: Any = runner.config
     token = 2 * decoder.session.store.layers * config.num_key_value_heads * config.head_dim * 4
     most = 0
     while decoder.busy:
@@ -217,7 +217,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def addresses(store: KVStore) -> list[int]:
+def addresses(store: KVCache) -> list[int]:
     return [buffer.data_ptr() for buffer in (*store.keys, *store.values) if buffer is not None]
 
 
@@ -226,9 +226,9 @@ def test_no_step_copies_a_cache(method: Method) -> None:
     """After a long prompt, nothing that a step makes is as large as the keys of one layer and row."""
     torch.manual_seed(0)
     config = small(LlamaConfig, vocab=97, hidden=256, layers=4)
-    layered = LayeredModel(sharpened(LlamaForCausalLM(config), 2))
+    runner = ModelRunner(sharpened(LlamaForCausalLM(config), 2))
     request = Request(prompt(300), 12)
-    decoder = start(peeking(method, layered, [request]), layered, [request])
+    decoder = start(peeking(method, runner, [request]), runner, [request])
     decoder.step()
     before = addresses(decoder.session.store)
     with Largest() as largest:
@@ -239,8 +239,8 @@ def test_no_step_copies_a_cache(method: Method) -> None:
 
 
 def test_a_request_that_ends_early_never_pays_for_its_limit() -> None:
-    layered = LayeredModel(llama())
-    decoder = start(Autoregressive(), layered, [Request(prompt(5), 500)])
+    runner = ModelRunner(llama())
+    decoder = start(Autoregressive(), runner, [Request(prompt(5), 500)])
     for _ in range(20):
         decoder.step()
     assert decoder.session.store.capacity == 64

@@ -20,11 +20,11 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import NoDrafter, Requirements
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
 from skipstone.models.families import Family, Rotary, Step
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, Reach, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
@@ -46,18 +46,18 @@ ATTENTION_OUT = ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "atten
 MLP_OUT = ("mlp.down_proj", "mlp.experts", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
 
 
-def run(layered: LayeredModel, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None) -> Tensor:
+def run(runner: ModelRunner, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None) -> Tensor:
     """Logits [1, T, V] of ids [1, T], layer by layer, the tokens in chunks that end at `bounds`."""
-    layers = layered.depth if depth is None else depth
-    store, parts, start = KVStore(1, layers, ids.shape[1]), [], 0
+    layers = runner.depth if depth is None else depth
+    store, parts, start = KVCache(1, layers, ids.shape[1]), [], 0
     store.reserve(ids.shape[1])
     for stop in bounds:
         positions = torch.arange(start, stop)[None]
         at = Pass(positions, positions, None, slice(0, 1), stop, start)
-        hidden = layered.embed(ids[:, start:stop], positions)
+        hidden = runner.embed(ids[:, start:stop], positions)
         for layer in range(layers):
-            hidden = layered.run(hidden, at, store, range(layer, layer + 1), skip)
-        parts.append(layered.logits(hidden))
+            hidden = runner.run(hidden, at, store, range(layer, layer + 1), skip)
+        parts.append(runner.logits(hidden))
         start = stop
     return torch.cat(parts, 1)
 
@@ -73,12 +73,12 @@ def same(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("name", "kind"), all_but(ONCE, IMPLEMENTATIONS))
 def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> None:
     model = families.build(name, attn_implementation=kind)
-    layered, ids = LayeredModel(model), families.prompts(1)[0][None]
+    runner, ids = ModelRunner(model), families.prompts(1)[0][None]
     with torch.no_grad():
         expected = model(ids).logits
-        same(run(layered, ids, [21]), expected)
-        same(run(layered, ids, [13, 21]), expected)
-        same(run(layered, ids, [*range(1, 22)]), expected)
+        same(run(runner, ids, [21]), expected)
+        same(run(runner, ids, [13, 21]), expected)
+        same(run(runner, ids, [*range(1, 22)]), expected)
 
 
 # a fact of a family, or a reach, got wrong in a model that shows it
@@ -99,13 +99,13 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_wrong_fact_would_be_noticed(mistake: str) -> None:
     name, changes = WRONG[mistake]
     model, ids = families.cached(name), families.prompts(1)[0][None]
-    layered: Any = LayeredModel(model, "eager")
-    engine = layered.engine = copy.copy(layered.engine)
+    runner: Any = ModelRunner(model, "eager")
+    engine = runner.engine = copy.copy(runner.engine)
     engine.reaches = changes.get("reaches", engine.reaches)
     facts = {key: value for key, value in changes.items() if key != "reaches"}
     engine.family = replace(engine.family, **facts)
     with torch.no_grad(), pytest.raises(AssertionError, match="differ by"):
-        same(run(layered, ids, [13, 21]), model(ids).logits)
+        same(run(runner, ids, [13, 21]), model(ids).logits)
 
 
 @pytest.mark.parametrize("mistake", sorted({*WRONG} - {"a window too large"}))  # which the config says
@@ -126,7 +126,7 @@ def test_a_wrong_fact_is_refused_with_the_measured_difference(mistake: str, monk
     with pytest.raises(
         ValueError, match=r"as its own forward does: .* differs by [\d.e+-]+ of its size, where 0.001 is allowed"
     ):
-        LayeredModel(model, "eager")
+        ModelRunner(model, "eager")
 
 
 def truncated(model: PreTrainedModel, depth: int) -> PreTrainedModel:
@@ -146,7 +146,7 @@ def test_early_exit_is_the_model_cut_down_to_its_first_layers(name: str) -> None
     model = families.cached(name)
     short, ids = truncated(model, 3), families.prompts(1)[0][None]
     with torch.no_grad():
-        same(run(LayeredModel(model), ids, [13, 21], depth=3), short(ids).logits)
+        same(run(ModelRunner(model), ids, [13, 21], depth=3), short(ids).logits)
     out = skipstone.generate(model, ids, EarlyExit(exit_layer=3), max_new_tokens=12)
     assert out.new_tokens == [support.alone(short, ids[0], max_new_tokens=12, do_sample=False)]
     assert out.lossless is False
@@ -169,31 +169,31 @@ def silenced(model: PreTrainedModel, skip: SkipSet) -> PreTrainedModel:
 @pytest.mark.parametrize("name", all_but(families.NAMES[1::2], families.NAMES))
 def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str) -> None:
     model, ids = families.cached(name), families.prompts(1)[0][None]
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     with torch.no_grad():
         plain = model(ids).logits
         for attention, mlp in (({1}, set()), (set(), {1}), ({0, 2}, {2, 3})):
             skip = SkipSet(frozenset(attention), frozenset(mlp))
             expected = silenced(model, skip)(ids).logits
             assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
-            same(run(layered, ids, [13, 21], skip), expected)
-        same(run(layered, ids, [21]), plain)
+            same(run(runner, ids, [13, 21], skip), expected)
+        same(run(runner, ids, [21]), plain)
 
 
 @pytest.mark.parametrize("name", all_but(NAMES[::2], NAMES))
 def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
     model, nodes, dice = families.cached(name), 24, random.Random(3)
-    layered, prompts = LayeredModel(model), families.prompts(3)
-    session = prefilled(layered, prompts, scratch=nodes)
+    runner, prompts = ModelRunner(model), families.prompts(3)
+    session = prefilled(runner, prompts, scratch=nodes)
     parents = torch.tensor([[dice.randint(max(-1, i - 4), i - 1) for i in range(nodes)] for _ in prompts])
     tokens = torch.randint(1, 97, parents.shape, generator=torch.Generator().manual_seed(4))
     valid = torch.ones_like(tokens, dtype=torch.bool)
     valid[2, nodes // 2 :] = False
     with torch.no_grad():
-        frontier = session.view.start_forward([nodes] * len(prompts))
-        frontier.append(tokens, valid, parents)
-        frontier.advance(2)
-        logits = frontier.finish()
+        forward = session.view.start_forward([nodes] * len(prompts))
+        forward.append(tokens, valid, parents)
+        forward.advance(2)
+        logits = forward.finish()
         for row, prompt in enumerate(prompts):
             branches = [branch(parents[row].tolist(), node) for node in range(nodes) if valid[row, node]]
             deepest = max(branches, key=len)
@@ -205,11 +205,11 @@ def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
             committed(session, row, prompt, tokens, parents, deepest)
 
 
-def prefilled(layered: LayeredModel, prompts: list[Tensor], scratch: int) -> Session:
+def prefilled(runner: ModelRunner, prompts: list[Tensor], scratch: int) -> Session:
     """A session whose rows hold their prompts, with token 7 + row as the last committed one."""
     drafter = NoDrafter()
     drafter.requirements = Requirements(scratch)
-    session = Session(layered, len(prompts), max(map(len, prompts)) + 40, drafter)
+    session = Session(runner, len(prompts), max(map(len, prompts)) + 40, drafter)
     for row, prompt in enumerate(prompts):
         session.admit(row, Request(prompt, 40))
     with torch.no_grad():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.passes import MaskForm, Pass, Reach, ancestors
 from tests.helpers import families, planted
 from tests.helpers.enumeration import Tabled
@@ -57,11 +57,12 @@ class Spied(Tabled):
         return hidden + len(layers)
 
 
-def spied(lengths: list[int], alive: list[bool], width: int) -> tuple[Any, Frontier, KVStore]:
+def spied(lengths: list[int], alive: list[bool], width: int) -> tuple[Any, PartialForward, KVCache]:
     model: Any = Spied()
-    store = KVStore(len(lengths), 4, 64)
+    store = KVCache(len(lengths), 4, 64)
     store.length = list(lengths)
-    return model, Frontier(model, store, torch.zeros(len(lengths), dtype=torch.long), alive, [width] * len(lengths)), store
+    roots = torch.zeros(len(lengths), dtype=torch.long)
+    return (model, PartialForward(model, store, roots, alive, [width] * len(lengths)), store)
 
 
 def random_parents(dice: random.Random, rows: int, width: int) -> list[list[int]]:
@@ -78,15 +79,15 @@ def test_a_scoring_pass_sees_what_the_definition_says(shape: str, window: int | 
         rows, width = dice.randint(1, 3), dice.randint(1, 9)
         lengths = [dice.randint(0, 12) for _ in range(rows)]
         alive = [row == 0 or dice.random() < 0.8 for row in range(rows)]
-        model, frontier, store = spied(lengths, alive, width)
+        model, forward, store = spied(lengths, alive, width)
         chain = [list(range(-1, width - 1))] * rows
         parents = chain if shape == "chain" else random_parents(dice, rows, width)
         valid = torch.tensor([[dice.random() < 0.8 for _ in range(width)] for _ in range(rows)])
         if shape == "chain":
             valid = valid.long().cumprod(1).bool()
         given = None if shape == "chain" else torch.tensor(parents)
-        frontier.append(torch.zeros(rows, width, dtype=torch.long), valid, given)
-        frontier.advance(4)
+        forward.append(torch.zeros(rows, width, dtype=torch.long), valid, given)
+        forward.advance(4)
         (at,) = model.passes
         mask = at.mask(Reach(window), BOOL)
         assert mask.shape == (rows, 1, width + 1, at.extent)
@@ -104,9 +105,9 @@ def test_a_scoring_pass_sees_what_the_definition_says(shape: str, window: int | 
 
 
 def test_a_mask_names_the_same_slots_in_every_form() -> None:
-    _, frontier, _ = spied([5, 2], [True, True], 3)
-    frontier.append(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
-    at = frontier._pass(slice(0, 4), None)
+    _, forward, _ = spied([5, 2], [True, True], 3)
+    forward.append(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
+    at = forward._pass(slice(0, 4), None)
     seen = at.mask(Reach(4), BOOL)
     added = at.mask(Reach(4), MaskForm(torch.float32, optional=False))
     grouped = at.mask(Reach(4), BOOL, groups=3)

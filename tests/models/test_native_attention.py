@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.native import (
@@ -73,19 +73,19 @@ def test_instruction_sets_agree_on_long_texts(name: str, kv_dtype: str) -> None:
         pytest.skip("this CPU has one level only")
     model, ids, computed = shape(name), text(LENGTH), []
     for level in found:
-        layered = of_level(model, level)
-        layered.kv_dtype = native(model, 1, kv_dtype).kv_dtype
-        computed.append(chain(layered, ids, 50))
+        runner = of_level(model, level)
+        runner.kv_dtype = native(model, 1, kv_dtype).kv_dtype
+        computed.append(chain(runner, ids, 50))
     for one in computed[1:]:
         assert_same_bits(one, computed[0])
 
 
-def start(layered: LayeredModel, ids: Tensor, room: int) -> KVStore:
+def start(runner: ModelRunner, ids: Tensor, room: int) -> KVCache:
     """A store that holds a text and has room for more tokens."""
-    store, slots = KVStore(1, layered.depth, len(ids) + room, layered.kv_dtype), torch.arange(len(ids))[None]
+    store, slots = KVCache(1, runner.depth, len(ids) + room, runner.kv_dtype), torch.arange(len(ids))[None]
     store.reserve(len(ids) + room)
     at = Pass(slots, slots, None, slice(0, 1), len(ids), 0)
-    layered.run(layered.embed(ids[None], slots), at, store, range(layered.depth))
+    runner.run(runner.embed(ids[None], slots), at, store, range(runner.depth))
     return store
 
 
@@ -93,17 +93,17 @@ def start(layered: LayeredModel, ids: Tensor, room: int) -> KVStore:
 @pytest.mark.parametrize("name", SHAPES)
 def test_trees_of_64_nodes_behind_300_tokens(name: str, kv_dtype: str) -> None:
     base, nodes = 300, 64
-    layered, parents = native(shape(name), 2, kv_dtype), grow(nodes, seed=len(name))
+    runner, parents = native(shape(name), 2, kv_dtype), grow(nodes, seed=len(name))
     prompt, drawn = text(base), text(nodes + 1, seed=6)
-    store, parts = start(layered, prompt, nodes + 1), []
+    store, parts = start(runner, prompt, nodes + 1), []
     for columns in (slice(0, 2), slice(2, 40), slice(40, nodes + 1)):
         at = tree_pass(parents, base, columns)
-        hidden = layered.run(layered.embed(drawn[None, columns], at.positions), at, store, range(layered.depth))
-        parts.append(layered.project(layered.normed(hidden))[0])
+        hidden = runner.run(runner.embed(drawn[None, columns], at.positions), at, store, range(runner.depth))
+        parts.append(runner.project(runner.normed(hidden))[0])
     logits = torch.cat(parts)
     for node in (nodes - 1, nodes // 2):
         columns = [0, *(one + 1 for one in path_to(parents[0].tolist(), node))]
-        whole: Computed = chain(layered, torch.cat([prompt, drawn[columns]]), 150)
+        whole: Computed = chain(runner, torch.cat([prompt, drawn[columns]]), 150)
         expected = whole[0][base:], whole[1][:, :, base:]
         assert_same_bits((logits[columns], stored(store, 0, [base + column for column in columns])), expected)
 
@@ -111,9 +111,9 @@ def test_trees_of_64_nodes_behind_300_tokens(name: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_long_prompts_are_as_exact_as_in_float32(name: str) -> None:
     model, ids = shape(name), text(LENGTH)
-    rough = chain(LayeredModel(copy.deepcopy(model), "eager"), ids, LENGTH)[0]
+    rough = chain(ModelRunner(copy.deepcopy(model), "eager"), ids, LENGTH)[0]
     with Exact():
-        exact = chain(LayeredModel(copy.deepcopy(model).double(), "eager"), ids, LENGTH)[0]
+        exact = chain(ModelRunner(copy.deepcopy(model).double(), "eager"), ids, LENGTH)[0]
     assert_near([chain(native(model, 2), ids, LENGTH)[0]], [rough], [exact])
 
 
@@ -124,7 +124,7 @@ def test_keys_and_values_are_rounded_to_the_nearest_bfloat16(name: str) -> None:
     assert rounded[1].dtype == torch.bfloat16
     for first in (0, 2):  # keys and values of layer 0, into which nothing rounded has gone yet
         assert torch.equal(rounded[1][first], exact[1][first].bfloat16())
-    expected = chain(LayeredModel(copy.deepcopy(model), "eager", kv_dtype="bfloat16"), ids, LENGTH)
+    expected = chain(ModelRunner(copy.deepcopy(model), "eager", kv_dtype="bfloat16"), ids, LENGTH)
     effect, error = (exact[0] - rounded[0]).abs().max(), (expected[0] - rounded[0]).abs().max()
     assert effect > 0
     assert error < 0.25 * effect, "the two engines do not round alike"  # a number near a tie may be rounded either way
@@ -132,13 +132,13 @@ def test_keys_and_values_are_rounded_to_the_nearest_bfloat16(name: str) -> None:
 
 def test_ties_go_to_even_numbers_and_a_nan_stays_one() -> None:
     model = families.build("qwen2", layers=1)
-    LayeredModel(model)  # its family is derived from numbers, before there is a nan
+    ModelRunner(model)  # its family is derived from numbers, before there is a nan
     values: Any = model.model.layers[0].self_attn.v_proj
     tied = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3.4e38, 0.0, float("nan"), 1e-40])
     values.weight.zero_()
     values.bias.copy_(tied.repeat(len(values.bias) // len(tied)))
-    layered = native(model, 1, "bfloat16")
-    kept = start(layered, text(2), 0).values[0]
+    runner = native(model, 1, "bfloat16")
+    kept = start(runner, text(2), 0).values[0]
     assert kept is not None
     assert kept[0, 0, 1, :4].tolist() == [1.0, 1 + 2**-6, -1.0, 1 + 2**-7]
     torch.testing.assert_close(kept[0, 0, 1, : len(tied)], tied.bfloat16(), rtol=0, atol=0, equal_nan=True)

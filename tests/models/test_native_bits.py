@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.native import (
@@ -66,26 +66,26 @@ def test_instruction_sets_give_the_same_bits(name: str) -> None:
 @in_turn(name=FAMILIES, dtype=EACH_DTYPE)
 def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, dtype: torch.dtype) -> None:
     model, base, nodes = families.build(name).to(dtype), 12, 30
-    layered, parents = native(model, 2), grow(nodes, seed=len(name))
+    runner, parents = native(model, 2), grow(nodes, seed=len(name))
     prompt, drawn = text(base), text(nodes + 1, seed=6)
     for split in (nodes + 1, 9):
-        store = KVStore(1, layered.depth, base + nodes + 1)
+        store = KVCache(1, runner.depth, base + nodes + 1)
         store.reserve(base + nodes + 1)
         start = torch.arange(base)[None]
         at = Pass(start, start, None, slice(0, 1), base, 0)
-        layered.run(layered.embed(prompt[None], start), at, store, range(layered.depth))
+        runner.run(runner.embed(prompt[None], start), at, store, range(runner.depth))
         parts = []
         for first in range(0, nodes + 1, split):
             columns = slice(first, min(first + split, nodes + 1))
             at = tree_pass(parents, base, columns)
-            hidden = layered.run(layered.embed(drawn[None, columns], at.positions), at, store, range(layered.depth))
-            parts.append(layered.project(layered.normed(hidden))[0])
+            hidden = runner.run(runner.embed(drawn[None, columns], at.positions), at, store, range(runner.depth))
+            parts.append(runner.project(runner.normed(hidden))[0])
         logits, branches = torch.cat(parts), [path_to(parents[0].tolist(), node) for node in range(nodes)]
         deepest = max(branches, key=len)
         assert len(deepest) > families.WINDOW, "the tree is shallow"
         for path in [branches[-1], branches[nodes // 2], deepest]:
             columns = [0, *(node + 1 for node in path)]
-            whole = chain(layered, torch.cat([prompt, drawn[columns]]), 1)
+            whole = chain(runner, torch.cat([prompt, drawn[columns]]), 1)
             expected = whole[0][base:], whole[1][:, :, base:]
             assert_same_bits((logits[columns], stored(store, 0, [base + column for column in columns])), expected)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.engines.native import build
-from skipstone.engines.native import library
+from skipstone.engines.native import build, library
 
 ROOT = Path(__file__).parents[2]
 NATIVE = "skipstone/models/engines/native"

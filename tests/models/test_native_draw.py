@@ -14,8 +14,8 @@ from transformers.generation.logits_process import TypicalLogitsWarper
 from skipstone import Sampling
 from skipstone.decoding.noise import TARGET, Noise
 from skipstone.decoding.sampling import Sampler, Warpable, Warping
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.native import native
 from tests.helpers.pairwise import all_but
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 @functools.cache
-def engine() -> LayeredModel:
+def engine() -> ModelRunner:
     return native(families.build("llama"))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.native import library
 from skipstone.engines.native.weights import Weights
-from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.native import DTYPES, FAMILIES, assert_near, native, references, scenario, shaped, text
@@ -46,14 +46,14 @@ def test_skipped_sublayers_and_layer_ranges(name: str) -> None:
 
 
 def test_skipped_attention_writes_nothing() -> None:
-    layered = native(families.build("llama"))
-    store, positions = KVStore(1, 4, 20), torch.arange(6)[None]
+    runner = native(families.build("llama"))
+    store, positions = KVCache(1, 4, 20), torch.arange(6)[None]
     store.reserve(20)
     for buffers in (store.keys, store.values):
         buffers[:] = [torch.full((1, 2, store.capacity + 1, 16), 7.0) for _ in range(4)]
     at = Pass(positions, positions, None, slice(0, 1), 6, 0)
-    hidden = layered.embed(text(6)[None], positions)
-    layered.run(hidden, at, store, range(4), SkipSet(frozenset({1, 3}), frozenset({0})))
+    hidden = runner.embed(text(6)[None], positions)
+    runner.run(hidden, at, store, range(4), SkipSet(frozenset({1, 3}), frozenset({0})))
     for index in range(4):
         for buffer in (store.keys[index], store.values[index]):
             assert buffer is not None

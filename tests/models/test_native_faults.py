@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.structs import declare
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="the native engine is not built")
@@ -19,8 +19,8 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def layered() -> LayeredModel:
-    return LayeredModel(families.build("llama"), "native")
+def runner() -> ModelRunner:
+    return ModelRunner(families.build("llama"), "native")
 
 
 def in_process(*lines: str) -> str:
@@ -33,14 +33,14 @@ def in_process(*lines: str) -> str:
 @pytest.mark.parametrize("count", [-1, 0, 98, 1000])
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_as_many_of_the_largest_as_there_are_not_are_refused(count: int, engine: str) -> None:
-    model = LayeredModel(families.build("llama"), engine)
+    model = ModelRunner(families.build("llama"), engine)
     with pytest.raises(ValueError, match=rf"between 1 and the 97 .*{count}"):
         model.largest(torch.zeros(2, 97), count)
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_of_logits_with_a_nan_no_token_is_the_largest(engine: str) -> None:
-    model, logits = LayeredModel(families.build("llama"), engine), torch.randn(3, 97)
+    model, logits = ModelRunner(families.build("llama"), engine), torch.randn(3, 97)
     expected = logits.topk(4).indices
     logits[1, 50] = NAN
     found = model.largest(logits, 4)
@@ -51,7 +51,7 @@ def test_of_logits_with_a_nan_no_token_is_the_largest(engine: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # the second has soft caps, which limit what they are given
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_states_with_a_nan_have_no_likeliest_token_and_no_logit_hides_it(name: str, quantize: str) -> None:
-    model = LayeredModel(families.build(name), "native", quantize)
+    model = ModelRunner(families.build(name), "native", quantize)
     hidden = torch.randn(1, 5, model.config.hidden_size)
     expected = model.likeliest(hidden)
     hidden[0, 2, 3] = NAN
@@ -66,13 +66,13 @@ def test_states_with_a_nan_have_no_likeliest_token_and_no_logit_hides_it(name: s
 
 def test_a_nan_in_attention_is_not_lost_in_its_soft_cap() -> None:
     ids, model = torch.tensor([[3, 4, 5]]), families.build("gemma2")
-    assert LayeredModel(model, "native").read(ids).isfinite().all()  # from now on the shape is known to be good
+    assert ModelRunner(model, "native").read(ids).isfinite().all()  # from now on the shape is known to be good
     with torch.no_grad():
         model.get_parameter("model.layers.0.self_attn.q_proj.weight")[0, 0] = NAN
-    assert LayeredModel(model, "native").read(ids).isnan().all()
+    assert ModelRunner(model, "native").read(ids).isnan().all()
 
 
-def test_error_codes_of_every_function_are_raised(layered: LayeredModel) -> None:
+def test_error_codes_of_every_function_are_raised(runner: ModelRunner) -> None:
     native: Any = declare(library.load())
     number = torch.zeros(4)
     at = number.data_ptr()
@@ -100,10 +100,10 @@ def test_the_memory_of_a_long_prompt_is_given_back() -> None:
         float,
         in_process(
             "import torch",
-            "from skipstone.engines.model_runner import LayeredModel",
+            "from skipstone.engines.model_runner import ModelRunner",
             "from tests.helpers import families",
             "def megabytes(): return int(open('/proc/self/statm').read().split()[1]) * 4096 / 2**20",
-            "model = LayeredModel(families.build('llama'), 'native')",
+            "model = ModelRunner(families.build('llama'), 'native')",
             "few, many = (torch.zeros(1, n, model.config.hidden_size) for n in (1, 200_000))",
             "model.likeliest(few); before = megabytes()",
             "model.likeliest(many); grown = megabytes()",
@@ -139,12 +139,12 @@ def test_the_next_call_works_in_a_fork_and_in_its_parent(engine: str) -> None:
     assert said == "True 0"
 
 
-def test_what_a_caller_has_set_of_its_floating_point_unit_changes_nothing_and_stays(layered: LayeredModel) -> None:
-    tiny = torch.full((1, 3, layered.config.hidden_size), 1e-39)
-    before = layered.normed(tiny)
+def test_what_a_caller_has_set_of_its_floating_point_unit_changes_nothing_and_stays(runner: ModelRunner) -> None:
+    tiny = torch.full((1, 3, runner.config.hidden_size), 1e-39)
+    before = runner.normed(tiny)
     assert torch.set_flush_denormal(True)
     try:
-        flushed = layered.normed(tiny)
+        flushed = runner.normed(tiny)
         assert float(torch.tensor([1e-39]) * 1) == 0.0, "the caller's own setting is still there"
     finally:
         torch.set_flush_denormal(False)

@@ -12,14 +12,13 @@ from torch import Tensor
 
 import skipstone
 from skipstone.engines.engine import QUANTIZED as CHOICES
-from skipstone.engines.native import build
-from skipstone.engines.native import library
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.native.structs import Matrix, Model, declare
 from skipstone.engines.native.weights import QUANTIZED
 from skipstone.models.facts import Facts
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
 
@@ -204,13 +203,13 @@ def test_weights_beyond_the_format_are_refused(kind: str, bad: float) -> None:
     model = families.build("llama")
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = bad  # pyright: ignore
     with pytest.raises(ValueError, match=f"quantize='{kind}' needs finite weights"):
-        LayeredModel(model, None, kind)
+        ModelRunner(model, None, kind)
 
 
-def quantised(model: Any, kind: str, threads: int = 1) -> LayeredModel:
-    layered = LayeredModel(model, None, kind)
-    layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
-    return layered
+def quantised(model: Any, kind: str, threads: int = 1) -> ModelRunner:
+    runner = ModelRunner(model, None, kind)
+    runner.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
+    return runner
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,9 +227,9 @@ def test_models_have_the_same_bits_on_every_level(kind: str, monkeypatch: pytest
     expected = chain(quantised(model, kind), ids, 1)
     for engine in levels():
         monkeypatch.setattr(library, "load", lambda engine=engine: engine)
-        layered = quantised(model, kind)
-        layered.engine = NativeEngine(model, Facts(model), kind)
-        assert_same_bits(chain(layered, ids, 5), expected)
+        runner = quantised(model, kind)
+        runner.engine = NativeEngine(model, Facts(model), kind)
+        assert_same_bits(chain(runner, ids, 5), expected)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.1)])
@@ -271,7 +270,7 @@ def test_the_embedding_is_quantised_where_it_is_the_head_and_stored_elsewhere() 
     for tied in (True, False):
         model: Any = families.build("llama", tie_word_embeddings=tied)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-        stored = LayeredModel(model, "native").embed(ids, positions)
+        stored = ModelRunner(model, "native").embed(ids, positions)
         found = quantised(model, "int8").embed(ids, positions)
         expected = torch.from_numpy(dequantized("int8", stored[0].numpy()).astype(np.float32)) if tied else stored[0]
         assert torch.allclose(found[0], expected, rtol=1e-6, atol=1e-8)
@@ -294,18 +293,18 @@ def test_greedy_texts_of_methods_are_those_of_plain_decoding(kind: str, method: 
 
 def test_what_was_asked_is_remembered_and_can_be_taken_back() -> None:
     model = families.build("llama")
-    assert LayeredModel(model).engine.quantize is None
-    assert LayeredModel(model, None, "int8").engine.quantize == "int8", "for one call"
-    assert LayeredModel(model).engine.quantize is None
+    assert ModelRunner(model).engine.quantize is None
+    assert ModelRunner(model, None, "int8").engine.quantize == "int8", "for one call"
+    assert ModelRunner(model).engine.quantize is None
     skipstone.enable(model, "autoregressive", quantize="int4")
-    assert LayeredModel(model).engine.quantize == "int4"
+    assert ModelRunner(model).engine.quantize == "int4"
     skipstone.enable(model, "autoregressive")
-    assert LayeredModel(model).engine.quantize == "int4", "None leaves it as it is"
-    assert "int4" in LayeredModel(model).engine.detail
+    assert ModelRunner(model).engine.quantize == "int4", "None leaves it as it is"
+    assert "int4" in ModelRunner(model).engine.detail
     skipstone.enable(model, "autoregressive", quantize="none")
-    assert LayeredModel(model).engine.quantize is None
+    assert ModelRunner(model).engine.quantize is None
     loaded = skipstone.load(quantize="int8")[0]
-    assert LayeredModel(loaded).engine.quantize == "int8"
+    assert ModelRunner(loaded).engine.quantize == "int8"
 
 
 def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,22 +316,22 @@ def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatc
         with pytest.raises(ValueError, match="quantize must be one of none, int8, int4, found 'int3'"):
             attempt()
     with pytest.raises(ValueError, match=r"quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
-        LayeredModel(model, "eager", "int8")
+        ModelRunner(model, "eager", "int8")
     with pytest.raises(ValueError, match=r"quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
         skipstone.load(engine="eager", quantize="int8")
     other = families.build("gpt2")
     with pytest.raises(ValueError, match="quantize='int4' needs the native engine, which cannot run this model: the native"):
         skipstone.enable(other, "autoregressive", quantize="int4")
-    assert LayeredModel(other).engine.name == "eager", "what failed is not remembered"
+    assert ModelRunner(other).engine.name == "eager", "what failed is not remembered"
     monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: x)
     with pytest.raises(ValueError, match=r"needs the native engine, which cannot run this model: .* has hooks or a forward"):
-        LayeredModel(model, None, "int8")
+        ModelRunner(model, None, "int8")
     assert ("none", *KINDS) == CHOICES
 
 
 def total(model: Any, ids: Tensor, kind: str) -> Tensor:
-    layered = quantised(model, kind)
-    return layered.project(layered.read(ids))
+    runner = quantised(model, kind)
+    return runner.project(runner.read(ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -345,15 +344,15 @@ def test_whole_texts_are_read_as_they_are_decoded(kind: str) -> None:
 
 def test_a_model_in_fewer_bits_is_made_once_and_anew_for_other_weights() -> None:
     raw = families.build("llama")
-    first = LayeredModel(raw, "native")
+    first = ModelRunner(raw, "native")
     few, before = first.in_fewer_bits("int4"), first.fingerprint
     assert few.engine.quantize == "int4"
-    assert LayeredModel(raw, "native").in_fewer_bits("int4").engine is few.engine
+    assert ModelRunner(raw, "native").in_fewer_bits("int4").engine is few.engine
     raw.model.layers[0].mlp.up_proj.weight.mul_(2)
-    changed = LayeredModel(raw, "native")
+    changed = ModelRunner(raw, "native")
     assert changed.in_fewer_bits("int4").engine is not few.engine
     assert changed.fingerprint == fingerprint(raw) != before
     raw.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros_like(raw.model.layers[1].mlp.up_proj.weight))
-    replaced = LayeredModel(raw, "native")
+    replaced = ModelRunner(raw, "native")
     assert replaced.in_fewer_bits("int4").engine is not changed.in_fewer_bits("int4").engine
     assert fingerprint(families.build("llama")) == before

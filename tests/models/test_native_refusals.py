@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.weight_version import model_version
 from tests.helpers import families
@@ -29,14 +29,14 @@ pytestmark = [
 GUARD = 512
 
 
-def guarded(layered: LayeredModel) -> tuple[KVStore, list[Tensor]]:
+def guarded(runner: ModelRunner) -> tuple[KVCache, list[Tensor]]:
     """A store for 20 tokens (its buffers inside larger ones), and those larger ones."""
-    store, whole = KVStore(2, layered.depth, 20), []
+    store, whole = KVCache(2, runner.depth, 20), []
     store.reserve(20)
     shape = (2, 2, store.capacity + 1, 16)
     size = torch.Size(shape).numel()
     for buffers in (store.keys, store.values):
-        for index in range(layered.depth):
+        for index in range(runner.depth):
             whole.append(torch.full((size + 2 * GUARD,), 7.0))
             buffers[index] = whole[-1][GUARD : GUARD + size].view(shape)
     return store, whole
@@ -75,24 +75,24 @@ REFUSED: dict[str, tuple[Callable[[], Pass], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_bad_pass_is_refused_and_writes_nothing(what: str) -> None:
     make, sentence = REFUSED[what]
-    layered = native(families.cached("llama"))
-    store, whole = guarded(layered)
+    runner = native(families.cached("llama"))
+    store, whole = guarded(runner)
     hidden = torch.ones(1, 3, 32)
     with pytest.raises(RuntimeError, match=f"the native engine was asked for {sentence}"):
-        layered.run(hidden, make(), store, range(4))
+        runner.run(hidden, make(), store, range(4))
     assert all(bool((one == 7.0).all()) for one in whole), "a refused pass wrote to the store"
     assert bool((hidden == 1).all())
-    layered.run(hidden, bad_pass(), store, range(4))  # and the same engine goes on, inside its buffers
+    runner.run(hidden, bad_pass(), store, range(4))  # and the same engine goes on, inside its buffers
     for one in whole:
         assert bool((one[:GUARD] == 7.0).all() & (one[-GUARD:] == 7.0).all())
     assert not bool((whole[0] == 7.0).all())
 
 
 def test_an_extent_that_holds_the_trash_is_refused() -> None:
-    layered = native(families.cached("llama"))
-    store, _ = guarded(layered)
+    runner = native(families.cached("llama"))
+    store, _ = guarded(runner)
     with pytest.raises(RuntimeError, match="the native engine was asked for"):
-        layered.run(torch.ones(1, 3, 32), bad_pass([0, 1, store.capacity], extent=store.capacity + 1), store, range(4))
+        runner.run(torch.ones(1, 3, 32), bad_pass([0, 1, store.capacity], extent=store.capacity + 1), store, range(4))
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40])
@@ -103,10 +103,10 @@ def test_an_unknown_token_is_refused(token: int) -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 5)])
 def test_an_unknown_layer_is_refused(start: int, stop: int) -> None:
-    layered = native(families.cached("llama"))
-    store, whole = guarded(layered)
+    runner = native(families.cached("llama"))
+    store, whole = guarded(runner)
     with pytest.raises(RuntimeError, match="a layer that the model does not have"):
-        layered.run(torch.ones(1, 3, 32), bad_pass(), store, range(start, stop))
+        runner.run(torch.ones(1, 3, 32), bad_pass(), store, range(start, stop))
     assert all(bool((one == 7.0).all()) for one in whole)
 
 
@@ -135,11 +135,11 @@ MISFITS: dict[str, Tensor] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_tensor_that_is_too_short_or_of_another_kind_is_refused(name: str) -> None:
-    layered = native(families.cached("llama"))
-    store, whole = guarded(layered)
-    layered.run(torch.ones(1, 3, 32), whole_pass(), store, range(0))
+    runner = native(families.cached("llama"))
+    store, whole = guarded(runner)
+    runner.run(torch.ones(1, 3, 32), whole_pass(), store, range(0))
     with pytest.raises(ValueError, match=r"the native engine wants \w+ \[[\d, ]*\] in \w+ on the CPU, found \["):
-        layered.run(torch.ones(1, 3, 32), whole_pass(**{name: MISFITS[name]}), store, range(4))
+        runner.run(torch.ones(1, 3, 32), whole_pass(**{name: MISFITS[name]}), store, range(4))
     assert all(bool((one == 7.0).all()) for one in whole), "a refused pass wrote to the store"
 
 
@@ -154,26 +154,26 @@ STATES = [
 
 @pytest.mark.parametrize("hidden", STATES, ids=lambda one: f"{list(one.shape)} {one.dtype} {one.device}")
 def test_states_that_do_not_fit_are_refused(hidden: Tensor) -> None:
-    layered = native(families.cached("llama"))
-    store, _ = guarded(layered)
+    runner = native(families.cached("llama"))
+    store, _ = guarded(runner)
     sentence = r"the native engine wants hidden \[1, 3, 32\] in float32 on the CPU, found \["
     with pytest.raises(ValueError, match=sentence):
-        layered.run(hidden, bad_pass(), store, range(4))
+        runner.run(hidden, bad_pass(), store, range(4))
     if hidden.shape[-1] != 32 or hidden.dtype != torch.float32 or hidden.is_meta:
-        for read in (layered.normed, layered.project, layered.engine.likeliest):
+        for read in (runner.normed, runner.project, runner.engine.likeliest):
             with pytest.raises(ValueError, match=r"the native engine wants (hidden|normed)"):
                 read(hidden)
 
 
 def test_a_store_of_another_engine_or_model_is_refused() -> None:
     model = families.build("gemma", head_dim=12)  # the native engine keeps whole vectors
-    store, positions = KVStore(1, 4, 20), torch.arange(3)[None]
+    store, positions = KVCache(1, 4, 20), torch.arange(3)[None]
     store.reserve(20)
-    eager = LayeredModel(model, "eager")
+    eager = ModelRunner(model, "eager")
     eager.run(eager.embed(positions, positions), bad_pass(), store, range(4))
     with pytest.raises(ValueError, match=r"wants keys and values .* in float32 on the CPU, found"):
         native(model).run(torch.ones(1, 3, 32), bad_pass(), store, range(4))
-    store = KVStore(1, 4, 20)
+    store = KVCache(1, 4, 20)
     store.reserve(20)
     native(families.cached("llama")).run(torch.ones(1, 3, 32), bad_pass(), store, range(4))
     with pytest.raises(ValueError, match=r"wants keys and values"):
@@ -186,9 +186,9 @@ def test_ids_of_another_kind_are_refused() -> None:
 
 
 def test_too_many_threads_are_refused() -> None:
-    layered = native(families.cached("llama"), threads=65)
+    runner = native(families.cached("llama"), threads=65)
     with pytest.raises(RuntimeError, match="a number of threads that is not from 1 to 64"):
-        layered.project(torch.ones(1, 1, 32))
+        runner.project(torch.ones(1, 1, 32))
 
 
 def test_no_memory_is_an_error() -> None:
@@ -203,7 +203,7 @@ def test_hooks_of_transformers_own_are_no_reason() -> None:
     model = families.build("llama")
     model(families.prompts(1)[0][None], output_hidden_states=True)
     assert any(module._forward_hooks for module in model.modules()), "it listens from now on"
-    assert LayeredModel(model).engine.name == "native"
+    assert ModelRunner(model).engine.name == "native"
 
 
 class OtherLinear(nn.Linear):
@@ -255,7 +255,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
     change(model)
     assert why_not(model, Facts(model)) == sentence
     with pytest.raises(ValueError, match="engine='native' cannot run this model"):
-        LayeredModel(model, "native")
+        ModelRunner(model, "native")
 
 
 @pytest.mark.parametrize("name", [name for name in families.NAMES if name not in RECIPES])
@@ -267,7 +267,7 @@ def test_an_unknown_family_is_said(name: str) -> None:
 def test_the_eager_engines_patches_are_no_forward_of_their_own() -> None:
     model = families.build("llama")
     expected = chain(native(model), text(9), 1)
-    chain(LayeredModel(model, "eager"), text(9), 9)
+    chain(ModelRunner(model, "eager"), text(9), 9)
     assert why_not(model, Facts(model)) is None
     assert_same_bits(chain(native(model), text(9), 1), expected)
 

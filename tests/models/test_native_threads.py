@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from skipstone.engines.native import library
-from skipstone.engines.native import threads
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library, threads
 from tests.helpers import families
 
 
@@ -56,7 +55,7 @@ def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(threads.VARIABLE, "3")
     assert threads.asked() == 3
     if library.missing() is None:
-        engine = LayeredModel(families.build("llama"), "native").engine
+        engine = ModelRunner(families.build("llama"), "native").engine
         assert engine.detail.endswith("3 threads")
     for wrong in ("0", "65", "two", "\u00b2"):
         monkeypatch.setenv(threads.VARIABLE, wrong)

@@ -18,10 +18,9 @@ from transformers import AttentionInterface
 
 import skipstone
 from skipstone import LayerSkip, SelfSpeculative
-from skipstone.engines.eager import attention
-from skipstone.engines.eager import linear
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.eager import attention, linear
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import all_but
@@ -95,36 +94,36 @@ def test_patches_are_set_once_and_only_where_they_are_needed() -> None:
     assert "forward" in vars(model.model.layers[0].mlp)
     twice = attributes(model)
     decode(model)
-    LayeredModel(model)
+    ModelRunner(model)
     assert attributes(model) == twice
 
 
 def test_modules_are_looked_for_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
-    layers = LayeredModel(model).layers
+    layers = ModelRunner(model).layers
     for walk in ("modules", "named_modules", "parameters", "named_parameters"):
         monkeypatch.setattr(nn.Module, walk, lambda *_, **__: pytest.fail("walked again"))
-    assert LayeredModel(model).layers is layers
+    assert ModelRunner(model).layers is layers
 
 
 def test_what_changes_a_model_is_seen() -> None:
     model: Any = families.build("llama")
-    text, layers = decode(model), LayeredModel(model).layers
+    text, layers = decode(model), ModelRunner(model).layers
     model.set_attn_implementation("eager")
     assert decode(model) == text
     model.set_attn_implementation("sdpa")
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
-    assert LayeredModel(model).layers == layers[:2]
+    assert ModelRunner(model).layers == layers[:2]
     model.to(torch.bfloat16)
-    assert LayeredModel(model).dtype == torch.bfloat16
+    assert ModelRunner(model).dtype == torch.bfloat16
     assert not any("forward" in vars(module) for module in model.modules())
     model.resize_token_embeddings(120, mean_resizing=False)
-    assert LayeredModel(model).embeddings == 120
+    assert ModelRunner(model).embeddings == 120
     model.float()
     assert decode(model, "autoregressive") != text
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    LayeredModel(adapted.eval())
+    ModelRunner(adapted.eval())
     added = model.model.layers[0].self_attn.q_proj.lora_A["default"]
     assert "forward" in vars(added) or not linear.pays(added)
 
@@ -178,7 +177,7 @@ def test_a_model_is_freed_with_its_last_reference() -> None:
     gc.disable()
     try:
         decode(model)
-        layer = weakref.ref(LayeredModel(model).layers[1].mlp)
+        layer = weakref.ref(ModelRunner(model).layers[1].mlp)
         del model
         assert layer() is None
     finally:
@@ -221,21 +220,21 @@ def test_a_models_own_forward_can_still_be_compiled_whole() -> None:
 def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) -> None:
     model: Any = families.build(name)
     before, modules = own(model), attributes(model)
-    layered = LayeredModel(model)
-    wrapped = getattr(layered.layers[1], layered.family.attention)
+    runner = ModelRunner(model)
+    wrapped = getattr(runner.layers[1], runner.family.attention)
     inner = wrapped.forward
     wrapped.forward = cover = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's hooks do
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a full disk, say")
 
-    handle = layered.layers[3].register_forward_pre_hook(fail)
-    store, positions = KVStore(1, 4, 3), torch.arange(3)[None]
+    handle = runner.layers[3].register_forward_pre_hook(fail)
+    store, positions = KVCache(1, 4, 3), torch.arange(3)[None]
     store.reserve(3)
     at = Pass(positions, positions, None, slice(0, 1), 3, 0)
-    hidden = layered.embed(IDS[:, :3], positions)
+    hidden = runner.embed(IDS[:, :3], positions)
     with pytest.raises(RuntimeError, match="full disk"):
-        layered.run(hidden, at, store, range(4), SkipSet(frozenset({0, 1}), frozenset({1, 2})))
+        runner.run(hidden, at, store, range(4), SkipSet(frozenset({0, 1}), frozenset({1, 2})))
     handle.remove()
     assert same(own(model), before)
     skipstone.disable(model)

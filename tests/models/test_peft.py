@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.refusals import ADAPTERS
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
@@ -119,7 +119,7 @@ def test_an_adapter_outside_the_modules_is_refused_by_name(adapter: str) -> None
     config, words = OUTSIDE[adapter]
     model = adapted(config)
     for attempt in (
-        lambda: LayeredModel(model),
+        lambda: ModelRunner(model),
         lambda: skipstone.generate(model, torch.tensor([[1, 2, 3]]), METHOD, max_new_tokens=2),
         lambda: skipstone.enable(model, METHOD),
     ):

@@ -17,13 +17,13 @@ from torch import nn
 
 import skipstone
 from skipstone import LayerSkip, SelfSpeculative, Speculative, Swift
-from skipstone.lab.check.check import Judge
-from skipstone.engines.loading import load_model
-from skipstone.models import quantised as rooms
 from skipstone.engines.eager import linear
+from skipstone.engines.loading import load_model
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
+from skipstone.lab.check.check import Judge
+from skipstone.models import quantised as rooms
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import all_but
@@ -77,19 +77,19 @@ def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str)
         pytest.skip("no native engine")
     model = quantised.cached(name)
     (kernel,) = rooms.kernels(model)
-    reason = LayeredModel(model).engine_reason
+    reason = ModelRunner(model).engine_reason
     assert reason is not None
     assert f"is quantised ({kernel}), and the native engine reads plain weights only" in reason
     for asked in ({"engine": "native"}, {"quantize": "int8"}):
         with pytest.raises(ValueError, match="reads plain weights only"):
-            LayeredModel(model, **asked)
+            ModelRunner(model, **asked)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_fingerprint_is_of_the_quantised_weights_and_stays(name: str) -> None:
     """Kernels that repack their weights when they first run have done so."""
     model = quantised.build(name)
-    LayeredModel(model)
+    ModelRunner(model)
     known = fingerprint(model)
     model.generate(prompt(LENGTH)[None], max_new_tokens=2)
     assert fingerprint(copy.copy(model)) == known
@@ -116,7 +116,7 @@ def with_odd_weight(model: Any, place: str) -> Any:
 def test_a_kernel_that_is_not_tested_is_refused_by_name() -> None:
     model = with_odd_weight(families.build("llama"), "model.layers.1.mlp.up_proj")
     with pytest.raises(ValueError) as caught:
-        LayeredModel(model)
+        ModelRunner(model)
     assert "quantised (torchao), its layers are torchao Odd, expected torchao Int8Tensor" in str(caught.value)
 
 
@@ -125,16 +125,16 @@ def test_a_quantised_head_or_embedding_is_refused(place: str, part: str, monkeyp
     known = rooms.METHODS["torchao"]
     monkeypatch.setitem(rooms.METHODS, "torchao", rooms.Quantisation(known.package, ("torchao Odd",)))
     with pytest.raises(ValueError, match=rf"the model's {part} is quantised \(torchao Odd\), expected a plain one"):
-        LayeredModel(with_odd_weight(llama(), place))
+        ModelRunner(with_odd_weight(llama(), place))
 
 
 def test_gguf_blocks_that_stay_packed_are_refused_and_unpacked_ones_are_not() -> None:
     model: Any = llama()
     model.hf_quantizer, model.config.quantization_config = object(), SimpleNamespace(quant_method="gguf")
-    LayeredModel(model)
+    ModelRunner(model)
     model.model.layers[0].mlp.up_proj = GgufLinear(32, 64, bias=False)
     with pytest.raises(ValueError, match=r"quantised \(gguf\) and keeps its weights packed.*dequantize=True"):
-        LayeredModel(model)
+        ModelRunner(model)
 
 
 def test_the_patch_for_few_rows_leaves_quantised_weights_alone() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import skipstone
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import known_types, recognition
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from tests.helpers import families, support
 from tests.helpers.wrapped import WRAPPERS
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_decoded_exactly_is_refused_by_name(case: str) ->
     builder, words = REFUSED[case]
     model = builder()
     with support.forwards(model) as count, pytest.raises(ValueError) as error:
-        LayeredModel(model)
+        ModelRunner(model)
     assert not [word for word in words if word not in str(error.value)], str(error.value)
     assert count == [0] or case in TRACED
 
@@ -175,7 +175,7 @@ def test_a_model_that_was_decoded_with_is_refused_once_its_state_forbids_it(case
     model, ids = families.build("llama"), torch.tensor([[1, 2, 3]])
     skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)
     LATER[case](model)
-    for attempt in (lambda: LayeredModel(model), lambda: skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)):
+    for attempt in (lambda: ModelRunner(model), lambda: skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)):
         with pytest.raises(ValueError) as error:
             attempt()
         assert not [word for word in REFUSED[case][1] if word not in str(error.value)], str(error.value)
@@ -222,16 +222,16 @@ def test_a_type_is_refused_by_its_name_before_anything_is_run(kind: str) -> None
     config = transformers.CONFIG_MAPPING[kind]()
     shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)
     with pytest.raises(ValueError, match=re.escape(f"{kind} {known_types.REFUSED[kind]}")):
-        LayeredModel(shell)
+        ModelRunner(shell)
 
 
 def test_a_type_that_nobody_has_tested_is_not_trusted_with_a_window_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recognition, "TESTED", frozenset())
     model = families.build("llama", vocab=89)
-    LayeredModel(model)
+    ModelRunner(model)
     model = families.build("llama", vocab=83, local_attention=256)
     with pytest.raises(ValueError, match="local_attention=256 in its config, which nobody has looked at"):
-        LayeredModel(model)
+        ModelRunner(model)
 
 
 def test_a_family_is_not_remembered_for_what_computes_otherwise() -> None:
@@ -251,7 +251,7 @@ def test_weights_that_were_trained_since_are_verified_against_what_they_give_now
         for parameter in model.parameters():
             parameter.mul_(1.5)
     assert not recognition.recognise(model).is_verified
-    LayeredModel(model)
+    ModelRunner(model)
     assert recognition.recognise(model).is_verified
 
 
@@ -259,11 +259,11 @@ def test_a_soft_cap_is_found_where_logits_are_too_small_to_show_it() -> None:
     model = families.build("gemma2", vocab=71)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e-3)
-    assert LayeredModel(model).family.logits == ("softcap", "final_logit_softcapping")
+    assert ModelRunner(model).family.logits == ("softcap", "final_logit_softcapping")
 
 
 def test_heads_that_do_not_divide_are_named_and_not_the_forward() -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=3)).eval()
     with pytest.raises(ValueError, match=r"num_attention_heads .* multiple of num_key_value_heads, found 4 and 3"):
-        LayeredModel(model)
+        ModelRunner(model)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.choose_engine import attach
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.weights import RECIPES
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import llama
 
@@ -38,13 +38,13 @@ def states(model: Any, rows: int = 3) -> Tensor:
     return torch.randn(rows, 2, model.get_output_embeddings().weight.shape[1], generator=generator).to(model.dtype)
 
 
-def assert_rows(layered: LayeredModel, exactly: bool = False, head: Any = None) -> None:
+def assert_rows(runner: ModelRunner, exactly: bool = False, head: Any = None) -> None:
     """Of every list, twice: when its rows are copied, and from the copy."""
-    normed = states(layered.model).to(layered.dtype)
-    whole = layered.project(normed, head)
+    normed = states(runner.model).to(runner.dtype)
+    whole = runner.project(normed, head)
     for ids in map(torch.tensor, LISTS.values()):
         for _ in range(2):
-            found = layered.project(normed, head, ids)
+            found = runner.project(normed, head, ids)
             assert found.shape == whole.shape
             assert found.dtype == torch.float32
             others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, ids, False)
@@ -57,7 +57,7 @@ def assert_rows(layered: LayeredModel, exactly: bool = False, head: Any = None) 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
 def test_eager_logits_are_those_of_the_whole_head(family: str) -> None:
-    assert_rows(LayeredModel(families.cached(family), "eager"))
+    assert_rows(ModelRunner(families.cached(family), "eager"))
 
 
 def biased() -> Any:
@@ -71,27 +71,27 @@ def biased() -> Any:
 @pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
 def test_biases_go_with_their_rows(engine: str) -> None:
     model = biased()
-    assert_rows(LayeredModel(model, engine), exactly=engine == "native")
+    assert_rows(ModelRunner(model, engine), exactly=engine == "native")
     normed, ids = states(model), torch.tensor(LISTS["some"])
-    before = LayeredModel(model, engine).project(normed, None, ids)
+    before = ModelRunner(model, engine).project(normed, None, ids)
     model.lm_head.bias.add_(3)
-    torch.testing.assert_close(LayeredModel(model, engine).project(normed, None, ids), before + 3)
+    torch.testing.assert_close(ModelRunner(model, engine).project(normed, None, ids), before + 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_eager_logits_in_other_dtypes(dtype: torch.dtype) -> None:
     model = copy.deepcopy(families.cached("llama")).to(dtype)
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     normed, ids = states(model), torch.tensor(LISTS["some"])
     torch.testing.assert_close(
-        layered.project(normed, None, ids)[..., ids], layered.project(normed)[..., ids], rtol=2e-2, atol=2e-2
+        runner.project(normed, None, ids)[..., ids], runner.project(normed)[..., ids], rtol=2e-2, atol=2e-2
     )
 
 
 @NATIVE
 @pytest.mark.parametrize("family", list(RECIPES))
 def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> None:
-    assert_rows(LayeredModel(families.cached(family), "native"), exactly=True)
+    assert_rows(ModelRunner(families.cached(family), "native"), exactly=True)
 
 
 @NATIVE
@@ -101,24 +101,24 @@ def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> N
 def test_so_they_are_of_weights_that_are_quantised_or_given_up(dtype: torch.dtype, quantize: str, keep_weights: bool) -> None:
     model = copy.deepcopy(families.cached("gemma2")).to(dtype)
     attach(model, "native", quantize, keep_weights=keep_weights)
-    layered = LayeredModel(model)
-    assert layered.engine.quantize == (None if quantize == "none" else quantize)
-    assert_rows(layered, exactly=True)
+    runner = ModelRunner(model)
+    assert runner.engine.quantize == (None if quantize == "none" else quantize)
+    assert_rows(runner, exactly=True)
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
 def test_a_head_that_changes_is_copied_anew(engine: str) -> None:
     model: Any = llama()
     normed, lists = states(model), [torch.tensor(LISTS[name]) for name in ("the first ones", "some")]
-    before = [LayeredModel(model, engine).project(normed, None, ids) for ids in lists]
+    before = [ModelRunner(model, engine).project(normed, None, ids) for ids in lists]
     model.lm_head.weight.mul_(2)
-    layered = LayeredModel(model, engine)
+    runner = ModelRunner(model, engine)
     for ids, old in zip(lists, before, strict=True):
-        torch.testing.assert_close(layered.project(normed, None, ids), 2 * old)
+        torch.testing.assert_close(runner.project(normed, None, ids), 2 * old)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 4)
-    layered = LayeredModel(model, engine)
+    runner = ModelRunner(model, engine)
     for ids, old in zip(lists, before, strict=True):
-        torch.testing.assert_close(layered.project(normed, None, ids), old / 2)
+        torch.testing.assert_close(runner.project(normed, None, ids), old / 2)
 
 
 def doubled(*given: Any) -> Tensor:
@@ -161,48 +161,48 @@ def adapter(model: Any) -> None:
 def test_what_a_head_does_beyond_its_weights_is_done(change: Any) -> None:
     model: Any = llama()
     normed, ids = states(model), torch.tensor(LISTS["some"])
-    before = LayeredModel(model, "eager").project(normed, None, ids)
+    before = ModelRunner(model, "eager").project(normed, None, ids)
     change(model)
-    layered = LayeredModel(model, "eager")
-    torch.testing.assert_close(layered.project(normed, None, ids), 2 * before)
-    assert_rows(layered)
+    runner = ModelRunner(model, "eager")
+    torch.testing.assert_close(runner.project(normed, None, ids), 2 * before)
+    assert_rows(runner)
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
 def test_a_head_of_another_kind_is_asked_for_some_tokens(engine: str) -> None:
-    layered, head = LayeredModel(llama(), engine), torch.nn.Linear(32, VOCABULARY)
-    assert_rows(layered, exactly=True, head=head)
+    runner, head = ModelRunner(llama(), engine), torch.nn.Linear(32, VOCABULARY)
+    assert_rows(runner, exactly=True, head=head)
 
 
 @NATIVE
 def test_the_engine_picks_among_some_tokens() -> None:
-    layered = LayeredModel(families.cached("gemma2"), "native")
-    hidden = torch.randn(5, states(layered.model).shape[-1], generator=torch.Generator().manual_seed(1))
+    runner = ModelRunner(families.cached("gemma2"), "native")
+    hidden = torch.randn(5, states(runner.model).shape[-1], generator=torch.Generator().manual_seed(1))
     transform = torch.randn(hidden.shape[1], hidden.shape[1], generator=torch.Generator().manual_seed(2))
     for ids in map(torch.tensor, LISTS.values()):
         for matrix in (None, transform):
-            normed = layered.normed(hidden)
-            logits = layered.project(normed if matrix is None else normed @ matrix.t(), None, ids)
-            picked, probability = layered.engine.exit_picks(hidden, matrix, ids)
+            normed = runner.normed(hidden)
+            logits = runner.project(normed if matrix is None else normed @ matrix.t(), None, ids)
+            picked, probability = runner.engine.exit_picks(hidden, matrix, ids)
             assert torch.equal(picked, logits.argmax(-1))
             torch.testing.assert_close(probability, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
 
 
 @NATIVE
 def test_only_lists_of_the_heads_own_ids_are_read() -> None:
-    layered = LayeredModel(llama(), "native")
+    runner = ModelRunner(llama(), "native")
     for ids in ([], [-1, 3], [5, 97], [*range(98)]):
         with pytest.raises(ValueError, match="a shortlist must name ids from 0 to 96"):
-            layered.project(torch.zeros(1, 1, 32), None, torch.tensor(ids, dtype=torch.int64))
+            runner.project(torch.zeros(1, 1, 32), None, torch.tensor(ids, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"the native engine wants shortlist \[2\] in int64"):
-        layered.project(torch.zeros(1, 1, 32), None, torch.tensor([1, 2], dtype=torch.int32))
+        runner.project(torch.zeros(1, 1, 32), None, torch.tensor([1, 2], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
 def test_rows_go_with_their_list(engine: str) -> None:
-    layered, ids = LayeredModel(llama(), engine), torch.tensor(LISTS["some"])
-    layered.project(torch.zeros(1, 1, 32), None, ids)
-    kept: Any = layered.engine
+    runner, ids = ModelRunner(llama(), engine), torch.tensor(LISTS["some"])
+    runner.project(torch.zeros(1, 1, 32), None, ids)
+    kept: Any = runner.engine
     assert len(kept._shortlists) == 1
     gone = weakref.ref(ids)
     del ids

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import Method, SelfSpeculative, Swift
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import derive, find_layers
 from skipstone.models.families import Family, text_config
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import all_but
@@ -123,18 +123,18 @@ def without(model: PreTrainedModel, skip: SkipSet) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def run(layered: LayeredModel, ids: Tensor, skip: SkipSet) -> list[Tensor]:
+def run(runner: ModelRunner, ids: Tensor, skip: SkipSet) -> list[Tensor]:
     """What every layer returns, [1, T, d] each, of ids [1, T] in two chunks."""
-    store, found, start = KVStore(1, layered.depth, ids.shape[1]), [[] for _ in range(layered.depth)], 0
+    store, found, start = KVCache(1, runner.depth, ids.shape[1]), [[] for _ in range(runner.depth)], 0
     store.reserve(ids.shape[1])
-    width = text_config(layered.model).hidden_size
+    width = text_config(runner.model).hidden_size
     for stop in (13, ids.shape[1]):
         positions = torch.arange(start, stop)[None]
         at = Pass(positions, positions, None, slice(0, 1), stop, start)
         store.length = [start]
-        hidden = layered.embed(ids[:, start:stop], positions)
-        for layer in range(layered.depth):
-            hidden = layered.engine.run(hidden, at, store, range(layer, layer + 1), skip)
+        hidden = runner.embed(ids[:, start:stop], positions)
+        for layer in range(runner.depth):
+            hidden = runner.engine.run(hidden, at, store, range(layer, layer + 1), skip)
             found[layer].append(hidden[..., :width])
         start = stop
     return [torch.cat(parts, 1) for parts in found]
@@ -144,13 +144,13 @@ def run(layered: LayeredModel, ids: Tensor, skip: SkipSet) -> list[Tensor]:
 @torch.no_grad()
 def test_a_skipped_sublayer_adds_nothing_to_the_residual_stream(name: str) -> None:
     model, ids = built(name), families.prompts(1)[0][None]
-    layered = LayeredModel(model, "eager")
+    runner = ModelRunner(model, "eager")
     with without(model, SkipSet()) as plain:
         model(ids, use_cache=False)
     for skip in SKIPS:
         with without(model, skip) as expected:
             model(ids, use_cache=False)
-        found, size = run(layered, ids, skip), expected[1].abs().max()
+        found, size = run(runner, ids, skip), expected[1].abs().max()
         assert (expected[1] - plain[1]).abs().max() > VISIBLE * size, "the skipped sublayers did nothing anyway"
         for layer, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             error, most = (mine - theirs).abs().max(), theirs.abs().max()

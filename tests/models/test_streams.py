@@ -15,12 +15,12 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, LayerSkip
+from skipstone.engines.exits import layer_states
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import altup, recognition
 from skipstone.models.derivation import Underivable, _streams
-from skipstone.engines.exits import layer_states
 from skipstone.models.families import text_ids
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.trace import Call
 from skipstone.train.layerskip.run import _shorten
@@ -63,39 +63,39 @@ def test_exits_below_and_above_the_layers_that_share_keys_and_values_are_exact(m
     assert out.stats.drafted > out.stats.accepted > 0
 
 
-def logits(layered: LayeredModel, ids: Tensor, exit_layer: int, skip: SkipSet | None = None) -> Tensor:
+def logits(runner: ModelRunner, ids: Tensor, exit_layer: int, skip: SkipSet | None = None) -> Tensor:
     """[1, T, V] behind the first layers, in two chunks."""
-    store, parts = KVStore(1, layered.depth, ids.shape[1]), []
+    store, parts = KVCache(1, runner.depth, ids.shape[1]), []
     store.reserve(ids.shape[1])
     for start, stop in ((0, 13), (13, ids.shape[1])):
         places = torch.arange(start, stop)[None]
         at = Pass(places, places, None, slice(0, 1), stop, start)
-        hidden = layered.run(layered.embed(ids[:, start:stop], places), at, store, range(exit_layer), skip)
-        parts.append(layered.logits(hidden))
+        hidden = runner.run(runner.embed(ids[:, start:stop], places), at, store, range(exit_layer), skip)
+        parts.append(runner.logits(hidden))
     return torch.cat(parts, 1)
 
 
 @torch.no_grad()
 def test_every_exit_merges_the_streams_as_the_model_itself_does() -> None:
     model, ids = families.cached(NAME), families.prompts(1)[0][None]
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     states = model(ids, output_hidden_states=True).hidden_states
     for exit_layer in (1, 2, 3):
         expected = objectives.HEADS[NAME](model, states[exit_layer])
-        torch.testing.assert_close(logits(layered, ids, exit_layer), expected, atol=1e-4, rtol=1e-4)
-    seen = layer_states(layered, ids[0])
+        torch.testing.assert_close(logits(runner, ids, exit_layer), expected, atol=1e-4, rtol=1e-4)
+    seen = layer_states(runner, ids[0])
     assert [one.shape[-1] for one in seen] == [4 * 32] * 5
     for mine, theirs in zip(seen[:-1], states, strict=False):
         torch.testing.assert_close(mine, altup.folded(theirs))
-    torch.testing.assert_close(layered.logits(seen[4]), model(ids).logits)
+    torch.testing.assert_close(runner.logits(seen[4]), model(ids).logits)
 
 
 @torch.no_grad()
 def test_a_skipped_sublayer_adds_nothing_and_its_layer_still_changes_the_streams() -> None:
     """Of layers whose keys and values no other layer reads."""
     model, ids = families.cached(NAME), families.prompts(1)[0][None]
-    layered = LayeredModel(model)
-    assert (layered.family.attention, layered.family.mlp) == ("self_attn", ("mlp",))
+    runner = ModelRunner(model)
+    assert (runner.family.attention, runner.family.mlp) == ("self_attn", ("mlp",))
     plain = model(ids).logits
     for attention, mlp in (({2}, set()), (set(), {1}), ({2, 3}, {0, 3}), ({3}, {3})):
         silent: Any = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_a_skipped_sublayer_adds_nothing_and_its_layer_still_changes_the_streams
             torch.nn.init.zeros_(silent.model.layers[index].mlp.down_proj.weight)
         expected = silent(ids).logits
         assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
-        found = logits(layered, ids, 4, SkipSet(frozenset(attention), frozenset(mlp)))
+        found = logits(runner, ids, 4, SkipSet(frozenset(attention), frozenset(mlp)))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -125,8 +125,8 @@ def test_a_skipped_sublayer_adds_nothing_and_its_layer_still_changes_the_streams
 )
 def test_what_only_some_configs_show_is_exact_too(fields: dict[str, Any]) -> None:
     model, prompt = families.build(NAME, **fields), families.prompts(1)[0]
-    layered = LayeredModel(model)
-    assert layered.family.streams == fields.get("altup_num_inputs", 4)
+    runner = ModelRunner(model)
+    assert runner.family.streams == fields.get("altup_num_inputs", 4)
     expected, smallest = support.margin(model, prompt, max_new_tokens=NEW)
     assert smallest >= support.TIE
     out = support.decode(model, [prompt], LayerSkip(exit_layer=2, num_speculative_tokens=4), max_new_tokens=NEW)
@@ -189,7 +189,7 @@ def test_streams_that_are_made_or_merged_wrongly_are_refused(
     recognition.recognise(model)  # derived without the mistake
     plant(monkeypatch)
     with pytest.raises(ValueError, match=f"as its own forward does: {PLANTED[plant]} differs by .* where 0.001 is allowed"):
-        LayeredModel(model, "eager")
+        ModelRunner(model, "eager")
 
 
 def test_streams_of_another_kind_than_altup_are_refused() -> None:
@@ -203,8 +203,8 @@ def test_other_engines_say_that_they_cannot_run_it() -> None:
     model = families.build(NAME)
     for engine in ("native", "compiled"):
         with pytest.raises(ValueError, match=engine):
-            LayeredModel(model, engine)
-    assert LayeredModel(model, "auto").engine.name == "eager"
+            ModelRunner(model, engine)
+    assert ModelRunner(model, "auto").engine.name == "eager"
 
 
 def test_ids_of_pictures_and_sound_are_no_text() -> None:
@@ -224,12 +224,12 @@ def test_a_model_of_this_kind_is_not_shortened_for_training() -> None:
 
 
 def test_all_parts_of_a_tokens_state_are_kept() -> None:
-    layered = LayeredModel(families.cached(NAME), "eager")
+    runner = ModelRunner(families.cached(NAME), "eager")
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        hidden = layered.embed(ids, torch.arange(3)[None])
-        streams, beside = layered.family.parts(hidden, layered.config)
+        hidden = runner.embed(ids, torch.arange(3)[None])
+        streams, beside = runner.family.parts(hidden, runner.config)
     assert hidden.shape == (1, 3, 4 * 32 + 4 * 8)
     assert streams.shape == (4, 1, 3, 32)
     assert [one.shape for one in beside] == [(1, 3, 8)] * 4
-    torch.testing.assert_close(layered.family.folded(streams), hidden[..., : 4 * 32])
+    torch.testing.assert_close(runner.family.folded(streams), hidden[..., : 4 * 32])

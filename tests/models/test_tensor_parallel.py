@@ -23,10 +23,10 @@ import skipstone
 from skipstone import AdaDecode, Swift
 from skipstone.cli import main
 from skipstone.engines.loading import load_model
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import METHODS
 from skipstone.models import ranks, refusals
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.support import tokenizer
@@ -115,8 +115,8 @@ def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
         model, _ = skipstone.load(folder / family, tp_plan="auto")
         found: dict[str, Any] = {}
         if family in QUICK:
-            layered = LayeredModel(model)
-            found = {"size": layered.ranks.size, "detail": layered.engine.detail, "reason": layered.engine_reason}
+            runner = ModelRunner(model)
+            found = {"size": runner.ranks.size, "detail": runner.engine.detail, "reason": runner.engine_reason}
             found |= {"fingerprint": fingerprint(model), "logits": logits(model, families.prompts(1)[0][None])}
             found |= {"texts": texts(model, family, EVERY, FEW, both=False), "guarded": guarded(model, number)}
             found |= {"disagreeing": disagreeing(model, number), "command": command(folder / family)}
@@ -230,7 +230,7 @@ def apart(number: int, port: int, folder: Path, attentions: dict[str, str]) -> N
         sharded = load_model(folder / name, attn_implementation=attention, tp_plan="auto")
         with torch.no_grad():
             expected, told = (model(ids, use_cache=False).logits for model in (whole, sharded))
-        LayeredModel(sharded, "eager")  # whose layers are compared with the sharded forward
+        ModelRunner(sharded, "eager")  # whose layers are compared with the sharded forward
         found[name] = float((told - expected).abs().max() / expected.abs().max())
     (folder / f"apart-{number}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -329,7 +329,7 @@ def test_one_process_of_torchrun_has_the_whole_model(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     model, _ = skipstone.load(tmp_path, tp_plan="auto")
-    assert LayeredModel(model).ranks.size == 1
+    assert ModelRunner(model).ranks.size == 1
 
 
 def shard(size: int, *names: str) -> Any:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.engines.torch_threads import OneThread
 from tests.helpers import families
 
@@ -84,9 +84,9 @@ def test_in_steps_on_the_native_engine(engine: str, monkeypatch: pytest.MonkeyPa
         score = watched  # type: ignore[assignment]
 
         def draft(self, limit: list[int]) -> Draft:
-            return Draft.empty(self.rows, self.root.device, self.frontier(limit))
+            return Draft.empty(self.rows, self.root.device, self.forward(limit))
 
-    decoder = Decoder(Plain(LayeredModel(families.build("llama"), engine), 1, 20))
+    decoder = DecodingLoop(Plain(ModelRunner(families.build("llama"), engine), 1, 20))
     decoder.admit(0, Request(torch.tensor([1, 2, 3]), 5))
     while decoder.busy:
         decoder.step()

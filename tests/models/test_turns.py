@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import skipstone
-from skipstone.lab.check.check import Checker, Scale
 from skipstone.engines.turns import ModelLock, lock_of
+from skipstone.lab.check.check import Checker, Scale
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import in_turn
@@ -169,7 +169,7 @@ def test_a_model_runs_forward_in_another_thread_while_it_is_recognised() -> None
             assert torch.allclose(logits, own)
 
     handle = model.model.layers[1].register_forward_pre_hook(elsewhere)
-    skipstone.LayeredModel(model, "eager")
+    skipstone.ModelRunner(model, "eager")
     handle.remove()
     assert busy.is_set()
 
@@ -180,7 +180,7 @@ def test_models_that_share_a_config_are_recognised_in_turn() -> None:
     config.sliding_window, config.rms_norm_eps = 32, 2.9e-5
     first, second = (MistralForCausalLM(config).eval() for _ in range(2))
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(skipstone.LayeredModel(second, "eager")), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(skipstone.ModelRunner(second, "eager")), daemon=True)
 
     def elsewhere(*_: Any) -> None:
         if not thread.ident:
@@ -188,7 +188,7 @@ def test_models_that_share_a_config_are_recognised_in_turn() -> None:
             thread.join(1)  # what is not done by then waits for this one
 
     first.model.layers[1].register_forward_pre_hook(elsewhere)
-    skipstone.LayeredModel(first, "eager")
+    skipstone.ModelRunner(first, "eager")
     thread.join(SECONDS)
     assert [reach.window for reach in found[0].reaches] == [32] * 4
 
@@ -275,7 +275,7 @@ def test_the_next_call_works_after_an_error_inside_a_step(
             elif place == "criterion":
                 options["stopping_criteria"] = StoppingCriteriaList([interrupt])  # type: ignore[list-item]
             else:
-                _interrupt_passes(patch, skipstone.LayeredModel(model, engine).engine, interrupt)
+                _interrupt_passes(patch, skipstone.ModelRunner(model, engine).engine, interrupt)
             with pytest.raises(type(error)):
                 text(**options)
         assert text() == expected, "the same thread"

@@ -11,8 +11,7 @@ from torch import nn
 
 from skipstone import Output
 from skipstone.engines.compiled import BACKEND_VARIABLE
-from skipstone.engines.eager import attention
-from skipstone.engines.eager import linear
+from skipstone.engines.eager import attention, linear
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import skipstone
-from skipstone.methods.adadecode.heads import ExitHeads, heads_fitting, new_card, original_heads
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
+from skipstone.methods.adadecode.heads import ExitHeads, heads_fitting, new_card, original_heads
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.weight_version import model_version
 from tests.helpers import families
 from tests.helpers.native import chain, text
@@ -33,7 +33,7 @@ Change = Callable[[Any], object]
 
 def logits(model: Any, engine: str | None = None, quantize: str | None = None) -> Tensor:
     with torch.no_grad():
-        return chain(LayeredModel(model, engine, quantize), text(12), 5)[0]
+        return chain(ModelRunner(model, engine, quantize), text(12), 5)[0]
 
 
 def assert_current(model: Any, change: Change, engine: str | None = None, quantize: str | None = None) -> None:
@@ -216,18 +216,18 @@ def test_eager_keeps_no_copy_either(change: str) -> None:
 @pytest.mark.parametrize("change", ["fused AdamW", "set data", "swapped parameters", "data, refreshed"])
 def test_quantised_copies_are_made_again(change: str, quantize: str) -> None:
     model = families.build("llama")
-    few = LayeredModel(model, "native").in_fewer_bits(quantize).engine
+    few = ModelRunner(model, "native").in_fewer_bits(quantize).engine
     assert_current(model, ALL[change], "native", quantize)
-    assert LayeredModel(model, "native").in_fewer_bits(quantize).engine is not few
+    assert ModelRunner(model, "native").in_fewer_bits(quantize).engine is not few
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 def test_a_step_of_another_models_optimizer_copies_nothing() -> None:
     model, stranger = families.build("llama"), families.build("llama")
-    engine, version = LayeredModel(model, "native").engine, model_version(model)
+    engine, version = ModelRunner(model, "native").engine, model_version(model)
     steps(torch.optim.AdamW, fused=True)(stranger)
     skipstone.refresh(stranger)
-    assert LayeredModel(model, "native").engine is engine
+    assert ModelRunner(model, "native").engine is engine
     assert model_version(model) == version
 
 
@@ -304,14 +304,14 @@ def test_a_trained_draft_model_drafts_with_its_current_weights() -> None:
     assert found(draft) == found(copy.deepcopy(draft)) != trained
 
 
-def heads_of(model: LayeredModel) -> ExitHeads:
+def heads_of(model: ModelRunner) -> ExitHeads:
     return ExitHeads(new_card(model, (1, 2), "square"))
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 @pytest.mark.parametrize("change", ["step", "refresh"])
 def test_trained_exit_heads_are_packed_again(change: str) -> None:
-    model = LayeredModel(families.build("llama"), "native")
+    model = ModelRunner(families.build("llama"), "native")
     heads, states = heads_of(model), torch.randn(1, 3, 32)
     transform: Any = heads.transform(0)
     model.engine.exit_picks(states, transform.detach().requires_grad_(False))
@@ -329,7 +329,7 @@ def test_trained_exit_heads_are_packed_again(change: str) -> None:
 
 def test_heads_in_another_dtype_are_copied_again_after_training() -> None:
     raw: Any = families.build("llama")
-    model = LayeredModel(raw.to(torch.bfloat16), "eager")
+    model = ModelRunner(raw.to(torch.bfloat16), "eager")
     heads = heads_of(model)
     first = heads_fitting(heads, model)
     assert heads_fitting(heads, model) is first
@@ -342,21 +342,21 @@ def test_heads_in_another_dtype_are_copied_again_after_training() -> None:
 
 def test_a_models_own_heads_are_those_of_its_current_weights() -> None:
     raw = families.build("llama")
-    first = original_heads(LayeredModel(raw))
+    first = original_heads(ModelRunner(raw))
     steps(torch.optim.SGD, fused=True)(raw)
-    second = original_heads(LayeredModel(raw))
+    second = original_heads(ModelRunner(raw))
     assert second is first
     assert second.card.model == fingerprint(copy.deepcopy(raw))
 
 
 def test_rows_of_the_head_are_copied_again() -> None:
     raw, ids, states = families.build("llama"), torch.tensor([3, 5, 9]), torch.randn(1, 2, 32)
-    layered = LayeredModel(raw, "eager")
+    runner = ModelRunner(raw, "eager")
     with torch.no_grad():
-        layered.project(states, None, ids)
+        runner.project(states, None, ids)
     steps(torch.optim.SGD, fused=True)(raw)
     with torch.no_grad():
-        found, whole = (layered.project(states, None, some)[..., ids] for some in (ids, None))
+        found, whole = (runner.project(states, None, some)[..., ids] for some in (ids, None))
     assert torch.allclose(found, whole, atol=1e-5)
 
 
@@ -379,10 +379,10 @@ def test_compiled_layers_are_compiled_again_for_other_numbers(monkeypatch: pytes
         )
         return torch.stack(output.logits)
 
-    before, engine = found(model), LayeredModel(model, "compiled").engine
+    before, engine = found(model), ModelRunner(model, "compiled").engine
     steps(torch.optim.AdamW, fused=True)(model)
     trained = found(model)
-    assert LayeredModel(model, "compiled").engine is engine, "layers that read the weights themselves stay compiled"
+    assert ModelRunner(model, "compiled").engine is engine, "layers that read the weights themselves stay compiled"
     model.model.layers[1].self_attn.scaling = 0.9
     scaled = found(model)
     assert torch.allclose(scaled, found(copy.deepcopy(model)), atol=1e-5)

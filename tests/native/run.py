@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from skipstone.engines.native import build
-from skipstone.engines.native import library
+from skipstone.engines.native import build, library
 
 DRIVER = Path(__file__).with_name("driver.cpp")
 DEBUG = ("-g", "-O1", "-fno-omit-frame-pointer", "-Wall", "-Wextra")

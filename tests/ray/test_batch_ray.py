@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from skipstone.assets import DRAFTS
-from skipstone.serving.batch_files import batch
-from skipstone.serving.batch_files import cluster
+from skipstone.serving.batch_files import batch, cluster
 from skipstone.serving.batch_files.batch import Chosen
 from skipstone.serving.batch_files.cluster import DIED, Placing, Worker
 from skipstone.serving.batch_files.journal import Journal, failed, journal_of

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 
 import skipstone
-from skipstone import AdaDecode, LayeredModel
+from skipstone import AdaDecode, ModelRunner
 from skipstone.assets import HEADS, NANO
-from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.lab.timing import statistics
+from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip.arguments import read
 
@@ -119,7 +119,7 @@ def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, na
     recipe = heads_recipe.read(RECIPES / f"nano-heads-{name}.yaml")
     folder = HEADS[f"nano-{name}"]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES_OF_HEADS
-    heads = exit_heads.load_heads(f"nano-{name}", LayeredModel(nano[0]))
+    heads = exit_heads.load_heads(f"nano-{name}", ModelRunner(nano[0]))
     told = heads.card.training
     assert {key: told[key] for key in recipe.training.model_dump()} == recipe.training.model_dump()
     assert (told["prompts"], heads.card.name) == ([source.name for source in recipe.prompts], recipe.name)
@@ -130,7 +130,7 @@ def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, na
     assert out.text == greedy(nano, text, "autoregressive", 48).text
     assert out.stats.accepted > 5
     assert out.stats.acceptance_rate > 0.8
-    assert exit_heads.bundled_name_for(LayeredModel(nano[0])) == "nano-code", "what adadecode takes unasked"
+    assert exit_heads.bundled_name_for(ModelRunner(nano[0])) == "nano-code", "what adadecode takes unasked"
 
 
 def test_the_cards_results_are_those_of_its_page() -> None:

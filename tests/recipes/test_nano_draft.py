@@ -14,7 +14,7 @@ import skipstone
 from skipstone import AdaSD, Method, Speculative
 from skipstone.assets import DRAFTS, NANO
 from skipstone.engines.loading import vocabulary
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.train import beside
 from skipstone.train.layerskip.arguments import read
 from tests.helpers.pairwise import all_but
@@ -75,7 +75,7 @@ METHODS: list[Method] = [Speculative(), AdaSD(relaxed=False)]
 @pytest.mark.parametrize("method", all_but(METHODS[:1], METHODS), ids=lambda one: one.name)
 def test_unasked_it_drafts_for_nano_and_is_often_right(method: Method, nano: Any) -> None:
     model, tokenizer = nano
-    helper = method.draft_model_for(LayeredModel(model))  # type: ignore[attr-defined]
+    helper = method.draft_model_for(ModelRunner(model))  # type: ignore[attr-defined]
     assert (Path(helper.name), helper.dtype) == (FOLDER, torch.float32), "in what the target computes with"
     accepted = tried = 0
     for asked in ASKED:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from skipstone import methods
-from skipstone.lab.bench import plan as plans
 from skipstone.decoding.settings import settings_of
+from skipstone.lab.bench import plan as plans
 from skipstone.utils.settings_files import mapping
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "measure"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.models.passes import SkipSet
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.search import search as layer_search
 from skipstone.lab.search.search import Found, SearchSettings, Trial, search
+from skipstone.models.passes import SkipSet
 from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt, silenced
@@ -46,7 +46,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_matchness_is_the_share_of_tokens_that_what_is_left_would_have_chosen() -> None:
     """Against transformers: the prompt but its last token by the whole model, the rest by a copy with silenced sublayers."""
     model, asked = llama(layers=6), prompt(9)
-    text = layer_search._Text(LayeredModel(model), model, asked, 20)
+    text = layer_search._Text(ModelRunner(model), model, asked, 20)
     assert text.matchness(SkipSet()) == 1
     with torch.inference_mode():
         cache = model(text.ids[:, :8], use_cache=True).past_key_values

@@ -25,12 +25,12 @@ from typer.main import get_command
 import skipstone
 from skipstone.cli import app as program
 from skipstone.cli.serve import API_KEY
-from skipstone.utils.files import CACHE
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.guard import PUBLIC
 from skipstone.serving.server import Server
 from skipstone.serving.settings import Settings
+from skipstone.utils.files import CACHE
 from tests.helpers.snippets import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -12,8 +12,8 @@ import torch
 
 import skipstone
 from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.answers import Answer
 from skipstone.serving.asking import Asking
 from skipstone.serving.details import MOST_BRANCHES, Details, details_of
@@ -108,12 +108,12 @@ def both() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def loaded(both: tuple[Any, Any]) -> tuple[LayeredModel, Any]:
+def loaded(both: tuple[Any, Any]) -> tuple[ModelRunner, Any]:
     model, tokenizer = both
-    return LayeredModel(model), tokenizer
+    return ModelRunner(model), tokenizer
 
 
-def steps(loaded: tuple[LayeredModel, Any], method: str, **more: Any) -> Iterator[dict[str, Any]]:
+def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator[dict[str, Any]]:
     """What a page is told of every step."""
     model, tokenizer = loaded
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, "stream_speculative": "full"}
@@ -129,7 +129,7 @@ def steps(loaded: tuple[LayeredModel, Any], method: str, **more: Any) -> Iterato
     return (answer._step(piece) for piece in pieces)
 
 
-def test_only_full_is_told_details_and_true_stays_as_it_was(loaded: tuple[LayeredModel, Any]) -> None:
+def test_only_full_is_told_details_and_true_stays_as_it_was(loaded: tuple[ModelRunner, Any]) -> None:
     keys = {"step", "tokens", "drafted", "drafter", "reason", "draft_ms", "verify_ms"}
     for asked in (True, False):
         found = list(steps(loaded, "layerskip exit_layer=6", stream_speculative=asked))
@@ -137,7 +137,7 @@ def test_only_full_is_told_details_and_true_stays_as_it_was(loaded: tuple[Layere
         assert {frozenset(token) for step in found for token in step["tokens"]} == {frozenset({"id", "text", "origin"})}
 
 
-def test_a_text_is_the_same_with_details(loaded: tuple[LayeredModel, Any]) -> None:
+def test_a_text_is_the_same_with_details(loaded: tuple[ModelRunner, Any]) -> None:
     for method in ("layerskip exit_layer=6", "adadecode", "prompt_lookup", "swift"):
         for more in ({"max_tokens": 24}, {"max_tokens": 24, "temperature": 1.0, "seed": 3}):
             texts = [
@@ -147,7 +147,7 @@ def test_a_text_is_the_same_with_details(loaded: tuple[LayeredModel, Any]) -> No
             assert texts[0] == texts[1], method
 
 
-def test_probabilities_are_those_of_a_forward_over_the_text(loaded: tuple[LayeredModel, Any]) -> None:
+def test_probabilities_are_those_of_a_forward_over_the_text(loaded: tuple[ModelRunner, Any]) -> None:
     model, tokenizer = loaded
     found = list(steps(loaded, "layerskip exit_layer=6 confidence_threshold=0.3"))
     tokens = [token for step in found for token in step["tokens"]]
@@ -188,7 +188,7 @@ def test_probabilities_are_those_of_a_forward_over_the_text(loaded: tuple[Layere
         ("self_speculative draft_quantize=int4", [("self_speculative", [], 0, "int4")]),
     ],
 )
-def test_layers_that_draft_are_named(loaded: tuple[LayeredModel, Any], method: str, drafters: list[Any]) -> None:
+def test_layers_that_draft_are_named(loaded: tuple[ModelRunner, Any], method: str, drafters: list[Any]) -> None:
     model, _ = loaded
     if "int4" in method and model.engine.name != "native":
         pytest.skip("four bits need the native engine")
@@ -203,7 +203,7 @@ def test_layers_that_draft_are_named(loaded: tuple[LayeredModel, Any], method: s
     assert names == drafters
 
 
-def test_layers_are_told_once_and_again_where_a_search_has_changed_them(loaded: tuple[LayeredModel, Any]) -> None:
+def test_layers_are_told_once_and_again_where_a_search_has_changed_them(loaded: tuple[ModelRunner, Any]) -> None:
     once = [step["layers"] for step in steps(loaded, "layerskip exit_layer=6") if "layers" in step]
     assert len(once) == 1
     told_layers = [step["layers"]["drafters"][0] for step in steps(loaded, "swift context_window=8") if "layers" in step]
@@ -211,7 +211,7 @@ def test_layers_are_told_once_and_again_where_a_search_has_changed_them(loaded: 
     assert all(one != other for one, other in pairwise(told_layers))
 
 
-def test_adadecodes_exits_and_those_of_autos_drafters_are_told(loaded: tuple[LayeredModel, Any]) -> None:
+def test_adadecodes_exits_and_those_of_autos_drafters_are_told(loaded: tuple[ModelRunner, Any]) -> None:
     found = list(steps(loaded, "adadecode"))
     exits = found[0]["layers"]["drafters"][0]["exits"]
     layers = {token["layer"] for step in found for token in step["tokens"] if token["origin"] == "draft"}
@@ -223,7 +223,7 @@ def test_adadecodes_exits_and_those_of_autos_drafters_are_told(loaded: tuple[Lay
     assert found[-1]["plain_ms"] > 0, "auto has timed plain steps"
 
 
-def test_early_exits_own_tokens_are_of_their_layer(loaded: tuple[LayeredModel, Any]) -> None:
+def test_early_exits_own_tokens_are_of_their_layer(loaded: tuple[ModelRunner, Any]) -> None:
     found = list(steps(loaded, "early_exit exit_layer=5"))
     assert {token["layer"] for step in found for token in step["tokens"]} == {5}
     assert found[0]["layers"]["lossless"] is False

@@ -14,15 +14,15 @@ import torch
 
 import skipstone
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.utils.limits import MAX_BATCH_GROUPS
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.engine import Engine, Steps, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.processors import Bias, Penalty
+from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
 
@@ -91,7 +91,7 @@ FREED: list[Method] = [
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_collected(raw: Any, method: Method) -> None:
-    lane = Lane(LayeredModel(raw), method, 2, 256, 64, lambda *_: None)
+    lane = Lane(ModelRunner(raw), method, 2, 256, 64, lambda *_: None)
     for seed, (details, logprobs) in enumerate([(True, 2), (False, None)]):
         job = Job(Request(prompt(20, seed), 8), method, logprobs=logprobs, details=details)
         lane.admit(job)
@@ -114,7 +114,7 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
     heard, groups = Heard(), weakref.WeakSet[Any]()
     gc.collect()
     gc.disable()
-    engine = Engine(LayeredModel(raw), 2, 256, 8, heard)
+    engine = Engine(ModelRunner(raw), 2, 256, 8, heard)
     try:
         for count in range(1, 13):
             method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
@@ -135,7 +135,7 @@ def held_bytes(lane: Lane) -> int:
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: Method) -> None:
-    lane = Lane(LayeredModel(raw), method, 2, 512, 64, lambda *_: None)
+    lane = Lane(ModelRunner(raw), method, 2, 512, 64, lambda *_: None)
     job = Job(Request(prompt(150, 0), 90), method)
     expected = lane.memory_bytes(240)
     lane.admit(job)
@@ -151,7 +151,7 @@ def test_recurrent_states_count_as_well(name: str) -> None:
     """Every tensor that a group keeps, whoever keeps it, counted by its memory and not by its shape."""
     raw = families.build(name, max_position_embeddings=8192)
     method = skipstone.PromptLookup(num_speculative_tokens=8)
-    lane = Lane(LayeredModel(raw), method, 3, 512, 64, lambda *_: None)
+    lane = Lane(ModelRunner(raw), method, 3, 512, 64, lambda *_: None)
     expected = lane.memory_bytes(240)
     most = 0
     for seed in range(3):
@@ -170,7 +170,7 @@ def test_recurrent_states_count_as_well(name: str) -> None:
 
 
 def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: Any) -> None:
-    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = Lane(model, method, 2, 256, 64, lambda *_: None).memory_bytes(256)
     most = 0
 
@@ -206,7 +206,7 @@ def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
             super()._expire()
 
     method = skipstone.Autoregressive()
-    engine = Watched(LayeredModel(raw), 1, 256, 32, heard)
+    engine = Watched(ModelRunner(raw), 1, 256, 32, heard)
     jobs = [Job(Request(prompt(40, seed), 20), method, logprobs=20, read=[], echo=True) for seed in range(8)]
     engine.submit(jobs)
     heard.all_of(jobs)
@@ -216,7 +216,7 @@ def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
 
 
 def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> None:
-    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = Lane(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
     engine = Engine(model, 1, 1024, 8, heard, kv_cache_bytes=limit)
     job = Job(Request(prompt(500, 1), 1), method, logprobs=2, read=[], echo=True, writes=False)
@@ -228,7 +228,7 @@ def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> Non
 
 
 def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_is_right(raw: Any) -> None:
-    model, heard = LayeredModel(raw), Heard()
+    model, heard = ModelRunner(raw), Heard()
     methods = [skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count) for count in range(1, 9)]
     limit = Lane(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
     most = 0
@@ -250,7 +250,7 @@ def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_
 
 
 def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_name(raw: Any) -> None:
-    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = Lane(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
     engine = Engine(model, 2, 1024, 8, heard, kv_cache_bytes=limit)
     short, long = Job(Request(prompt(20, 0), 8), method), Job(Request(prompt(500, 1), 8), method)
@@ -263,8 +263,8 @@ def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_na
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: Any, method: Method) -> None:
-    model, long, short = LayeredModel(raw), prompt(60, 1), prompt(5, 2)
-    decoder = Decoder(method.start(model, 2, 128), chunk=8, takes_turns=True)
+    model, long, short = ModelRunner(raw), prompt(60, 1), prompt(5, 2)
+    decoder = DecodingLoop(method.start(model, 2, 128), chunk=8, takes_turns=True)
     decoder.admit(0, Request(short, 40))
     texts: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(4):
@@ -282,7 +282,7 @@ def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: An
 
 def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_long_one_lets_others_pass(raw: Any) -> None:
     method = skipstone.Autoregressive()
-    decoder = Decoder(method.start(LayeredModel(raw), 4, 512), chunk=80, takes_turns=True)
+    decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 512), chunk=80, takes_turns=True)
     prompts = {3: prompt(70, 3), 1: prompt(400, 1), 2: prompt(70, 2), 0: prompt(70, 0)}
     for row, one in prompts.items():
         decoder.admit(row, Request(one, 4))
@@ -299,7 +299,7 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
 
 def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw: Any) -> None:
     def together(takes_turns: bool, size: int) -> int:
-        decoder = Decoder(skipstone.Autoregressive().start(LayeredModel(raw), 4, 256), takes_turns=takes_turns)
+        decoder = DecodingLoop(skipstone.Autoregressive().start(ModelRunner(raw), 4, 256), takes_turns=takes_turns)
         for row in range(4):
             decoder.admit(row, Request(prompt(size, row), 4))
         return sum(bool(tokens) for tokens in decoder.step().tokens)
@@ -312,7 +312,7 @@ def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 3, 128, 64, heard, chunk=8)
+    engine = Engine(ModelRunner(raw), 3, 128, 64, heard, chunk=8)
     jobs = [Job(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
     for job in jobs:
         engine.submit([job])
@@ -326,7 +326,7 @@ def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) 
 def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) -> None:
     """Its store knows nothing of a prompt whose beginning the target's row has; to catch up it reads what all rows lack."""
     method = skipstone.Speculative(near(raw, 0.05))
-    lane = Lane(LayeredModel(raw), method, 2, 256, 8, lambda *_: None)
+    lane = Lane(ModelRunner(raw), method, 2, 256, 8, lambda *_: None)
     known, long = prompt(40, 1), prompt(100, 2)
     lane.admit(Job(Request(known, 4), method))
     while lane.busy:
@@ -345,7 +345,7 @@ def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) ->
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any, method: Method) -> None:
-    lane = Lane(LayeredModel(raw), method, 2, 128, 16, lambda *_: None)
+    lane = Lane(ModelRunner(raw), method, 2, 128, 16, lambda *_: None)
     first = prompt(40, 5)
 
     def decoded(job: Job) -> list[int]:
@@ -372,7 +372,7 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
     with torch.no_grad():
         broken.get_input_embeddings().weight[bad] = float("nan")
     heard = Heard()
-    engine = Engine(LayeredModel(broken), 2, 128, 64, heard, chunk=8)
+    engine = Engine(ModelRunner(broken), 2, 128, 64, heard, chunk=8)
     spoiled = [Job(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
     good = [Job(Request(one, 8), method) for one in ids]
     for pair in zip(spoiled, good, strict=True):  # a row is a good job's, then a spoiled one's, then a good one's again
@@ -391,7 +391,7 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
 
 def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 4096, 8, heard)
+    engine = Engine(ModelRunner(raw), 1, 4096, 8, heard)
     endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
     next_one = Job(Request(prompt(5, 2), 3), METHODS[0])
     engine.submit([endless])
@@ -409,7 +409,7 @@ def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -
 
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 4096, 1, heard)
+    engine = Engine(ModelRunner(raw), 1, 4096, 1, heard)
     slow = Job(Request(prompt(5, 1), 4000), METHODS[0], seconds=0.3)
     engine.submit([slow])
     heard.until(lambda: slow in heard.tokens)
@@ -428,12 +428,12 @@ def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any
 
 def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 4096, 4, heard)
+    engine = Engine(ModelRunner(raw), 1, 4096, 4, heard)
     jobs = [Job(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
     engine.submit(jobs)
     assert engine.stop(30)
     assert [heard.ended[job].reason for job in jobs] == [LENGTH] * 3
-    engine = Engine(LayeredModel(raw), 1, 4096, 4, heard)
+    engine = Engine(ModelRunner(raw), 1, 4096, 4, heard)
     endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
     engine.submit([endless])
     assert not engine.stop(0.1)
@@ -441,16 +441,16 @@ def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
 
 
 def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard, own = Heard(), Decoder.step
-    engine = Engine(LayeredModel(raw), 2, 256, 8, heard)
+    heard, own = Heard(), DecodingLoop.step
+    engine = Engine(ModelRunner(raw), 2, 256, 8, heard)
     broken, whole = Job(Request(prompt(5, 1), 100), METHODS[1]), Job(Request(prompt(5, 2), 20), METHODS[0])
 
-    def step(decoder: Decoder) -> Step:
+    def step(decoder: DecodingLoop) -> Step:
         if any(state is not None and state.request is broken.request for state in decoder.rows):
             raise RuntimeError("planted")
         return own(decoder)
 
-    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(DecodingLoop, "step", step)
     engine.submit([broken])
     engine.submit([whole])
     heard.all_of([broken, whole])
@@ -466,7 +466,7 @@ def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: py
 
 def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 32, 8, heard)
+    engine = Engine(ModelRunner(raw), 1, 32, 8, heard)
     long = Job(Request(prompt(30, 1), 10), METHODS[0])
     engine.submit([long])
     heard.all_of([long])
@@ -477,7 +477,7 @@ def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None
 
 def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 4096, 8, heard)
+    engine = Engine(ModelRunner(raw), 1, 4096, 8, heard)
     endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
     behind = Job(Request(prompt(5, 2), 3), METHODS[0])
     other = Job(Request(prompt(5, 3), 3), METHODS[1])
@@ -492,7 +492,7 @@ def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
 
 def test_an_idle_engine_does_nothing(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(LayeredModel(raw), 1, 64, 8, heard)
+    engine = Engine(ModelRunner(raw), 1, 64, 8, heard)
     time.sleep(0.1)
     assert heard.steps == 0
     assert engine.stop()

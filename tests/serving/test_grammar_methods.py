@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import resolve_for
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving import grammar as grammar_module
 from skipstone.serving.asking import Asking
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Piece
@@ -50,7 +50,7 @@ class Writer:
     """Writes texts as the server does, one at a time. Every method keeps one batch group."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = LayeredModel(model), tokenizer
+        self.model, self.tokenizer = ModelRunner(model), tokenizer
         self.asking = Asking(self.model, tokenizer, resolve_for(model, "autoregressive"), 512)
         self.groups: dict[str, Lane] = {}
         self.events: list[Event] = []

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 
 import skipstone
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
 from skipstone.serving.app import make_app
 from skipstone.serving.engine import DIED, Engine, Steps, Told
@@ -85,7 +85,7 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
         def heard(told: Told, steps: Steps, ended: list[Job] = ended) -> None:
             ended += [job for job, event in told if isinstance(event, Ended) and event.reason == FAILED]
 
-        engine = Engine(LayeredModel(raw), 1, 4096, 10_000, heard)
+        engine = Engine(ModelRunner(raw), 1, 4096, 10_000, heard)
         taken: list[Job] = []
         refused: Refused | None = None
         while refused is None:
@@ -106,15 +106,15 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
 
 
 def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own, broken = skipstone.load(None), Decoder.step, threading.Event()
+    model, own, broken = skipstone.load(None), DecodingLoop.step, threading.Event()
 
-    def step(decoder: Decoder) -> Step:
+    def step(decoder: DecodingLoop) -> Step:
         if broken.is_set():
             broken.clear()
             raise RuntimeError("planted")
         return own(decoder)
 
-    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(DecodingLoop, "step", step)
     with TestClient(make_app(Server(lambda: model, Settings(rows=1, drain=5)))) as client:
         while client.get("/health").status_code != 200:
             time.sleep(0.01)
@@ -129,9 +129,9 @@ CUDA = "CUDA error: an illegal memory access was encountered"
 
 def jobs_of_a_failing_device(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> tuple[Engine, list[Ended]]:
     """What jobs of one token each come to, asked for one after the other, where the step of each raises an error, or none."""
-    own, left, over, ended = Decoder.step, list(errors), threading.Semaphore(0), list[Ended]()
+    own, left, over, ended = DecodingLoop.step, list(errors), threading.Semaphore(0), list[Ended]()
 
-    def step(decoder: Decoder) -> Step:
+    def step(decoder: DecodingLoop) -> Step:
         if (error := left.pop(0)) is not None:
             raise error
         return own(decoder)
@@ -142,8 +142,8 @@ def jobs_of_a_failing_device(monkeypatch: pytest.MonkeyPatch, *errors: Exception
                 ended.append(event)
                 over.release()
 
-    monkeypatch.setattr(Decoder, "step", step)
-    engine = Engine(LayeredModel(families.build("llama")), 1, 64, 8, heard)
+    monkeypatch.setattr(DecodingLoop, "step", step)
+    engine = Engine(ModelRunner(families.build("llama")), 1, 64, 8, heard)
     for _ in errors:
         engine.submit([Job(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
         assert over.acquire(timeout=ENOUGH)

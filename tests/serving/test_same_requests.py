@@ -16,7 +16,7 @@ from skipstone.cli import options as cli_options
 from skipstone.cli.chat import Chat
 from skipstone.cli.chat import chat as cli_chat
 from skipstone.cli.generate import generate as cli_generate
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.serving.batch_files.answering import answered
@@ -79,13 +79,13 @@ def described(value: Any) -> Any:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Every request that the loop is given."""
     found: list[Request] = []
-    admit = Decoder.admit
+    admit = DecodingLoop.admit
 
-    def recording(decoder: Decoder, row: int, request: Request, known: int = 0) -> None:
+    def recording(decoder: DecodingLoop, row: int, request: Request, known: int = 0) -> None:
         found.append(request)
         admit(decoder, row, request, known)
 
-    monkeypatch.setattr(Decoder, "admit", recording)
+    monkeypatch.setattr(DecodingLoop, "admit", recording)
     return found
 
 

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import journal
 from skipstone.lab.bench.plan import read
 from skipstone.lab.bench.report.report import calibrated, report
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.models.passes import Pass
 from skipstone.lab.synthetic import surrogate
 from skipstone.lab.synthetic.surrogate import run_surrogate
 from skipstone.lab.timing.statistics import repeated_share
+from skipstone.models.passes import Pass
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
@@ -47,11 +47,11 @@ def test_a_layer_set_may_be_what_agrees():
     assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
     assert (len(wide.rest.attention), len(wide.rest.mlp)) == (2, 2)
     fresh = surrogate.contexts(made.model, 1, 100, seed=78)
-    model = LayeredModel(made.model)
+    model = ModelRunner(made.model)
     places = torch.arange(100)[None]
     found = []
     for skip in (None, wide.rest):
-        store = KVStore(1, 6, 128)
+        store = KVCache(1, 6, 128)
         store.reserve(100)
         at = Pass(places, places, None, slice(0, 1), 100, 0)
         with torch.inference_mode():

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from skipstone.lab.tasks import sandbox
-from skipstone.lab.tasks import scores
+from skipstone.lab.tasks import sandbox, scores
 
 
 @pytest.mark.parametrize(

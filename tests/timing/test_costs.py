@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from skipstone.decoding.costs import BatchCosts
-from skipstone.methods.drafting.draft_model import DraftModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.lab.timing import costs
 from skipstone.lab.timing.costs import Bench, Times, costs_of, measure
+from skipstone.methods.drafting.draft_model import DraftModel
+from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
 
 ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="no native engine"))]
@@ -25,14 +25,14 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
 
 
-def layered(engine: str = "auto", **changes: Any) -> LayeredModel:
-    return LayeredModel(families.build("llama", **{"max_position_embeddings": 300, **changes}), engine)
+def runner(engine: str = "auto", **changes: Any) -> ModelRunner:
+    return ModelRunner(families.build("llama", **{"max_position_embeddings": 300, **changes}), engine)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_measured_is_positive_and_ordered(engine: str, batch: int) -> None:
-    found = measure(layered(engine), batch, 0.0)
+    found = measure(runner(engine), batch, 0.0)
     assert (found.batch, found.depth) == (batch, 4)
     assert found.exits.places == (1, 2, 3, 4)
     assert found.scoring.places[0] == 1
@@ -45,7 +45,7 @@ def test_what_is_measured_is_positive_and_ordered(engine: str, batch: int) -> No
 
 
 def test_nothing_that_is_timed_is_committed() -> None:
-    bench = Bench(layered(), 2)
+    bench = Bench(runner(), 2)
     for timed in bench.entries(False).values():
         assert timed() > 0
         assert timed() > 0
@@ -73,7 +73,7 @@ def test_on_a_busy_machine_means_count() -> None:
 
 
 def test_costs_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model, calls = layered(), []
+    model, calls = runner(), []
     real = costs.measure
     monkeypatch.setattr(costs, "measure", lambda one, batch: calls.append(batch) or real(one, batch, 0.0))
     first = costs_of(model, (1,))
@@ -108,7 +108,7 @@ def _falling(held: Any) -> str:
 def test_a_file_that_is_damaged_or_stale_is_measured_anew(spoilt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = costs.measure
     monkeypatch.setattr(costs, "measure", lambda one, batch: real(one, batch, 0.0))
-    model = layered()
+    model = runner()
     path = costs_of(model, (1,)).path
     assert path is not None
     path.write_text(spoilt(json.loads(path.read_text())))
@@ -120,24 +120,24 @@ def test_a_cache_that_cannot_be_written_costs_the_file_alone(monkeypatch: pytest
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "file"))
     with pytest.warns(RuntimeWarning, match="SKIPSTONE_CACHE"):
-        found = costs_of(layered(), (1,))
+        found = costs_of(runner(), (1,))
     assert found.path is None
     assert isinstance(found.costs.at(1), BatchCosts)
 
 
 def test_other_facts_are_other_files() -> None:
-    keys = [costs.key_of(layered(engine, seed=seed)) for engine, seed in (("eager", 0), ("eager", 1))]
+    keys = [costs.key_of(runner(engine, seed=seed)) for engine, seed in (("eager", 0), ("eager", 1))]
     assert keys[0]["model"] != keys[1]["model"]
     assert {**keys[0], "model": ""} == {**keys[1], "model": ""}
     if library.missing() is None:
-        native = costs.key_of(layered("native"))
+        native = costs.key_of(runner("native"))
         assert native["library"]
         assert keys[0]["library"] is None
         assert native != keys[0]
 
 
 def test_a_draft_models_steps_are_measured_beside_the_rest() -> None:
-    model = layered()
+    model = runner()
     small = DraftModel(families.build("llama", layers=2, seed=3, max_position_embeddings=300), 97)
     first = costs_of(model, (1,))
     found = costs_of(model, (1,), [small])
@@ -150,6 +150,6 @@ def test_a_draft_models_steps_are_measured_beside_the_rest() -> None:
 
 def test_a_model_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="too few to measure"):
-        measure(layered(max_position_embeddings=64), 1)
+        measure(runner(max_position_embeddings=64), 1)
     with pytest.raises(ValueError, match="at least 2 layers"):
-        measure(layered(layers=1), 1)
+        measure(runner(layers=1), 1)

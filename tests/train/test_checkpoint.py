@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from skipstone.utils.files import read_lines
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.schedules import EarlyExitLoss
+from skipstone.utils.files import read_lines
 from tests.helpers.pairwise import all_but
 from tests.helpers.training import Interrupted, arguments, interrupt_at, logged, rows, tiny, trainer
 

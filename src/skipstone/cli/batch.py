@@ -95,8 +95,7 @@ def _said_where_answers_are(output: Path) -> Iterator[None]:
 
 def _answer(chosen: "Chosen", output: Path, lines: "Lines", ray: tuple[str | None, int | None, int] | None) -> int:
     """Returns how many answers are errors. ray: the address, the actors and the CPUs of each; None for this process."""
-    from skipstone.serving.batch_files import batch
-    from skipstone.serving.batch_files import cluster
+    from skipstone.serving.batch_files import batch, cluster
 
     if ray is not None:
         placing = cluster.Placing(*ray)

@@ -187,9 +187,9 @@ def compare(
 def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] | None, protocol: str | None) -> None:
     """ValueError or OSError for what is wrong with a plan whatever the model is."""
     from skipstone.cli import method_table
-    from skipstone.utils.settings_files import mapping
     from skipstone.lab.tasks.protocols import PROTOCOLS
     from skipstone.lab.tasks.sets import named
+    from skipstone.utils.settings_files import mapping
 
     if plan is not None:
         mapping(plan)

@@ -62,17 +62,17 @@ def chat(
     names = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
+    from skipstone.engines.loading import BUNDLED
+    from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.call import resolve_for
     from skipstone.hf.defaults import expect_usable_defaults
     from skipstone.hf.requests import generation_options
-    from skipstone.engines.loading import BUNDLED
-    from skipstone.engines.model_runner import LayeredModel
     from skipstone.serving.conversation import Conversation
 
     decoding = generation_options(temperature=temperature, top_p=top_p)
-    layered, chosen = LayeredModel(loaded), resolve_for(loaded, asked)
-    expect_usable_defaults(layered, tokenizer)
-    conversation = Conversation(layered, tokenizer, chosen, decoding, max_new_tokens, system)
+    runner, chosen = ModelRunner(loaded), resolve_for(loaded, asked)
+    expect_usable_defaults(runner, tokenizer)
+    conversation = Conversation(runner, tokenizer, chosen, decoding, max_new_tokens, system)
     Chat(conversation, seed, color).talk(model or BUNDLED)
 
 

@@ -40,9 +40,9 @@ def check(
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
     asked = options.checked_method(model, method, speculative_config)
+    from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.api import resolve_for
     from skipstone.lab.check.check import Checker, Scale
-    from skipstone.engines.model_runner import LayeredModel
     from skipstone.lab.tasks.dialogue import Conversation, Reader
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
@@ -54,7 +54,7 @@ def check(
     if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
-        document |= {"dtype": report.dtype, "device": report.device, "engine": LayeredModel(loaded).engine.name}
+        document |= {"dtype": report.dtype, "device": report.device, "engine": ModelRunner(loaded).engine.name}
         print(json.dumps({**document, "findings": found}))
     else:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"

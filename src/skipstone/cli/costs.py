@@ -32,14 +32,14 @@ def costs(
     for name in (model, *(draft_model or ())):
         options.check_model(name)
     from skipstone.engines.loading import BUNDLED
-    from skipstone.methods.drafting.draft_model import draft_model_for
-    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.timing.costs import BATCHES, costs_of
+    from skipstone.methods.drafting.draft_model import draft_model_for
 
     loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    layered = LayeredModel(loaded)
-    drafts = [draft_model_for(name, layered) for name in draft_model or ()]
-    found = costs_of(layered, tuple(sorted(set(batch or BATCHES))), drafts, again)
+    runner = ModelRunner(loaded)
+    drafts = [draft_model_for(name, runner) for name in draft_model or ()]
+    found = costs_of(runner, tuple(sorted(set(batch or BATCHES))), drafts, again)
     if as_json:
         about = {"kind": "skipstone-costs", "model": model or BUNDLED, "key": found.key, "measured": found.measured}
         about |= {"seconds": found.seconds, "fresh": found.fresh, "path": None if found.path is None else str(found.path)}

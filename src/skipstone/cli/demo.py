@@ -62,10 +62,10 @@ def demo(
     import torch
     from rich.console import Console
 
-    from skipstone.hf.api import resolve_for
     from skipstone.cli import runs
     from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side
+    from skipstone.hf.api import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 
     loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine, quantize=quantize)

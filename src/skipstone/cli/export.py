@@ -78,11 +78,11 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
     import torch
 
     from skipstone.engines.loading import load_model, load_tokenizer
-    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.engines.model_runner import ModelRunner
 
     place = _place(name)
     loaded = load_model(place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    return LayeredModel(loaded, "eager"), load_tokenizer(place)
+    return ModelRunner(loaded, "eager"), load_tokenizer(place)
 
 
 def _place(name: str) -> str:

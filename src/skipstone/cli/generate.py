@@ -73,14 +73,14 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     names += ("generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
-    from skipstone.hf.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
+    from skipstone.engines.model_runner import ModelRunner
+    from skipstone.hf.api import resolve_for
     from skipstone.hf.defaults import expect_usable_defaults
-    from skipstone.engines.model_runner import LayeredModel
 
     if flags.tp_plan is None:
-        expect_usable_defaults(LayeredModel(loaded), tokenizer)
+        expect_usable_defaults(ModelRunner(loaded), tokenizer)
     chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
     painter = None if flags.as_json else Painter(job, flags.color)
     show = painter and painter.show
@@ -147,11 +147,11 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     """The prompt as token ids, and the decoding options as fields of GenerationConfig: what is not given is the model's own."""
     import torch
 
-    from skipstone.hf.api import token_ids
     from skipstone.cli.runs import Job
-    from skipstone.hf.requests import generation_options
     from skipstone.engines.loading import bos_prefix
-    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.engines.model_runner import ModelRunner
+    from skipstone.hf.api import token_ids
+    from skipstone.hf.requests import generation_options
 
     ids = token_ids([{"role": "user", "content": text}] if flags.chat else text, tokenizer)
     if not ids:
@@ -161,6 +161,6 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
         ids = [*first, *ids[len(first) :][-flags.prompt_tokens :]]
     names = ("max_new_tokens", "temperature", *SAMPLING, "stop", "ignore_eos")
     fields = generation_options(**{name: getattr(flags, name) for name in names})
-    layered = LayeredModel(model)
-    seed = layered.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
-    return Job(model, tokenizer, torch.tensor([ids], dtype=torch.int64, device=layered.device), fields, seed)
+    runner = ModelRunner(model)
+    seed = runner.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
+    return Job(model, tokenizer, torch.tensor([ids], dtype=torch.int64, device=runner.device), fields, seed)

@@ -41,13 +41,13 @@ def inspect(
     options.check_model(model)
     import torch
 
-    from skipstone.lab.inspect.lens import look, save, through
     from skipstone.engines.loading import BUNDLED
+    from skipstone.engines.model_runner import ModelRunner
+    from skipstone.lab.inspect.lens import look, save, through
     from skipstone.methods.adadecode.heads import load_heads
-    from skipstone.engines.model_runner import LayeredModel
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
+    exit_heads = None if heads is None else load_heads(heads, ModelRunner(loaded))
     prompts = options.ids_of(asked, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]  # [L][n], every layer's best tokens
@@ -133,9 +133,9 @@ def _durations(found: "list[Decided]") -> str:
 
 def computed_by(loaded: Any) -> dict[str, str | None]:
     """What a model is computed in, where and by what."""
-    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.engines.model_runner import ModelRunner
 
-    engine, dtype = LayeredModel(loaded).engine, str(loaded.dtype).removeprefix("torch.")
+    engine, dtype = ModelRunner(loaded).engine, str(loaded.dtype).removeprefix("torch.")
     return {"dtype": dtype, "device": str(loaded.device), "engine": engine.name, "quantize": engine.quantize}
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
-from skipstone.lab.bench.peers.hf import HFGenerate
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.hf.detokenizer import detokenize
-from skipstone.methods.autoregressive import Autoregressive
+from skipstone.lab.bench.peers.hf import HFGenerate
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
 from skipstone.lab.timing.measure import measure, warm_up
+from skipstone.methods.autoregressive import Autoregressive
 
 Show = Callable[[Step], None] | None  # what is called with every step of a run
 WARM_UP_STEPS = 3  # of either side of a comparison, thrown away

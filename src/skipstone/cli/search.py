@@ -47,8 +47,8 @@ def search(
     asked = options.texts_or_bundled(prompt, prompts)
     options.check_model(model)
     from skipstone.engines.loading import BUNDLED
-    from skipstone.methods.drafting.layer_sets import save_profile
     from skipstone.lab.search import search as searching
+    from skipstone.methods.drafting.layer_sets import save_profile
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     texts = options.ids_of(asked, tokenizer)

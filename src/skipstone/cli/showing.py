@@ -20,9 +20,9 @@ from skipstone.cli import terminal
 from skipstone.cli.runs import Comparison, Job, Run, busy_warning, by_transformers, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
-from skipstone.engines.model_runner import LayeredModel
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
 FRAME = 1 / 15  # seconds between two pictures of the demo
@@ -111,10 +111,10 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         lines.append(
             f"{stats.overruled} of {len(run.tokens)} tokens overruled the model{near and '; mean JS distance: '}{near}"
         )
-    layered = LayeredModel(job.model)
-    why = "" if layered.engine_reason is None else f" (not native: {layered.engine_reason})"
-    kept = "" if layered.kv_dtype is None else f", keys and values kept in {layered.asked.kv_dtype}"
-    lines.append(f"engine {layered.engine.name}: {layered.engine.detail}{kept}{why}")
+    runner = ModelRunner(job.model)
+    why = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
+    kept = "" if runner.kv_dtype is None else f", keys and values kept in {runner.asked.kv_dtype}"
+    lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kept}{why}")
     if job.sampled:
         lines.append(f"seed {job.seed}")
     return lines
@@ -156,16 +156,16 @@ def distances(method: Method, job: Job) -> dict[str, float]:
 
 def document(model: str | None, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
     """The one JSON document of --json."""
-    layered = LayeredModel(job.model)
+    runner = ModelRunner(job.model)
     return {
         "skipstone": __version__,
         "model": model,
         "dtype": dtype_name(job.model),
         "device": str(job.ids.device),
-        "engine": layered.engine.name,
-        "engine_reason": layered.engine_reason,
-        "quantize": layered.engine.quantize,
-        "kv_dtype": layered.asked.kv_dtype,
+        "engine": runner.engine.name,
+        "engine_reason": runner.engine_reason,
+        "quantize": runner.engine.quantize,
+        "kv_dtype": runner.asked.kv_dtype,
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": distances(method, job)}),

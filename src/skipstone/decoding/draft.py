@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skipstone.engines import host
-from skipstone.engines.partial_forward import Frontier
+from skipstone.engines.partial_forward import PartialForward
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Draft:
 
     tokens: Tensor
     valid: Tensor
-    frontier: Frontier | None
+    forward: PartialForward | None
     parents: Tensor | None = None
     q: Tensor | None = None
     stochastic: Tensor | None = None
@@ -44,9 +44,9 @@ class Draft:
     levels: int | None = None
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> "Draft":
+    def empty(cls, rows: int, device: torch.device, forward: PartialForward | None = None) -> "Draft":
         """No proposal: the step is plain decoding."""
-        return cls(*_nothing(rows, device), frontier)
+        return cls(*_nothing(rows, device), forward)
 
     @property
     def width(self) -> int:

@@ -11,8 +11,8 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.engines.engine import Survival
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import SkipSet
 
 
@@ -114,7 +114,7 @@ class Drafter:
         return True
 
     @property
-    def caches(self) -> list[tuple[LayeredModel, KVStore]]:
+    def caches(self) -> list[tuple[ModelRunner, KVCache]]:
         """Keys and values that it keeps, each with their model."""
         return []
 
@@ -138,7 +138,7 @@ class NoDrafter(Drafter):
 
 
 def layers_used(
-    name: str, exits: Sequence[int] = (), skip: SkipSet | None = None, drafting_model: LayeredModel | None = None
+    name: str, exits: Sequence[int] = (), skip: SkipSet | None = None, drafting_model: ModelRunner | None = None
 ) -> dict[str, Any]:
     """One way to draft with layers of the target, as plain JSON values.
 

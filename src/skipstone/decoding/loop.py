@@ -63,7 +63,7 @@ class Clock:
         return [*stages, max(0.0, total - sum(stages))]
 
 
-class Decoder:
+class DecodingLoop:
     """Rows of a session under the loop. `admit` and `release` may be called between two steps.
 
     chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. takes_turns: while some rows run
@@ -197,7 +197,11 @@ class Decoder:
         return step
 
 
-def run(decoder: Decoder) -> Iterator[Step]:
+Decoder = DecodingLoop
+"""The public name."""
+
+
+def run(decoder: DecodingLoop) -> Iterator[Step]:
     """Turn the loop until no row is alive. Closing the generator early leaves model and session as they are."""
     while decoder.busy:
         yield decoder.step()

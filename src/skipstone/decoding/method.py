@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 
 class _AcceptsAliases(type):
@@ -71,7 +71,7 @@ class Method(metaclass=_AcceptsAliases):
             found |= own
         return found
 
-    def takes_predictions(self, model: LayeredModel) -> bool:
+    def takes_predictions(self, model: ModelRunner) -> bool:
         """Whether it drafts from what a request predicts."""
         return False
 
@@ -104,7 +104,7 @@ class Method(metaclass=_AcceptsAliases):
         left = {name: default[name] for name in self.by_model if getattr(self, name) is None and name in default}
         return replace(self, **left)
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         """Raise ValueError where the settings are impossible or do not fit the model. Called before any work. Types and ranges
         are checked here, by the fields; a subclass adds what else there is to say."""
         for name, one in settings_of(type(self)).items():
@@ -112,7 +112,7 @@ class Method(metaclass=_AcceptsAliases):
         self.check_states(model)
 
     @classmethod
-    def check_states(cls, model: LayeredModel) -> None:
+    def check_states(cls, model: ModelRunner) -> None:
         """ValueError where a model keeps states without positions and the method needs positions."""
         if cls.positional and model.family.recurrent:
             raise ValueError(
@@ -134,11 +134,11 @@ class Method(metaclass=_AcceptsAliases):
         """Whether every draft token is kept, whatever the target says of it."""
         return False
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """What drafts for a session of `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+    def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
         drafter = self.create_drafter(model, rows, capacity)
         return Session(model, rows, capacity, drafter, depth=self.target_depth, accepts_all=self.accepts_all_drafts)

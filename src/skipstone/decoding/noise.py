@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines import host
-from skipstone.engines import picks
+from skipstone.engines import host, picks
 
 TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
@@ -33,7 +33,7 @@ class Prefill:
     max_tokens_per_pass: a pass with so many prompt tokens takes no further row; None for no limit.
     """
 
-    def __init__(self, model: LayeredModel, store: KVStore) -> None:
+    def __init__(self, model: ModelRunner, store: KVCache) -> None:
         self.model, self.store = model, store
         self.max_tokens_per_pass: int | None = None
         self._waiting: list[Tensor | None] = [None] * store.rows  # prompt tokens [T] that a row has still to run

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.noise import DRAFT, PLACE, TARGET, Chances, Noise, substream
-from skipstone.engines import host
-from skipstone.engines import picks
+from skipstone.engines import host, picks
 from skipstone.engines.engine import EngineDraw, Warps
-from skipstone.engines.partial_forward import Frontier
 from skipstone.engines.host import on_device
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.torch_defaults import stable_defaults
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -423,7 +422,7 @@ class Scores:
     """What the target says after every node of a draft, as logits, distributions or picks, whatever is asked for.
 
     first: the position that the first new token of every row will have. live: rows whose scores mean anything. scored: a
-    frontier that is at the top; logits: [B, n+1, V] float32, where there is none. Index 0 is what follows the root.
+    forward that is at the top; logits: [B, n+1, V] float32, where there is none. Index 0 is what follows the root.
     """
 
     def __init__(
@@ -432,7 +431,7 @@ class Scores:
         first: Sequence[int],
         live: Sequence[bool],
         *,
-        scored: Frontier | None = None,
+        scored: PartialForward | None = None,
         logits: Tensor | None = None,
     ) -> None:
         self.sampler, self.first, self.live, self._scored = sampler, first, live, scored

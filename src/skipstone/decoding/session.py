@@ -13,15 +13,15 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 
-Stores = list[tuple[LayeredModel, KVStore]]
+Stores = list[tuple[ModelRunner, KVCache]]
 """Keys and values, each with the model that they are of."""
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
-def refuse_ids(model: LayeredModel, low: int, high: int) -> None:
+def refuse_ids(model: ModelRunner, low: int, high: int) -> None:
     """ValueError where the lowest or the highest of some token ids has no embedding."""
     size = model.embeddings
     if low < 0 or high >= size:
@@ -39,7 +39,7 @@ class Session:
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: ModelRunner,
         rows: int,
         capacity: int,
         drafter: Drafter | None = None,
@@ -59,7 +59,7 @@ class Session:
         return self.view.rows
 
     @property
-    def store(self) -> KVStore:
+    def store(self) -> KVCache:
         return self.view.store
 
     @property
@@ -150,9 +150,9 @@ class Session:
 
     def score(self, draft: Draft) -> Scores:
         """The one scoring pass, the same for every method."""
-        assert draft.frontier is not None, "a draft to be scored carries its frontier"
-        draft.frontier.advance(draft.frontier.top)
-        scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.frontier)
+        assert draft.forward is not None, "a draft to be scored carries its forward"
+        draft.forward.advance(draft.forward.top)
+        scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.forward)
         picks_only = self.sampler.picks_only and not self.drafter.needs_logits(draft)
         _ = scores.best if picks_only else scores.logits  # in the time of scoring
         return scores

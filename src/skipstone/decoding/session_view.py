@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from skipstone.decoding.sampling import Sampler
-from skipstone.engines.partial_forward import Frontier
 from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 
 
 class SessionView:
@@ -16,9 +16,9 @@ class SessionView:
     last committed token of every row, on the device as `root` [B] int64. It is not in the store yet. alive: rows that decode.
     """
 
-    def __init__(self, model: LayeredModel, rows: int, slots: int, depth: int) -> None:
+    def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
         self.model = model
-        self.store = KVStore(rows, depth, slots, model.kv_dtype)
+        self.store = KVCache(rows, depth, slots, model.kv_dtype)
         self.sampler = Sampler(rows, model.device, engine_draw=model.engine_draw)
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)
@@ -29,11 +29,11 @@ class SessionView:
         return self.store.rows
 
     def start_forward(
-        self, most: list[int], shortlist: Tensor | None = None, drafting_model: LayeredModel | None = None
-    ) -> Frontier:
+        self, most: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None
+    ) -> PartialForward:
         """A new forward that holds the last committed token of every live row.
 
         most: draft tokens of every row that it has room for. shortlist: [S] int64, the ids that drafts are picked from; None
         for all. drafting_model: the target's layers in fewer bits; None for the target itself.
         """
-        return Frontier(self.model, self.store, self.root, self.alive, most, shortlist, drafting_model)
+        return PartialForward(self.model, self.store, self.root, self.alive, most, shortlist, drafting_model)

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:  # the command line reads settings before it imports torch
-    from skipstone.engines.model_runner import LayeredModel
+    from skipstone.engines.model_runner import ModelRunner
 
 RejectionRule = Literal["standard", "coupled"]
 
@@ -140,7 +140,7 @@ TRAINED_EXITS = "trained_exit_layers"
 """Field of a model's config that training writes: the exits E, counted from 1, that its early-exit loss covered."""
 
 
-def check_exit_layer(value: Any, model: "LayeredModel") -> None:
+def check_exit_layer(value: Any, model: "ModelRunner") -> None:
     """ValueError unless an exit layer E is an int in [1, L-1]; a warning where the model's training says that it covered others
     only."""
     layer_in_range("exit_layer", value, model)
@@ -153,7 +153,7 @@ def check_exit_layer(value: Any, model: "LayeredModel") -> None:
         )
 
 
-def layer_in_range(name: str, value: Any, model: "LayeredModel") -> None:
+def layer_in_range(name: str, value: Any, model: "ModelRunner") -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:
         raise ValueError(

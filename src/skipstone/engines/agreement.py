@@ -13,11 +13,11 @@ from torch import Tensor
 
 from skipstone.engines.eager import patches
 from skipstone.engines.eager.eager import EagerEngine
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVCache
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
 from skipstone.models.finite import overflow, refuse_not_finite
-from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
 from skipstone.models.trace import PREFIX, Trace, shrunk_windows
@@ -112,10 +112,10 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
     entered = engine.embed(ids, positions)
     beside = entered[..., size:]  # what layers are given beside the hidden states
     difference.look("what enters layer 0", entered[..., :size], first)
-    store = KVStore(2, len(facts.layers), 2 * length)
+    store = KVCache(2, len(facts.layers), 2 * length)
     store.reserve(2 * length)
     passes = _passes(length, ids.device, bool(facts.family.recurrent))
-    apart, alone = KVStore(1, len(facts.layers), length), _alone(length, ids.device)
+    apart, alone = KVCache(1, len(facts.layers), length), _alone(length, ids.device)
     apart.reserve(length)
     for index, call in found.layers:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output

@@ -7,23 +7,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 from skipstone.engines.compiled import CompiledEngine
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
+from skipstone.engines.host import CPU
 from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.models.facts import Facts
-from skipstone.engines.host import CPU
 from skipstone.models.memo import Memo
 from skipstone.models.modules import unwrapped
+from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 
 VARIABLE = "SKIPSTONE_ENGINE"
 """The environment variable that says which engine runs the models of which nothing else was said."""
 KV_VARIABLE = "SKIPSTONE_KV"
 """The environment variable that says what keys and values are kept in where nothing else was said."""
 KV_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""What keys and values may be kept in, and the dtype of a `KVStore`: float32 is what the native engine computes in, and stands
+"""What keys and values may be kept in, and the dtype of a `KVCache`: float32 is what the native engine computes in, and stands
 for what the eager engine computes in, too."""
 
 
@@ -106,7 +106,7 @@ def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: st
 
 
 def kv_dtype_of(asked: Setup) -> torch.dtype | None:
-    """The dtype of a `KVStore`; None for what is computed in."""
+    """The dtype of a `KVCache`; None for what is computed in."""
     return KV_DTYPES[asked.kv_dtype or "float32"]
 
 

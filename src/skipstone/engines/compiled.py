@@ -27,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipstone.engines.buffers import identity
-from skipstone.engines.eager import attention
-from skipstone.engines.eager import linear
+from skipstone.engines.eager import attention, linear
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.eager.patches import changed
+from skipstone.engines.kv_cache import KVCache
 from skipstone.models.facts import Facts
-from skipstone.engines.kv_cache import KVStore
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import Pass, Reach, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
@@ -184,7 +183,7 @@ class CompiledEngine(EagerEngine):
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
         self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
-        self._lent: weakref.WeakKeyDictionary[KVStore, tuple[Any, Buffers, Any]] = weakref.WeakKeyDictionary()
+        self._lent: weakref.WeakKeyDictionary[KVCache, tuple[Any, Buffers, Any]] = weakref.WeakKeyDictionary()
         self._spare: dict[Any, list[Buffers]] = {}
         self._recorded: dict[Any, Recorded | None] = {}  # None: what has run once, and is recorded the next time
         self._memory: Any = None  # that all CUDA graphs share: they run one after the other
@@ -200,7 +199,7 @@ class CompiledEngine(EagerEngine):
         return same and not any(map(changed, self._parts))
 
     @with_stable_defaults
-    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+    def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         known = all(store.keys[index] is not None for index in layers)
         whole = at.rows == slice(0, store.rows) and at.shape[1] <= COLUMNS
@@ -218,7 +217,7 @@ class CompiledEngine(EagerEngine):
         with torch.inference_mode():
             size = LEAST_SLOTS
             while size <= tier(slots, LEAST_SLOTS):
-                store = KVStore(rows, self._depth, size, kv_dtype)
+                store = KVCache(rows, self._depth, size, kv_dtype)
                 store.reserve(size)
                 for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
                     count = min(width, self._positions)
@@ -228,7 +227,7 @@ class CompiledEngine(EagerEngine):
                 size *= 2
         return self.detail
 
-    def _lay_out(self, store: KVStore, layers: range) -> None:
+    def _lay_out(self, store: KVCache, layers: range) -> None:
         """Give the buffers of some layers the shape that graphs take."""
         slots, rows = tier(store.capacity, LEAST_SLOTS), tier(store.rows)
         if store.capacity != slots:
@@ -242,7 +241,7 @@ class CompiledEngine(EagerEngine):
                 if buffer is not None and buffer.shape[0] != rows:
                     buffers[index] = F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, rows - buffer.shape[0]))
 
-    def _lend(self, store: KVStore, layers: range, rows: int) -> None:
+    def _lend(self, store: KVCache, layers: range, rows: int) -> None:
         """Move what a store has of some layers to buffers that stay where they are, from one store to the next."""
         shape = rows, store.capacity, store.dtype
         lent = self._lent.get(store)
@@ -264,7 +263,7 @@ class CompiledEngine(EagerEngine):
                 buffer[: len(new)] = new
                 theirs[index] = buffer
 
-    def _run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range) -> Tensor:
+    def _run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range) -> Tensor:
         """Layers of which nothing is skipped. hidden: [b, n, d]. at: the pass, padded. Returns [b, n, d]."""
         (rows, width), (full_rows, full_width) = hidden.shape[:2], at.shape
         hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
@@ -274,7 +273,7 @@ class CompiledEngine(EagerEngine):
         hidden = self._replayed(fed, store, layers) if hidden.is_cuda else self._through(fed, store, layers)
         return hidden[:rows, :width]
 
-    def _replayed(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+    def _replayed(self, fed: Fed, store: KVCache, layers: range) -> Tensor:
         """`_through` as a CUDA graph, from the third time on that such a pass is met over the same buffers: what comes first
         compiles, and the second one is recorded."""
         shapes = tuple(one.shape for one in fed.tensors())
@@ -299,7 +298,7 @@ class CompiledEngine(EagerEngine):
         recorded.graph.replay()
         return recorded.result.clone()  # the next replay writes over it
 
-    def _record(self, fed: Fed, store: KVStore, layers: range, weights: list[int]) -> Recorded:
+    def _record(self, fed: Fed, store: KVCache, layers: range, weights: list[int]) -> Recorded:
         """A CUDA graph of `_through`, which has not run yet. RuntimeError where the device would have to be waited for."""
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
@@ -308,7 +307,7 @@ class CompiledEngine(EagerEngine):
             result = self._through(fed, store, layers)
         return Recorded(graph, fed, result, weights)
 
-    def _through(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+    def _through(self, fed: Fed, store: KVCache, layers: range) -> Tensor:
         """Layers one by one, [R, n, d]."""
         at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
         places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
@@ -395,7 +394,7 @@ def _stretches(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, boo
             start = index + 1
 
 
-def _padded(at: Pass, store: KVStore) -> Pass:
+def _padded(at: Pass, store: KVCache) -> Pass:
     """A pass at the shape of a graph: its further entries are invalid, and it reads all slots that the store has."""
     rows, width = at.shape
     more = (0, tier(width) - width, 0, tier(rows) - rows)

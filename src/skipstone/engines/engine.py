@@ -1,4 +1,4 @@
-"""What `LayeredModel` asks of an engine."""
+"""What `ModelRunner` asks of an engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.kv_cache import KVCache
 from skipstone.models.passes import Pass, SkipSet
 
 ENGINES = ("auto", "eager", "native", "compiled")
@@ -154,7 +154,7 @@ class Engine(Protocol):
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         ...
 
-    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+    def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
 
         skip: sublayers that add nothing to the residual stream in this pass.
@@ -191,6 +191,6 @@ class Engine(Protocol):
         noise of every row begins. Returns [B] int64, -1 for a row that is the caller's to draw."""
         ...
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """Draft a greedy chain in one call, which an engine with `chains` has."""
         ...

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.host import across, on_device
-from skipstone.models.passes import Pass
 from skipstone.engines.recurrent_states import Call, Span, Trails, spans
+from skipstone.models.passes import Pass
 
 
-class KVStore:
+class KVCache:
     """Buffers of every layer and the length of every row.
 
     rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. dtype: of the buffers,
@@ -101,7 +101,7 @@ class KVStore:
         """Memory held by all buffers."""
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
 
-    def check(self, reference: "KVStore", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
+    def check(self, reference: "KVCache", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
         """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
         that the reference has in a layer."""
         length = self.length[row]
@@ -121,7 +121,7 @@ class KVStore:
 class PassView:
     """Duck type of a transformers cache for the layer calls of one pass."""
 
-    def __init__(self, store: KVStore, at: Pass) -> None:
+    def __init__(self, store: KVCache, at: Pass) -> None:
         self.store, self.at = store, at
         self.slots = at.slots
         if at.valid is not None:

@@ -25,18 +25,18 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
-from skipstone.utils.extras import installed
-from skipstone.models.fetching import commit_of, hub_name, refused
+from skipstone.engines.choose_engine import Setup, attach
+from skipstone.engines.host import out_of_memory
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
-from skipstone.engines.choose_engine import Setup, attach
+from skipstone.models.fetching import commit_of, hub_name, refused
 from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
-from skipstone.engines.host import out_of_memory
 from skipstone.models.known_types import REFUSED
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
 from skipstone.models.refusals import refuse_sizes
+from skipstone.utils.extras import installed
 
 BUNDLED = "skipstone-nano"
 COMMIT = "_commit_hash"
@@ -99,7 +99,7 @@ def load(  # noqa: PLR0913
     model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
     attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
     if asked.quantizes or not keep_weights:
-        LayeredModel(model)  # quantises, or says why it cannot; gives the weights up
+        ModelRunner(model)  # quantises, or says why it cannot; gives the weights up
     return model, tokenizer
 
 

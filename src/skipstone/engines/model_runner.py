@@ -10,16 +10,16 @@ from skipstone.engines import picks
 from skipstone.engines.agreement import ensure
 from skipstone.engines.choose_engine import Setup, asked_for, choose, kv_dtype_of, missing_room_for_copy
 from skipstone.engines.engine import ChainEnd, ChainStart, EngineDraw
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.torch_threads import alone_after_fork
+from skipstone.engines.turns import lock_of, lock_of_config
 from skipstone.models.facts import Facts
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.kv_cache import KVStore
 from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.refusals import refuse_state
-from skipstone.engines.torch_threads import alone_after_fork
-from skipstone.engines.turns import lock_of, lock_of_config
 from skipstone.models.weight_version import model_version
 
 _FACTS: Memo[Facts] = Memo()
@@ -39,7 +39,7 @@ def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
     return whole
 
 
-class LayeredModel(DecoderModules):
+class ModelRunner(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
 
     Making one is cheap: what has to be searched for is found once per model, and again after its modules, its config, or the
@@ -50,7 +50,7 @@ class LayeredModel(DecoderModules):
     layer types. reaches: how far they see back. embeddings: ids of text that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
-    asked. lock: of the transformers model. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
+    asked. lock: of the transformers model. kv_dtype: what a `KVCache` keeps keys and values in. dtype: of the hidden states.
     device: of tokens, hidden states and logits, wherever the layers are. ranks: the processes that compute the model.
     """
 
@@ -88,7 +88,7 @@ class LayeredModel(DecoderModules):
         as they were when this object was made."""
         return fingerprint(self.model, self.engine.version)
 
-    def in_fewer_bits(self, quantize: str) -> "LayeredModel":
+    def in_fewer_bits(self, quantize: str) -> "ModelRunner":
         """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights that were
         quantised before are those of when this object was made, as its own engine's are. A model has one copy of each kind.
         ValueError if it would take too much memory."""
@@ -104,7 +104,7 @@ class LayeredModel(DecoderModules):
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         return self.engine.embed(tokens, positions)
 
-    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+    def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
 
         skip: sublayers that add nothing to the residual stream in this pass.
@@ -112,7 +112,7 @@ class LayeredModel(DecoderModules):
         with self._pass_lock:
             return self.engine.run(hidden, at, store, layers, skip)
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """Draft a greedy chain in one call of an engine with `chains`."""
         with self._pass_lock:
             return self.engine.chain(start, store)
@@ -121,7 +121,7 @@ class LayeredModel(DecoderModules):
         """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
         rows, length = ids.shape
         store, positions = (
-            KVStore(rows, self.depth, length),
+            KVCache(rows, self.depth, length),
             torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1),
         )
         store.reserve(length)
@@ -147,7 +147,7 @@ class LayeredModel(DecoderModules):
     @property
     def engine_picks(self) -> bool:
         """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
-        return type(self).project is LayeredModel.project
+        return type(self).project is ModelRunner.project
 
     @property
     def draftable(self) -> int:

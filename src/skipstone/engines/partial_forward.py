@@ -10,14 +10,14 @@ from torch import Tensor
 
 from skipstone.engines.engine import ChainEnd, ChainStart, Survival
 from skipstone.engines.host import counting, on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 
 COUNTED = 4096  # numbers that are counted at least, so that few steps count further
 
 
-class Frontier:
+class PartialForward:
     """The tokens of one step and their hidden states, each at the depth that it has reached.
 
     Column 0 is the last committed token of every row, further columns are draft tokens. Column c of a row writes the slot
@@ -32,13 +32,13 @@ class Frontier:
 
     def __init__(
         self,
-        model: LayeredModel,
-        store: KVStore,
+        model: ModelRunner,
+        store: KVCache,
         root: Tensor,
         alive: list[bool],
         most: list[int],
         shortlist: Tensor | None = None,
-        drafter: LayeredModel | None = None,
+        drafter: ModelRunner | None = None,
     ) -> None:
         self.model, self.store, self.shortlist = model, store, shortlist
         self.drafter = drafter or model
@@ -279,7 +279,7 @@ class Frontier:
         self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]], survival: Survival | None = None
     ) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
-        then read all of them but every row's last one; the frontier is of no use any more. None, and nothing has changed, as
+        then read all of them but every row's last one; the forward is of no use any more. None, and nothing has changed, as
         in `draft_greedily`.
         """
         wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]

@@ -12,15 +12,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from skipstone.assets import NANO
-from skipstone.export.layers import Kept
-from skipstone.utils.files import hidden_folder, publish, write_json
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import BUNDLED, COMMIT, EXPORT, load_model
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.export.layers import Kept
 from skipstone.models.derivation import close
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.utils.files import hidden_folder, publish, write_json
 
 PROBE = 24  # random ids of the text that an export is compared on
 NUMBERED = ("mlp_only_layers",)
@@ -33,7 +33,7 @@ NOT_OF_LAYERS = ("architectures",)
 """Lists of a config, beside those of token ids, that have no entry for every layer, whatever their length is."""
 
 
-def refuse(model: LayeredModel) -> None:
+def refuse(model: ModelRunner) -> None:
     """ValueError for a model of which a part of the layers, with the norm and the head, is no model of its type."""
     family, kind = model.family, model.config.model_type
     if model.config is not model.model.config:
@@ -81,7 +81,7 @@ def _other(name: str) -> bool:
     return name in NOT_OF_LAYERS or "token_id" in name
 
 
-def cut(model: LayeredModel, layers: tuple[int, ...]) -> Any:
+def cut(model: ModelRunner, layers: tuple[int, ...]) -> Any:
     """A transformers model with only these layers, which shares its weights with the model. It holds parameters and cannot run:
     what is no part of a checkpoint was not made. ValueError as in `refuse` and `shortened`."""
     refuse(model)
@@ -104,7 +104,7 @@ def cut(model: LayeredModel, layers: tuple[int, ...]) -> Any:
     return draft.eval()
 
 
-def _renumbered(model: LayeredModel, layers: tuple[int, ...]) -> dict[str, Tensor]:
+def _renumbered(model: ModelRunner, layers: tuple[int, ...]) -> dict[str, Tensor]:
     """The weights of the layers that are left, under their new numbers, and all that are in no layer."""
     owned = getattr(model.decoder, model.family.layers)
     (path,) = [name for name, module in model.model.named_modules() if module is owned]
@@ -120,7 +120,7 @@ def _renumbered(model: LayeredModel, layers: tuple[int, ...]) -> dict[str, Tenso
     return found
 
 
-def write_draft(model: LayeredModel, tokenizer: Any, kept: Kept, folder: Path) -> int:
+def write_draft(model: ModelRunner, tokenizer: Any, kept: Kept, folder: Path) -> int:
     """Write the layers that are kept, with norm, head and tokenizer, as a checkpoint that is whole or not there. Returns its
     parameters.
 
@@ -142,7 +142,7 @@ def write_draft(model: LayeredModel, tokenizer: Any, kept: Kept, folder: Path) -
     return sum(weight.numel() for weight in draft.parameters())
 
 
-def origin(model: LayeredModel, kept: Kept) -> dict[str, Any]:
+def origin(model: ModelRunner, kept: Kept) -> dict[str, Any]:
     """What an export is a part of, for its card on the hub: "base", the hub id or the name of the folder of the whole model,
     None for one that was not loaded; "revision", its commit on the hub; "fingerprint" of its weights; "layers" that are kept,
     "depth" of all."""
@@ -154,7 +154,7 @@ def origin(model: LayeredModel, kept: Kept) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def expect_same(model: LayeredModel, kept: Kept, folder: Path) -> None:
+def expect_same(model: ModelRunner, kept: Kept, folder: Path) -> None:
     """ValueError where the checkpoint in a folder computes something else than the layers of a model that are kept."""
     draft = load_model(folder, dtype=model.model.dtype)
     reaches, own = DecoderModules(draft).family.reaches, model.family.reaches
@@ -169,12 +169,12 @@ def expect_same(model: LayeredModel, kept: Kept, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def exit_logits(model: LayeredModel, kept: Kept, ids: Tensor) -> Tensor:
+def exit_logits(model: ModelRunner, kept: Kept, ids: Tensor) -> Tensor:
     """What skipstone drafts from behind every token of a text: the layers that are kept, then norm and head. ids: [1, T].
     Returns [1, T, V] float32."""
     length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)
     positions = torch.arange(length, device=model.device, dtype=torch.int64)[None]
-    store = KVStore(1, model.depth, length)
+    store = KVCache(1, model.depth, length)
     store.reserve(length)
     at = Pass(positions, positions, None, slice(0, 1), length, 0)
     layers, skip = (range(len(kept.layers)), None) if kept.first else (range(model.depth), SkipSet(left, left))

@@ -7,14 +7,14 @@ from typing import Any
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.settings import layer_in_range
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import MethodLike, resolve
+from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.swift.swift import Swift
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 MOST_DRAFTS = 6  # drafts a step for a method that says nothing of them
@@ -51,7 +51,7 @@ def spelled(layers: Collection[int]) -> str:
     return f"{'layer' if len(numbers) == 1 else 'layers'} {told}"
 
 
-def kept(model: LayeredModel, method: MethodLike = None, exit_layer: int | None = None) -> Kept:
+def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None = None) -> Kept:
     """The layers that a method drafts with, those of the model's own method by default.
 
     exit_layer: E, the first E layers, instead of a method. ValueError where nothing says which layers draft, where two things
@@ -75,7 +75,7 @@ def kept(model: LayeredModel, method: MethodLike = None, exit_layer: int | None 
     return Kept(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
 
 
-def _layers(method: Method, model: LayeredModel) -> tuple[int, ...]:
+def _layers(method: Method, model: ModelRunner) -> tuple[int, ...]:
     """The layers that a method drafts with."""
     if isinstance(method, (LayerSkip, EarlyExit)):
         layer_in_range("exit_layer", method.exit_layer, model)
@@ -84,7 +84,7 @@ def _layers(method: Method, model: LayeredModel) -> tuple[int, ...]:
     return _without(_skip_set(method, model), model)
 
 
-def _skip_set(method: Any, model: LayeredModel) -> SkipSet:
+def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
     """The layer set of a method. ValueError where it has none."""
     if isinstance(method, SelfSpeculative):
         skip = method.skip_set(model)
@@ -107,7 +107,7 @@ def _skip_set(method: Any, model: LayeredModel) -> SkipSet:
     )
 
 
-def _without(skip: SkipSet, model: LayeredModel) -> tuple[int, ...]:
+def _without(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
     """The layers that a set leaves. ValueError where it skips a sublayer and keeps the other one of its layer."""
     Space.of(model).from_skip_set(skip)
     alone = [

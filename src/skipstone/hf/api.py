@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.draft import Step
-from skipstone.utils.extras import installed
+from skipstone.engines.host import left_padded
 from skipstone.hf import generation
 from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.generation import Output, RowError
-from skipstone.engines.host import left_padded
+from skipstone.utils.extras import installed
 
 Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
 

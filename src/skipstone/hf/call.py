@@ -19,10 +19,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.stop_strings import StopStrings
+from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel, unwrapped
 
 ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
@@ -60,7 +60,7 @@ class Call:
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
     seed: of row 0, from which further rows get their own (`noise.row_seed`); a list has one per row; None draws one from
-    torch's generator. layered: the model's modules and facts, where the caller has looked them up already. stop_strings: that
+    torch's generator. runner: the model's modules and facts, where the caller has looked them up already. stop_strings: that
     the rows end with.
     """
 
@@ -71,7 +71,7 @@ class Call:
     config: GenerationConfig
     seed: int | list[int] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
-    layered: LayeredModel | None = None
+    runner: ModelRunner | None = None
     stop_strings: StopStrings | None = None
 
     @property
@@ -99,15 +99,15 @@ def prepare_call(
 ) -> Call:
     """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward.
 
-    engine, and quantize and kv_dtype among the options: as in `LayeredModel`.
+    engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
     """
     options = dict(options)
-    layered = LayeredModel(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
-    inner = layered.model
-    with layered.lock:
+    runner = ModelRunner(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
+    inner = runner.model
+    with runner.lock:
         strings = _take_stop_strings(options, inner.generation_config, tokenizer)
         call = prepare(inner, ids, seed, **options)
-    call.layered, call.stop_strings = layered, strings
+    call.runner, call.stop_strings = runner, strings
     return call
 
 

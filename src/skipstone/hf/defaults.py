@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from skipstone.engines.loading import KEPT_DEFAULTS, config_of
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.fields import FIELDS
 from skipstone.hf.requests import build_request
-from skipstone.engines.loading import KEPT_DEFAULTS, config_of
 from skipstone.models.generation_config import refuse_wrong_types
-from skipstone.engines.model_runner import LayeredModel
 
 OVERRIDE = "--override-generation-config"
 """The option of the command line that changes single fields."""
@@ -32,7 +32,7 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
     model.generation_config = config_of({**fields, **overrides}, "the chosen generation config")
 
 
-def expect_usable_defaults(model: LayeredModel, tokenizer: Any) -> None:
+def expect_usable_defaults(model: ModelRunner, tokenizer: Any) -> None:
     """ValueError for defaults with which no request could be answered, greedily or at random."""
     for options in ({}, {"do_sample": True, "temperature": 1.0}):
         try:

@@ -13,14 +13,14 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.eager.patches import take_off
+from skipstone.engines.model_runner import ModelRunner, unwrapped
+from skipstone.engines.turns import lock_of
 from skipstone.hf import generation
 from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
-from skipstone.engines.choose_engine import attach
-from skipstone.engines.eager.patches import take_off
-from skipstone.engines.model_runner import LayeredModel, unwrapped
-from skipstone.engines.turns import lock_of
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
@@ -41,11 +41,11 @@ def enable(
     decoding (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
     """
     chosen = resolve_for(model, method)
-    layered = LayeredModel(model, engine, quantize, kv_dtype)
-    with layered.lock:
-        chosen.check(layered)
+    runner = ModelRunner(model, engine, quantize, kv_dtype)
+    with runner.lock:
+        chosen.check(runner)
         attach(model, engine, quantize, kv_dtype)
-    _warn_of_rounding(layered)
+    _warn_of_rounding(runner)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):
         before = before.before
@@ -58,13 +58,13 @@ def _warn_once(said: str) -> None:
     warnings.warn(said, RuntimeWarning, stacklevel=4)
 
 
-def _warn_of_rounding(layered: LayeredModel) -> None:
+def _warn_of_rounding(runner: ModelRunner) -> None:
     """Say, once a process, where an engine computes more precisely than `model.generate` does."""
-    stored = layered.model.dtype
-    if layered.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and layered.engine.quantize is None:
+    stored = runner.model.dtype
+    if runner.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and runner.engine.quantize is None:
         name = str(stored).removeprefix("torch.")
         _warn_once(
-            f"the {layered.engine.name} engine computes this {name} model in float32, transformers rounds every result: "
+            f"the {runner.engine.name} engine computes this {name} model in float32, transformers rounds every result: "
             "greedy texts can differ from transformers' where two tokens are nearly as likely; engine='eager' rounds as "
             "transformers does"
         )

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import PREFILL_CHUNK, Decoder, run
+from skipstone.decoding.loop import PREFILL_CHUNK, DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import Call
 from skipstone.hf.requests import requests
 from skipstone.models.finite import first_not_finite
-from skipstone.engines.model_runner import LayeredModel
 
 SLOWER = 0.95  # speed-ups below this are warned about
 FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about
@@ -62,18 +62,18 @@ class RowError(ValueError):
         self.errors, self.output = errors, output
 
 
-def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
+def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[DecodingLoop, list[Request]]:
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
-    layered = call.layered or LayeredModel(call.model)
-    with layered.lock:
-        method.check(layered)
-        wanted = requests(call, layered.ranks)
+    runner = call.runner or ModelRunner(call.model)
+    with runner.lock:
+        method.check(runner)
+        wanted = requests(call, runner.ranks)
         needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
-        session = method.start(layered, len(wanted), needed)
+        session = method.start(runner, len(wanted), needed)
         chunk = call.config.prefill_chunk_size
         if chunk is not None and chunk < 1:
             raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-        decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
+        decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
         for row, request in enumerate(wanted):
             decoder.admit(row, request)
     return decoder, wanted
@@ -121,8 +121,8 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     _warn_if_slower(method, decoder.stats, stacklevel=4)
     output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new)  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
-    layered = decoder.session.model
-    output.engine, output.engine_reason, output.quantize = layered.engine.name, layered.engine_reason, layered.engine.quantize
+    runner = decoder.session.model
+    output.engine, output.engine_reason, output.quantize = runner.engine.name, runner.engine_reason, runner.engine.quantize
     _keep_scores(output, call, kept)
     if errors:
         raise RowError(errors, call.model, output)

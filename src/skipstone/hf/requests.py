@@ -14,10 +14,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.request import Criterion, Request
 from skipstone.decoding.sampling import Sampling
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes, prepare_call
 from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.ranks import Ranks
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
@@ -49,7 +49,7 @@ def generation_options(
     return options | ({"eos_token_id": None} if ignore_eos else {})
 
 
-def build_request(model: LayeredModel, prompt: Sequence[int], tokenizer: Any, seed: int, options: dict[str, Any]) -> Request:
+def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, seed: int, options: dict[str, Any]) -> Request:
     """One request. prompt: token ids. options: keyword arguments of `skipstone.generate`, but for those of several rows.
 
     ValueError for what skipstone does not support, in the options or in the model's own generation config.

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.method import Method
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -14,5 +14,5 @@ class Autoregressive(Method):
 
     name: ClassVar[str] = "autoregressive"
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return NoDrafter()

@@ -10,7 +10,7 @@ from typing import ClassVar
 from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.method import Method
 from skipstone.decoding.settings import check_exit_layer, setting
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EarlyExit(Method):
     def lossless(self) -> bool:
         return False
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         check_exit_layer(self.exit_layer, model)
 
@@ -35,5 +35,5 @@ class EarlyExit(Method):
     def target_depth(self) -> int | None:
         return self.exit_layer
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return NoDrafter()

@@ -21,10 +21,10 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.methods.drafting.lookups import tokens_of_prompt
 from skipstone.engines.engine import Survival
 from skipstone.engines.host import on_device
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.lookups import tokens_of_prompt
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Jacobi(DraftingMethod):
 
     num_speculative_tokens: int = setting(16, "guesses that every pass refines, a block.")
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return JacobiDrafter(self, model, rows)
 
 
 class JacobiDrafter(Drafter):
     """guesses: [B, block] int64, of what follows the last committed token. They never leave the device."""
 
-    def __init__(self, method: Jacobi, model: LayeredModel, rows: int) -> None:
+    def __init__(self, method: Jacobi, model: ModelRunner, rows: int) -> None:
         self.block, self.device = method.num_speculative_tokens, model.device
         self.first_guesses = [[0] * self.block for _ in range(rows)]
         self.guesses = on_device(self.first_guesses, model.device)
@@ -59,13 +59,13 @@ class JacobiDrafter(Drafter):
         """The block, as far as there is room."""
         view = self.view
         most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
-        width, frontier = max(most), view.start_forward(most)
+        width, forward = max(most), view.start_forward(most)
         if not width:
-            return Draft.empty(view.rows, self.device, frontier)
+            return Draft.empty(view.rows, self.device, forward)
         tokens = self.guesses[:, :width]
         valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(most, tokens.device)[:, None]
-        frontier.append(tokens, None if min(most) == width else valid)
-        return Draft(tokens, valid, frontier)
+        forward.append(tokens, None if min(most) == width else valid)
+        return Draft(tokens, valid, forward)
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
         self._target_tokens = scores.best.clamp_min(0)  # any token where there is none

@@ -18,11 +18,11 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class LayerSkip(ShortlistMethod):
     )
     draft_vocabulary: int | str | None = vocabulary_setting()
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         check_exit_layer(self.exit_layer, model)
         self.shortlist(model)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> "LayerSkipDrafter":
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "LayerSkipDrafter":
         return LayerSkipDrafter(self, model, rows)
 
 
@@ -65,7 +65,7 @@ class LayerSkipDrafter(ChainDrafter):
 
     looks = False  # to draft on for rows that have stopped costs only E layers
 
-    def __init__(self, method: LayerSkip, model: LayeredModel, rows: int) -> None:
+    def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
         most, threshold = method.num_speculative_tokens, method.confidence_threshold
         coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, most=most, threshold=threshold, coupled=coupled)
@@ -79,12 +79,12 @@ class LayerSkipDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, None] | None:
         return (self.exit_layer, None) if self.reuse_cache else None
 
-    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
-        return frontier.exit_logits(self.exit_layer)
+        return forward.exit_logits(self.exit_layer)
 
-    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
+    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
         """Self-verification (section 4.3.2) goes on from the exit states, or without cache reuse from layer 0."""
         if not self.reuse_cache:
-            frontier.restart()
-        return chain.draft(frontier, exit_layer=self.exit_layer)
+            forward.restart()
+        return chain.draft(forward, exit_layer=self.exit_layer)

@@ -23,9 +23,9 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, tokens_of_prompt
 from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, tokens_of_prompt
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Lookahead(DraftingMethod):
     ngram: int = setting(5, "N, tokens of an n-gram.", least=2)
     guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return LookaheadDrafter(self, rows)
 
 

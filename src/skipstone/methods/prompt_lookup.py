@@ -16,10 +16,10 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 from skipstone.methods.drafting.predictions import Prediction
-from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel
 
 Place = Literal["recent", "first"]
 
@@ -40,17 +40,17 @@ class PromptLookup(DraftingMethod):
     num_speculative_tokens: int = setting(10, "most drafts a step.")
     prefer: Place = setting("recent", 'of several places the most "recent" one or the "first" (transformers\' way).')
 
-    def takes_predictions(self, model: LayeredModel) -> bool:
+    def takes_predictions(self, model: ModelRunner) -> bool:
         return True
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
             )
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return PromptLookupDrafter(self, rows)
 
 

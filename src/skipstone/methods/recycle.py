@@ -23,11 +23,11 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.picks import NO_TOKEN
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
-from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.engines.picks import NO_TOKEN
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
@@ -52,7 +52,7 @@ class Recycle(DraftingMethod):
     def report(self, model: Any) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return RecycleDrafter(self, model, rows, states.of(self, model, rows, None, Kept))
 
 
@@ -82,7 +82,7 @@ def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
 class RecycleDrafter(LookupDrafter):
     """Trees out of what was kept, and the keeping."""
 
-    def __init__(self, method: Recycle, model: LayeredModel, rows: int, kept: Kept) -> None:
+    def __init__(self, method: Recycle, model: ModelRunner, rows: int, kept: Kept) -> None:
         super().__init__(rows, scratch_slots=method.num_speculative_tokens)
         self.model = model
         self.candidates = min(method.num_candidates, model.embeddings)

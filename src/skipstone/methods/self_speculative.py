@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.settings import layer_numbers, setting
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.fewer_bits import check_draft_quantize
 from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.drafting.skipping import SkippingDrafter
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 
@@ -60,14 +60,14 @@ class SelfSpeculative(ShortlistMethod):
         for name in ("skip_attention", "skip_mlp"):
             object.__setattr__(self, name, layer_numbers(name, getattr(self, name)))
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         if (skip := self.skip_set(model)).attention or skip.mlp:
             Space.of(model).from_skip_set(skip)
         self.shortlist(model)
         self.drafting_model(model)
 
-    def skip_set(self, model: LayeredModel) -> SkipSet:
+    def skip_set(self, model: ModelRunner) -> SkipSet:
         """The layer set, empty where all layers draft. ValueError where none is given, or two."""
         given = SkipSet(frozenset(self.skip_attention), frozenset(self.skip_mlp))
         if self.profile is not None:
@@ -81,7 +81,7 @@ class SelfSpeculative(ShortlistMethod):
             )
         return given
 
-    def drafting_model(self, model: LayeredModel) -> LayeredModel | None:
+    def drafting_model(self, model: ModelRunner) -> ModelRunner | None:
         """The target as it drafts, quantised; None for the target itself. ValueError where no engine has it so."""
         if self.draft_quantize is None:
             return None
@@ -99,7 +99,7 @@ class SelfSpeculative(ShortlistMethod):
             )
         return model.in_fewer_bits(self.draft_quantize)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
         found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.confidence_threshold)
         found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)

@@ -16,9 +16,9 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
-from skipstone.engines.model_runner import LayeredModel
 
 Schedule = Literal["constant", "heuristic", "confidence"]
 MORE = 2  # draft tokens that the heuristic schedule adds after a draft that was accepted whole
@@ -45,19 +45,19 @@ class Speculative(DraftModelMethod):
         within=(0, 1),
     )
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         if self.confidence_threshold is not None and self.schedule != "confidence":
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
         super().check(model)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SpeculativeDrafter(self, model, self.draft_model_for(model), rows, capacity)
 
 
 class SpeculativeDrafter(DraftModelDrafter):
     """Chains of the draft model (lines 1 to 5), as long as the schedule says."""
 
-    def __init__(self, method: Speculative, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int) -> None:
+    def __init__(self, method: Speculative, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int) -> None:
         threshold = None
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold

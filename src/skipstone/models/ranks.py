@@ -80,7 +80,7 @@ def cannot_share(config: Any, size: int) -> str | None:
 def _sharded_wrongly(config: Any) -> str | None:
     """Why transformers' plan for a model is known not to compute what the whole model computes; None where it is not.
 
-    Verification cannot see it: what a layered forward is compared with is the sharded forward of transformers.
+    Verification cannot see it: what a runner forward is compared with is the sharded forward of transformers.
     """
     if config.model_type == "cohere" and getattr(config, "use_qk_norm", False):
         return "transformers does not shard the norms of queries and keys that this cohere model has (use_qk_norm)"

@@ -12,7 +12,6 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 
-from skipstone.utils.files import cache_place, digest, write_cache
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
 from skipstone.models.finite import refuse_not_finite, refuse_overflow
@@ -20,6 +19,7 @@ from skipstone.models.known_types import TESTED
 from skipstone.models.refusals import refuse_contradiction, refuse_kind
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
 from skipstone.models.weight_version import ModelVersion, model_version
+from skipstone.utils.files import cache_place, digest, write_cache
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
 """Fields of a config that do not tell what a model is built of."""

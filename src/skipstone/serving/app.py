@@ -233,13 +233,13 @@ def _about(app: FastAPI, server: Server) -> None:
 
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
-        asking, layered = server.asking, server.asking.model
+        asking, runner = server.asking, server.asking.model
         return {
             "version": __version__,
             "model": server.settings.name,
             "method": asking.default.spelled,
-            "engine": layered.engine.name,
-            "quantize": layered.engine.quantize,
+            "engine": runner.engine.name,
+            "quantize": runner.engine.quantize,
             "max_model_len": asking.capacity,
             "has_chat_template": asking.chats,
             "max_num_seqs": server.settings.rows,

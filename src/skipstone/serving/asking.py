@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from skipstone.hf.api import chat_text, token_ids
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.api import chat_text, token_ids
 from skipstone.hf.call import resolve_for
 from skipstone.hf.requests import build_request, generation_options
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars, too_deep
 from skipstone.serving.jobs import Job, Likely, Refused
 from skipstone.serving.processors import Bias, Penalty
@@ -44,7 +44,7 @@ class Asking:
     included. seconds: that a job may take, None for any time."""
 
     def __init__(
-        self, model: LayeredModel, tokenizer: Any, default: Method, capacity: int, seconds: float | None = None
+        self, model: ModelRunner, tokenizer: Any, default: Method, capacity: int, seconds: float | None = None
     ) -> None:
         self.model, self.tokenizer, self.default = model, tokenizer, default
         self.capacity, self.seconds = capacity, seconds

@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skipstone.hf.api import token_ids
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.api import token_ids
 from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.requests import build_request
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.jobs import Job
 from skipstone.serving.lanes import Lane
 
@@ -46,7 +46,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: ModelRunner,
         tokenizer: PreTrainedTokenizerBase,
         method: Method,
         options: dict[str, Any],

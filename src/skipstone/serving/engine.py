@@ -15,11 +15,11 @@ import torch
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
-from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
 from skipstone.serving.lanes import Lane, length_of, row_bytes
 from skipstone.serving.reading import Reading
+from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
 
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: ModelRunner,
         rows: int,
         capacity: int,
         waiting: int,
@@ -366,7 +366,7 @@ class Engine:
             raise DeviceFailed(f"{self._failures} errors of the device in a row") from error
 
 
-def default_kv_cache_bytes(model: LayeredModel) -> int:
+def default_kv_cache_bytes(model: ModelRunner) -> int:
     """A share of the memory of the model's device."""
     return int(KV_CACHE_SHARE * device_memory_bytes(model.device))
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.serving.finite_values import has_finite_value
 from skipstone.utils.extras import installed
 from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
-from skipstone.serving.finite_values import has_finite_value
 
 LONGEST, DEEPEST = 1 << 16, 32
 """Characters of a schema, and how deep it may be nested."""

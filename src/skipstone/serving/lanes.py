@@ -6,17 +6,18 @@ from typing import Any
 import torch
 
 from skipstone.decoding.draft import Draft, RowVerdict, Step
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
+from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import FAILED, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
-from skipstone.lab.timing.machine import store_of_one_token
 
 ROW_BYTES: Memo[tuple[int, int]] = Memo()
 """Of a model: bytes of the keys and values of one token in all its layers, and bytes of a row's recurrent states."""
@@ -36,13 +37,13 @@ class Lane:
     """Rows that one method decodes. capacity: tokens a row. chunk: prompt tokens that a row runs in a step. tell: called with
     every event of a job, in this thread."""
 
-    def __init__(self, model: LayeredModel, method: Method, rows: int, capacity: int, chunk: int, tell: Tell) -> None:
+    def __init__(self, model: ModelRunner, method: Method, rows: int, capacity: int, chunk: int, tell: Tell) -> None:
         method.check(model)
         self.method, self.tell, self.chunk = method, tell, chunk
         self.jobs: list[Job | None] = [None] * rows
         self._recorder = StepRecorder(self.jobs)
         session = method.start(model, rows, capacity)
-        self.decoder = Decoder(session, chunk=chunk, recorder=self._recorder, takes_turns=True)
+        self.decoder = DecodingLoop(session, chunk=chunk, recorder=self._recorder, takes_turns=True)
         self.known: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values a free row still has
         self.used = [0] * rows  # turns of `turn`
         self._layers: list[dict[str, Any] | None] = [None] * rows  # that the job of a row was told of
@@ -188,12 +189,16 @@ class StepRecorder:
         return likely, details
 
 
-def row_bytes(model: LayeredModel, chunk: int) -> tuple[int, int]:
+def row_bytes(model: ModelRunner, chunk: int) -> tuple[int, int]:
     """(bytes of one token's keys and values in all layers, most bytes of a row's recurrent states). chunk: most tokens of a row
     in a pass."""
 
     def measured() -> tuple[int, int]:
-        store = store_of_one_token(model)
+        store = KVCache(1, model.depth, 1, model.kv_dtype)
+        prompts = Prefill(model, store)
+        prompts.add(0, torch.zeros(1, dtype=torch.int64, device=model.device))
+        with torch.inference_mode():
+            prompts.run(1)
         return store.bytes() // (store.capacity + 1), store.trails.row_bytes(chunk)
 
     return ROW_BYTES.get(model.model, (str(model.kv_dtype), chunk), measured)

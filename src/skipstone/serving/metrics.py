@@ -4,9 +4,9 @@ from typing import Any
 
 from skipstone.control.state import PLAIN
 from skipstone.decoding.draft import Step
-from skipstone.utils.extras import installed
 from skipstone.serving.answers import Choice
 from skipstone.serving.watch import Record
+from skipstone.utils.extras import installed
 
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.models.passes import Pass
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.torch_threads import OneThread
+from skipstone.models.passes import Pass
 from skipstone.serving.jobs import Likely
 from skipstone.serving.lanes import likely_of
 
@@ -20,15 +20,15 @@ class Reading:
     def __init__(self, prompt: Tensor, count: int, likely: list[Likely]) -> None:
         likely.clear()
         self.prompt, self.count, self.likely = prompt, count, likely
-        self._store: KVStore | None = None  # made in the model's thread, as it is the model that says of what kind
+        self._store: KVCache | None = None  # made in the model's thread, as it is the model that says of what kind
 
     @torch.inference_mode()
-    def go_on(self, model: LayeredModel, most: int) -> None:
+    def go_on(self, model: ModelRunner, most: int) -> None:
         """Read up to `most` further tokens, in the model's thread."""
         begin, size = len(self.likely), len(self.prompt) - 1
         end = min(begin + most, size)
         if self._store is None:
-            self._store = KVStore(1, model.depth, size, model.kv_dtype)
+            self._store = KVCache(1, model.depth, size, model.kv_dtype)
             self._store.reserve(size)
         ids, positions = (
             self.prompt[None, begin:end].to(model.device),

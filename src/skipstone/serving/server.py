@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from skipstone.decoding.method import Method
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import resolve_for
 from skipstone.hf.defaults import expect_usable_defaults
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
 from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
@@ -95,14 +95,14 @@ class Server:
 
     def _begin(self) -> None:
         model, self.tokenizer = self._load()
-        layered, settings = LayeredModel(model), self.settings
+        runner, settings = ModelRunner(model), self.settings
         method = resolve_for(model, settings.method)
-        method.check(layered)
-        expect_usable_defaults(layered, self.tokenizer)
-        capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
-        self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
-        limit = kv_cache_bytes(layered, method, settings.rows, capacity, settings.kv_cache_memory_bytes)
-        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post, kv_cache_bytes=limit)
+        method.check(runner)
+        expect_usable_defaults(runner, self.tokenizer)
+        capacity = min(runner.max_positions, settings.capacity or MOST_CAPACITY)
+        self._asking = Asking(runner, self.tokenizer, method, capacity, settings.seconds)
+        limit = kv_cache_bytes(runner, method, settings.rows, capacity, settings.kv_cache_memory_bytes)
+        self._engine = Engine(runner, settings.rows, capacity, settings.waiting, self._post, kv_cache_bytes=limit)
 
     async def drain(self) -> None:
         """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
@@ -296,7 +296,7 @@ class Server:
         return choice, text, None, start
 
 
-def kv_cache_bytes(model: LayeredModel, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
+def kv_cache_bytes(model: ModelRunner, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
     """What keys and values may take: so much that the default method's rows have room for a text of full length. ValueError
     where less is wanted."""
     needed = Lane(model, method, rows, capacity, CHUNK, lambda *_: None).memory_bytes(capacity)

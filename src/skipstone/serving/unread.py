@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from weakref import WeakSet
 
-from skipstone.utils.limits import UNREAD_BYTES
 from skipstone.serving.jobs import CANCELLED, Ended, Event, Job, Piece, joined
+from skipstone.utils.limits import UNREAD_BYTES
 
 TOO_SLOW = "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"
 PIECE_BYTES, TOKEN_BYTES, LIKELY_BYTES, SEEN_BYTES = 600, 100, 120, 130

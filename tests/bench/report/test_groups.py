@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from skipstone.lab.bench.journal import Journal
-from skipstone.lab.bench.report import compare
-from skipstone.lab.bench.report import report
-from skipstone.lab.bench.report import tables
-from skipstone.lab.bench.report import groups as figures
-from skipstone.lab.bench.report.groups import expectation, groups, own_figures
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
+from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.report import compare, report, tables
+from skipstone.lab.bench.report import groups as figures
+from skipstone.lab.bench.report.groups import expectation, groups, own_figures
 from tests.helpers.results import lines, row, stats, written
 
 

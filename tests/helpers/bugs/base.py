@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from skipstone.decoding.session import Session
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
-from skipstone.engines.model_runner import LayeredModel
 
 
 def broken(drafter: type[LayerSkipDrafter] = LayerSkipDrafter, session: type[Session] = Session) -> LayerSkip:
@@ -18,10 +18,10 @@ def broken(drafter: type[LayerSkipDrafter] = LayerSkipDrafter, session: type[Ses
     class Method(LayerSkip):
         name: ClassVar[str] = odd.__module__.rpartition(".")[2]
 
-        def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> LayerSkipDrafter:
+        def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> LayerSkipDrafter:
             return drafter(self, model, rows)
 
-        def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+        def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
             return session(model, rows, capacity, self.create_drafter(model, rows, capacity))
 
     return Method(exit_layer=2, num_speculative_tokens=3)

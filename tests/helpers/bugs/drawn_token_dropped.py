@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.engines.engine import Survival
+from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers.bugs.base import broken
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.engines.engine import Survival
+from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers.bugs.base import broken
 
 
@@ -16,11 +16,11 @@ class Broken(LayerSkipDrafter):
         if min(limits) < 2:
             return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
         guess = view.root[:, None]
-        frontier = view.start_forward([2] * view.rows)
+        forward = view.start_forward([2] * view.rows)
         tokens, valid = guess.repeat(1, 2), torch.tensor(view.alive)[:, None].repeat(1, 2)
         parents = torch.full_like(tokens, -1)
-        frontier.append(tokens, valid, parents)
-        return Draft(tokens, valid, frontier, parents=parents)
+        forward.append(tokens, valid, parents)
+        return Draft(tokens, valid, forward, parents=parents)
 
 
 METHOD = broken(Broken)

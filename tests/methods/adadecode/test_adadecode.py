@@ -13,14 +13,14 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeDrafter, Sweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card
-from skipstone.engines.native import library
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, proves
 from tests.helpers.machine import llama, prompt, running
@@ -37,7 +37,7 @@ class Scripted(ExitHeads):
         super().__init__(card)
         self.script = iter(script)
 
-    def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+    def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """[B, n, V]: token 1 for certain, or anything."""
         said = torch.zeros(*hidden.shape[:2], model.head.weight.shape[0])
         said[..., 1] = 100.0 if next(self.script) else 0.0
@@ -45,7 +45,7 @@ class Scripted(ExitHeads):
 
 
 def scripted(model: Any, layers: tuple[int, ...], script: list[bool]) -> Scripted:
-    return Scripted(new_card(LayeredModel(model), layers, "original"), script)
+    return Scripted(new_card(ModelRunner(model), layers, "original"), script)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def figure2() -> Any:
     return llama(layers=3)
 
 
-def step_of(model: Any, method: AdaDecode, length: int = 7, new: int = 20) -> tuple[Decoder, Any]:
+def step_of(model: Any, method: AdaDecode, length: int = 7, new: int = 20) -> tuple[DecodingLoop, Any]:
     """A decoder after its prefill, and its session."""
     decoder, _ = running(model, method, length, new, steps=1)
     return decoder, decoder.session
@@ -85,7 +85,7 @@ def test_deferred_layers_run_jointly_as_in_figure_2(calls: list[tuple[int, int]]
         session.score(draft)
     assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
     assert draft.exit_layer.tolist() == [[2, 1]]
-    assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
+    assert draft.forward.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
 
 
 def test_with_as_many_predictions_as_are_allowed_the_newest_token_is_not_tested(calls: list[tuple[int, int]]) -> None:
@@ -104,15 +104,15 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     model = figure2()
 
     class ByRow(Scripted):
-        def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
             said = torch.zeros(2, 1, model.head.weight.shape[0])
             said[:, 0, 1] = torch.tensor([100.0 if one else 0.0 for one in next(self.script)])  # type: ignore[attr-defined]
             return said
 
     script: Any = [(True, False), (True, True), (False, True), (False, False), (True, False), (True, False)]
-    heads = ByRow(new_card(LayeredModel(model), (1, 2), "original"), script)
-    layered = LayeredModel(model)
-    decoder = Decoder(AdaDecode(heads).start(layered, 2, 40))
+    heads = ByRow(new_card(ModelRunner(model), (1, 2), "original"), script)
+    runner = ModelRunner(model)
+    decoder = DecodingLoop(AdaDecode(heads).start(runner, 2, 40))
     for row, length in enumerate((7, 4)):
         decoder.admit(row, Request(prompt(length, row), 20))
     while decoder.session.prefilling:
@@ -135,7 +135,7 @@ def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
     """Figure 2's step again, beside a row that has ended: its stale tokens wait at no depth."""
     model = figure2()
     heads = scripted(model, (1, 2), [False, True, True, False, False])
-    decoder = Decoder(AdaDecode(heads).start(LayeredModel(model), 2, 40))
+    decoder = DecodingLoop(AdaDecode(heads).start(ModelRunner(model), 2, 40))
     decoder.admit(0, Request(prompt(7), 20))
     decoder.admit(1, Request(prompt(4), 1))
     while decoder.session.prefilling:
@@ -147,15 +147,15 @@ def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
         draft = session.drafter.propose_draft([5, 0])
         session.score(draft)
     assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
-    assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
+    assert draft.forward.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
 
 
 def test_one_original_head_at_threshold_0_is_layerskip() -> None:
     """The same drafts, accepted and rejected alike: the staged run is one."""
-    model, layered = llama(layers=6), LayeredModel(llama(layers=6))
+    model, runner = llama(layers=6), ModelRunner(llama(layers=6))
     found = []
     for method in (AdaDecode("original", 0.0, 4, exit_layers=(3,)), LayerSkip(3, 4)):
-        decoder = Decoder(method.start(layered, 1, 80))
+        decoder = DecodingLoop(method.start(runner, 1, 80))
         decoder.admit(0, Request(prompt(9), 60))
         steps = []
         while decoder.busy:
@@ -164,7 +164,7 @@ def test_one_original_head_at_threshold_0_is_layerskip() -> None:
         found.append(steps)
     assert found[0] == found[1]
     assert any(0 < one[2][0] < one[1][0] for one in found[0])
-    assert model is not layered.model
+    assert model is not runner.model
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Kind:
     sharpness: float
 
     def heads(self, model: Any) -> ExitHeads:
-        layered = LayeredModel(model)
-        heads = ExitHeads(new_card(layered, (1, 2, 3), "square"))
+        runner = ModelRunner(model)
+        heads = ExitHeads(new_card(runner, (1, 2, 3), "square"))
         capped = getattr(model.config, "final_logit_softcapping", None)  # sharper logits would all be at the cap
         noise, sharpness = (self.noise / 3, 1.0) if capped else (self.noise, self.sharpness)
         generator = torch.Generator().manual_seed(3)
@@ -235,14 +235,14 @@ def test_one_call_of_the_first_exit_does_what_sweeps_do(
 ) -> None:
     """The same predictions at the same layers, tests and passes, and the same text, with ends of texts on the way."""
     calls: list[int] = []
-    at_once = Frontier.draft_greedily
+    at_once = PartialForward.draft_greedily
 
-    def counted(self: Frontier, *arguments: Any, **more: Any) -> Any:
+    def counted(self: PartialForward, *arguments: Any, **more: Any) -> Any:
         found = at_once(self, *arguments, **more)
         calls.append(-1 if found is None else found.counts[0])
         return found
 
-    monkeypatch.setattr(Frontier, "draft_greedily", counted)
+    monkeypatch.setattr(PartialForward, "draft_greedily", counted)
     seen = []
     for engine in ("eager", "native"):
         model = families.build("llama")  # of its own: a report is that of the model's busiest state
@@ -278,16 +278,16 @@ def test_the_law_is_exact(three: Any, threshold: float, new: int) -> None:
 class Literal(AdaDecode):
     """Eq. 1 read literally: the drawn token's own probability is tested."""
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> AdaDecodeDrafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> AdaDecodeDrafter:
         return LiteralDrafter(self, model, rows)
 
 
 class LiteralDrafter(AdaDecodeDrafter):
-    def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
-        found = Sweep([0], frontier.tokens[:, -1], doubted=[False])
-        frontier.advance(exits[0][1])
-        logits = self.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
-        found.token, found.q, _ = self.sampler.propose(logits, position, frontier.tokens[:, 1:])
+    def _sweep(self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
+        found = Sweep([0], forward.tokens[:, -1], doubted=[False])
+        forward.advance(exits[0][1])
+        logits = self.heads.logits(self.model, exits[0][0], forward.hidden[:, -1:])[:, 0]
+        found.token, found.q, _ = self.sampler.propose(logits, position, forward.tokens[:, 1:])
         assert found.q is not None
         if found.q[0, found.token].item() > self.method.confidence_threshold:
             found.layers = [exits[0][1]]

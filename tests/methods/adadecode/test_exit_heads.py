@@ -12,17 +12,17 @@ import torch
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt
 
 
-def layered(**shape: Any) -> LayeredModel:
-    return LayeredModel(llama(**{"layers": 6, **shape}))
+def runner(**shape: Any) -> ModelRunner:
+    return ModelRunner(llama(**{"layers": 6, **shape}))
 
 
-def disturbed(model: LayeredModel, kind: Any = "square", rank: int | None = None) -> ExitHeads:
+def disturbed(model: ModelRunner, kind: Any = "square", rank: int | None = None) -> ExitHeads:
     heads = ExitHeads(new_card(model, (2, 4), kind, rank, "mine"))
     heads.start_from(model)
     torch.manual_seed(0)
@@ -34,7 +34,7 @@ def disturbed(model: LayeredModel, kind: Any = "square", rank: int | None = None
 
 @pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None)])
 def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: Path) -> None:
-    model = layered()
+    model = runner()
     heads = disturbed(model, kind, rank)
     heads.save(tmp_path / "heads")
     assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == ["exit_heads.json", "exit_heads.safetensors"]
@@ -55,7 +55,7 @@ def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: 
 
 @pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None), ("original", None)])
 def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None) -> None:
-    model = layered()
+    model = runner()
     heads = ExitHeads(new_card(model, (2, 4), kind, rank))
     heads.start_from(model)
     hidden = torch.randn(2, 3, 32)
@@ -64,21 +64,21 @@ def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None
 
 
 def test_heads_of_another_model_or_vocabulary_are_refused(tmp_path: Path) -> None:
-    model, folder = layered(), tmp_path / "heads"
+    model, folder = runner(), tmp_path / "heads"
     disturbed(model).save(folder)
-    assert exit_heads.load_heads(folder, LayeredModel(copy.deepcopy(model.model))).card.name == "mine"
+    assert exit_heads.load_heads(folder, ModelRunner(copy.deepcopy(model.model))).card.name == "mine"
     with pytest.raises(ValueError, match=r"holds the heads of another model \(mine; this one is"):
-        exit_heads.load_heads(folder, layered(seed=1))
+        exit_heads.load_heads(folder, runner(seed=1))
     with pytest.raises(ValueError, match="heads for a vocabulary of 97 and states of 32, this model has 50 and 32"):
-        exit_heads.load_heads(folder, layered(vocab=50))
+        exit_heads.load_heads(folder, runner(vocab=50))
     with pytest.raises(ValueError, match=r"after layers 1 to 3 of this model, in order, found \[2, 4\]"):
-        exit_heads.load_heads(folder, layered(layers=4))
+        exit_heads.load_heads(folder, runner(layers=4))
     with pytest.raises(ValueError, match=r"exit_layers must be among the heads' layers, \[2, 4\], found \[3\]"):
         AdaDecode(str(folder), exit_layers=(2, 3)).check(model)
 
 
 def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
-    model, folder = layered(), tmp_path / "heads"
+    model, folder = runner(), tmp_path / "heads"
     disturbed(model).save(folder)
     weights, card = folder / exit_heads.WEIGHTS, folder / exit_heads.CARD
     whole, said = weights.read_bytes(), card.read_text()
@@ -114,7 +114,7 @@ def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_heads_that_were_written_anew_are_read_anew(tmp_path: Path) -> None:
-    model, folder = layered(), tmp_path / "heads"
+    model, folder = runner(), tmp_path / "heads"
     disturbed(model).save(folder)
     first = exit_heads.load_heads(folder, model)
     assert exit_heads.load_heads(folder, model) is first
@@ -123,7 +123,7 @@ def test_heads_that_were_written_anew_are_read_anew(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, folder = layered(), tmp_path / "heads"
+    model, folder = runner(), tmp_path / "heads"
     disturbed(model).save(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 

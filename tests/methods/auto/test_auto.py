@@ -30,12 +30,12 @@ from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
 from skipstone.decoding.draft import Step
-from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.methods.auto import drafters
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import truncated
 from tests.helpers.machine import llama, near, prompt, start
@@ -49,11 +49,11 @@ FAMILIES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) 
 def everything(model: Any, second: Any) -> Auto:
     """All kinds of candidates, as far as the model bears them."""
     chains = LayerSkip(2), SelfSpeculative((1,), (2,)), Speculative(second), Swift(0.5, context_window=6)
-    methods, layered = (PromptLookup(), Recycle(), *chains, Lookahead(3, 3, 3), Jacobi(4)), LayeredModel(model)
+    methods, runner = (PromptLookup(), Recycle(), *chains, Lookahead(3, 3, 3), Jacobi(4)), ModelRunner(model)
 
     def fits(method: Method) -> bool:
         try:
-            method.check(layered)
+            method.check(runner)
         except ValueError:
             return False
         return True
@@ -114,7 +114,7 @@ def test_whatever_is_decided_the_sampled_text_is_plain_decodings(rows: int, dice
 
 def test_the_store_is_that_of_plain_decoding_after_every_step(dice: Dice) -> None:
     raw = llama()
-    model = LayeredModel(raw)
+    model = ModelRunner(raw)
     decoder = start(everything(raw, near(raw, 0.3)), model, [Request(prompt(9), 40), Request(prompt(5, 1), 40)])
     texts = [prompt(9).tolist(), prompt(5, 1).tolist()]
     while decoder.busy:
@@ -127,8 +127,8 @@ def test_the_store_is_that_of_plain_decoding_after_every_step(dice: Dice) -> Non
 
 def test_rows_come_and_go_between_steps_and_one_is_never_taken() -> None:
     raw = llama()
-    model = LayeredModel(raw)
-    decoder = Decoder(everything(raw, near(raw, 0.3)).start(model, 3, 80))
+    model = ModelRunner(raw)
+    decoder = DecodingLoop(everything(raw, near(raw, 0.3)).start(model, 3, 80))
     requests = {seed: Request(prompt(9, seed), 24 + 6 * seed) for seed in range(4)}
     texts: dict[int, list[int]] = {}
     waiting, running = [0, 1, 2, 3], {}
@@ -153,16 +153,16 @@ def test_rows_come_and_go_between_steps_and_one_is_never_taken() -> None:
 # ------------------------------------------------------------------------------------------------------------- shadows
 
 
-def decoded(method: Any, raw: Any, tokens: int = 30) -> tuple[Decoder, list[int]]:
+def decoded(method: Any, raw: Any, tokens: int = 30) -> tuple[DecodingLoop, list[int]]:
     """A decoder in the midst of one row's text, and that text."""
-    decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
+    decoder = start(method, ModelRunner(raw), [Request(prompt(9), 200)])
     text = prompt(9).tolist()
     while len(text) < 9 + tokens:
         text += decoder.step().tokens[0]
     return decoder, text
 
 
-def session_of(decoder: Decoder) -> AutoDrafter:
+def session_of(decoder: DecodingLoop) -> AutoDrafter:
     assert isinstance(decoder.session.drafter, AutoDrafter)
     return decoder.session.drafter
 
@@ -213,10 +213,10 @@ def test_a_shadow_is_what_the_drafter_would_have_said(kind: str, monkeypatch: py
 
 def drafted_alone(session: AutoDrafter, text: list[int]) -> int:
     """The token that the only drafter drafts behind a text without its newest token: one step back."""
-    fresh = LayeredModel(session.model.model)
+    fresh = ModelRunner(session.model.model)
     (method,) = session.method.methods(fresh)
     other = method.start(fresh, 1, 100)
-    decoder = Decoder(other)
+    decoder = DecodingLoop(other)
     decoder.admit(0, Request(torch.tensor(text[:-2]), 10))
     tokens = decoder.step().tokens[0]
     assert tokens == text[-2:-1], "the text is the model's own"
@@ -329,8 +329,8 @@ def test_a_prediction_is_drafted_from_and_what_it_gave_is_told(monkeypatch: pyte
     """Of a model that never repeats itself: nothing but the prediction can be looked up."""
     raw, asked = llama(head=1.0), prompt(12, 3)
 
-    def written(method: Method, prediction: Sequence[int] = ()) -> tuple[list[int], Decoder]:
-        decoder = start(method, LayeredModel(raw), [Request(asked, 120, prediction=prediction)])
+    def written(method: Method, prediction: Sequence[int] = ()) -> tuple[list[int], DecodingLoop]:
+        decoder = start(method, ModelRunner(raw), [Request(asked, 120, prediction=prediction)])
         return [token for step in run(decoder) for token in step.tokens[0]], decoder
 
     plain, _ = written(Autoregressive())
@@ -406,7 +406,7 @@ def test_candidates_are_spelled_and_read() -> None:
 def test_the_models_own_method_is_a_candidate() -> None:
     method = resolve("auto", {"method": "layerskip", "exit_layer": 3})
     assert isinstance(method, Auto)
-    names = [one.name for one in method.methods(LayeredModel(llama()))]
+    names = [one.name for one in method.methods(ModelRunner(llama()))]
     assert names == ["prompt_lookup", "recycle", "layerskip", "self_speculative"]
 
 

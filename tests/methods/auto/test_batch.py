@@ -12,10 +12,10 @@ from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
+from skipstone.engines.engine import Survival
 from skipstone.methods.auto.mind import Mind
 from skipstone.methods.auto.texts import progress
 from skipstone.methods.drafting.confidence import SurvivalRule
-from skipstone.engines.engine import Survival
 
 MOST, FIXED = 8, 0.02
 

@@ -10,12 +10,12 @@ from skipstone.control import control
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import PLAIN, RECYCLE, WARM_AFTER, Done, Plan
 from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoDrafter
 from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NEW_TEXT_TRIED, Shift, Tally
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt, start
 
 
@@ -63,7 +63,7 @@ def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> Non
 
 def looking() -> AutoDrafter:
     """In the midst of a text, beside lookups and recycled tokens."""
-    decoder = start(Auto((PromptLookup(), Recycle())), LayeredModel(llama()), [Request(prompt(9), 100)])
+    decoder = start(Auto((PromptLookup(), Recycle())), ModelRunner(llama()), [Request(prompt(9), 100)])
     for _ in range(20):
         decoder.step()
     assert isinstance(decoder.session.drafter, AutoDrafter)
@@ -109,7 +109,7 @@ def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
 def test_a_look_pays_for_what_the_drafter_that_decodes_now_would_have_won(price: float, goes_on: bool) -> None:
     """Two steps have taken three plain steps for four tokens: one was won against plain decoding, and one lost against what
     is twice as fast, where half of one was saved."""
-    decoder = start(Auto((LayerSkip(1),)), LayeredModel(llama()), [Request(prompt(9), 100)])
+    decoder = start(Auto((LayerSkip(1),)), ModelRunner(llama()), [Request(prompt(9), 100)])
     for _ in range(20):
         decoder.step()
     session = decoder.session.drafter

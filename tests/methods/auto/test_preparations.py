@@ -14,8 +14,8 @@ from torch import Tensor
 from skipstone import LayerSkip, PromptLookup
 from skipstone.control.state import PLAIN, PROBE
 from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.engines.model_runner import LayeredModel
 from tests.helpers.machine import llama, prompt, start
 
 PREPARING = 50.0
@@ -47,9 +47,9 @@ def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Pat
         count[0] += 1
         return hidden.shape[1] > 1 or count[0] % 5 == 0
 
-    compiling(monkeypatch, LayeredModel(raw).engine, sometimes)
+    compiling(monkeypatch, ModelRunner(raw).engine, sometimes)
     method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), use_profile=False, log=str(path))
-    decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
+    decoder = start(method, ModelRunner(raw), [Request(prompt(9), 200)])
     while decoder.stats.steps < 90:
         decoder.step()
     assert isinstance(decoder.session.drafter, AutoDrafter)

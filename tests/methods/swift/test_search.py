@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from skipstone import Swift
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers.machine import llama
 
@@ -182,7 +182,7 @@ def test_the_papers_search_keeps_the_highest_score_and_asks_a_gaussian_process_a
 
 
 def optimisation(**settings: Any) -> Optimisation:
-    return Optimisation(Swift(0.5, **settings), LayeredModel(llama(layers=6)))
+    return Optimisation(Swift(0.5, **settings), ModelRunner(llama(layers=6)))
 
 
 def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:

@@ -16,14 +16,14 @@ import torch
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
 from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt, running, silenced
@@ -42,8 +42,8 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     begin = end - 6
     with torch.inference_mode():
         tokens, said = zip(*session.drafter.windows[0], strict=True)
-        layered = session.model
-        found = layered.logits(states_behind(session.store, 0, tokens[:-1], layered, layered.depth, SKIP))[0]
+        runner = session.model
+        found = runner.logits(states_behind(session.store, 0, tokens[:-1], runner, runner.depth, SKIP))[0]
         cache = model(ids[None, :begin], use_cache=True).past_key_values
         wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
         whole = model(ids[None]).logits[0]
@@ -130,8 +130,8 @@ def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
     plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=60, do_sample=False)
     for dynamic in (True, False):
         method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic)
-        layered = LayeredModel(model)
-        decoder = Decoder(method.start(layered, 1, 70))
+        runner = ModelRunner(model)
+        decoder = DecodingLoop(method.start(runner, 1, 70))
         decoder.admit(0, Request(asked, 60))
         text: list[int] = []
         while decoder.busy:
@@ -268,9 +268,9 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
 
 
 def test_sessions_share_what_was_found() -> None:
-    layered = LayeredModel(llama(layers=6))
-    one, wide = (METHOD.create_drafter(layered, rows, 20) for rows in (1, 3))
+    runner = ModelRunner(llama(layers=6))
+    one, wide = (METHOD.create_drafter(runner, rows, 20) for rows in (1, 3))
     assert isinstance(one, SwiftDrafter)
     assert isinstance(wide, SwiftDrafter)
     assert one.optimisation is wide.optimisation
-    assert replace(METHOD, guard=True).optimisation(layered) is one.optimisation
+    assert replace(METHOD, guard=True).optimisation(runner) is one.optimisation

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
-from skipstone.utils.files import LineFile
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import Answer
 from skipstone.train.heads.prompts import Asked, asked_of
 from skipstone.train.heads.recipe import Answers, Schedule, made, of_prompts, read
+from skipstone.utils.files import LineFile
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import all_but
@@ -58,7 +58,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
     assert card["training"]["tokens"] == sum(len(json.loads(line)["tokens"]) for line in lines[1:])
     model, _ = skipstone.load(base / "model")
-    own = exit_heads.load_heads(folder, LayeredModel(model))
+    own = exit_heads.load_heads(folder, ModelRunner(model))
     assert not all(torch.equal(head.weight, torch.eye(32)) for head in own.heads)  # type: ignore[arg-type]
     out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2), max_new_tokens=20, do_sample=False)
     assert (
@@ -76,8 +76,8 @@ def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[
 def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
     """KL(p* || p_theta) in float64, from the model's own logits."""
     model, _ = skipstone.load(base / "model")
-    layered = LayeredModel(model)
-    heads = ExitHeads(new_card(layered, (2, 4), "square"))
+    runner = ModelRunner(model)
+    heads = ExitHeads(new_card(runner, (2, 4), "square"))
     torch.manual_seed(1)
     with torch.no_grad():
         for head in heads.heads:
@@ -86,7 +86,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states
         stored = torch.stack([model.model.norm(states[2][0]), model.model.norm(states[4][0]), states[6][0]], 1)
-        found = training.Divergence(heads, layered)(stored)
+        found = training.Divergence(heads, runner)(stored)
         embedding = model.lm_head.weight.double()
         target = (stored[:, 2].double() @ embedding.T).log_softmax(-1)
         for index in range(2):
@@ -96,7 +96,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
 
 
 def test_features_by_matrices_in_bfloat16_are_near_those_in_float32_and_made_anew(base: Path, tmp_path: Path) -> None:
-    model, answers = LayeredModel(llama(layers=6)), [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    model, answers = ModelRunner(llama(layers=6)), [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
     wide, mixed = (
         answering.extract(model, answers, (2, 4), tmp_path, 1e9, quiet, mixed).states.float().clone() for mixed in (False, True)
     )
@@ -122,13 +122,13 @@ def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
 def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_path: Path) -> None:
     """Of every position whose next token is an answer's, in ragged batches, against transformers one by one."""
     model, _ = skipstone.load(base / "model")
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     dice = torch.Generator().manual_seed(0)
     answers = [
         Answer(prompt(int(length), seed).tolist(), prompt(int(new), 50 + seed).tolist())
         for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
     ]
-    features = answering.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
+    features = answering.extract(runner, answers, (2, 4), tmp_path, 1e9, quiet)
     assert (tmp_path / answering.DATA).stat().st_size == 2 * 3 * 32 * sum(len(one.tokens) for one in answers)
     for index, one in enumerate(answers):
         ids = torch.tensor([one.prompt + one.tokens])
@@ -138,7 +138,7 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
         wanted = [model.model.norm(out.hidden_states[2][0, span]), model.model.norm(out.hidden_states[4][0, span])]
         found = features.states_of([index])
         assert torch.allclose(found.float(), torch.stack([*wanted, out.hidden_states[6][0, span]], 1), atol=2e-2)
-        own = layered.project(found[None, :, -1].float())[0]
+        own = runner.project(found[None, :, -1].float())[0]
         assert torch.allclose(own, out.logits[0, span], atol=5e-2)
 
 
@@ -177,8 +177,8 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
     """KL over the ids that the answers hold most often, in float64 from the model's own logits."""
     folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}), base, say=quiet)
     model, _ = skipstone.load(base / "model")
-    layered = LayeredModel(model)
-    heads = exit_heads.load_heads(folder, layered)
+    runner = ModelRunner(model)
+    heads = exit_heads.load_heads(folder, runner)
     answers = [json.loads(line)["tokens"] for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()[1:]]
     found = [token for one in answers for token in one]
     assert heads.shortlist is not None
@@ -188,7 +188,7 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
     with torch.no_grad():
         states = model(prompt(12)[None], output_hidden_states=True).hidden_states
         stored = torch.stack([model.model.norm(states[layer][0]) for layer in heads.card.layers] + [states[6][0]], 1)
-        divergences = training.Divergence(heads, layered)(stored)
+        divergences = training.Divergence(heads, runner)(stored)
         rows = model.lm_head.weight.double()[ids]
         target = (stored[:, -1].double() @ rows.T).log_softmax(-1)
         for index, divergence in enumerate(divergences):
@@ -198,8 +198,8 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
     plain = skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
     for method in (AdaDecode(str(folder), 0.1), AdaDecode(str(folder), 0.1, draft_vocabulary=97)):
         assert skipstone.generate(model, prompt(9), method, **options).new_tokens == plain
-    assert AdaDecode(str(folder)).shortlist(layered).tolist() == ids  # type: ignore[union-attr]
-    assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(layered) is None, "what is asked for counts"
+    assert AdaDecode(str(folder)).shortlist(runner).tolist() == ids  # type: ignore[union-attr]
+    assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(runner) is None, "what is asked for counts"
 
 
 def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
     weights = load_file(folder / "exit_heads.safetensors")
     assert weights["shortlist"].dtype is torch.int64, "half precision would round ids"
     assert weights["heads.0.weight"].dtype is torch.bfloat16
-    model = LayeredModel(skipstone.load(base / "model")[0])
+    model = ModelRunner(skipstone.load(base / "model")[0])
     save_file(weights | {"shortlist": weights["shortlist"].float()}, folder / "exit_heads.safetensors")
     with pytest.raises(ValueError, match=r"the shortlist in exit_heads\.safetensors must be int64, found torch\.float32"):
         exit_heads.load_heads(folder, model)
@@ -220,7 +220,7 @@ def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
 
 def test_heads_of_all_tokens_have_no_shortlist(base: Path, tmp_path: Path) -> None:
     folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 97}), base, say=quiet)
-    assert exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0])).shortlist is None
+    assert exit_heads.load_heads(folder, ModelRunner(skipstone.load(base / "model")[0])).shortlist is None
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -364,7 +364,7 @@ def test_heads_that_grow_no_better_end_the_run_and_the_best_are_kept(base: Path,
     for layer, figures in card["metrics"].items():
         seen = [float(line.split(f"E={layer} ")[1].split(",")[0]) for line in epochs]
         assert figures["divergence"] == pytest.approx(min(*seen, figures["before"]["divergence"]), abs=6e-4)
-    assert exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0])) is not None
+    assert exit_heads.load_heads(folder, ModelRunner(skipstone.load(base / "model")[0])) is not None
 
 
 def test_features_beyond_the_disk_are_refused_before_they_are_made(base: Path, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_features_beyond_the_disk_are_refused_before_they_are_made(base: Path, t
 
 
 def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layered = LayeredModel(skipstone.load(base / "model")[0])
+    runner = ModelRunner(skipstone.load(base / "model")[0])
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -388,9 +388,9 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing)
             with pytest.raises((OSError, ValueError), match=r"nothing of the features is left|states do not fit into"):
-                answering.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
+                answering.extract(runner, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
         assert list(tmp_path.iterdir()) == [], name
-    assert answering.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
+    assert answering.extract(runner, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
 def test_another_run_in_the_same_folder_is_refused(base: Path, tmp_path: Path) -> None:
@@ -490,10 +490,10 @@ def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Pat
     weights = load_file(folder / "exit_heads.safetensors")
     assert {one.dtype for one in weights.values()} == {torch.bfloat16}
     model, _ = skipstone.load(base / "model", dtype=torch.bfloat16)
-    for heads in (str(folder), exit_heads.load_heads(folder, LayeredModel(model)).float()):
+    for heads in (str(folder), exit_heads.load_heads(folder, ModelRunner(model)).float()):
         wanted = AdaDecode(heads, confidence_threshold=0.05)
         assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
-    other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load_heads(folder, LayeredModel(model)))
+    other, mine = ModelRunner(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load_heads(folder, ModelRunner(model)))
     with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):
         mine.check(other)
 
@@ -510,7 +510,7 @@ def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Pa
 def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
     answers = [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
     found = [
-        answering.extract(LayeredModel(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
+        answering.extract(ModelRunner(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
         for seed in (1, 2)
     ]
     assert not torch.equal(*found)

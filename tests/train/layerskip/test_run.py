@@ -15,12 +15,12 @@ import yaml
 
 import skipstone
 from skipstone.hf import api
-from skipstone.utils.files import read_lines
 from skipstone.methods import LayerSkip
 from skipstone.train.layerskip import run as running
 from skipstone.train.layerskip.metrics import Progress, curves, draw
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
+from skipstone.utils.files import read_lines
 from tests.helpers.training import DECODING, EVALUATED, Interrupted, finished_run, losses, quiet, recipe, stop_at
 
 

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.engines import host
-from skipstone.engines import picks
-from skipstone.engines.eager import linear
-from skipstone.engines.eager import patches
+from skipstone.engines import host, picks
+from skipstone.engines.eager import linear, patches
 from skipstone.engines.engine import ChainEnd, ChainStart, Warps
+from skipstone.engines.kv_cache import KVCache, SharedView
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
-from skipstone.engines.kv_cache import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 from skipstone.models.torch_defaults import with_stable_defaults
@@ -79,7 +77,7 @@ class EagerEngine:
         return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
 
     @with_stable_defaults
-    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+    def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
 
         skip: sublayers that add nothing to the residual stream in this pass.
@@ -136,7 +134,7 @@ class EagerEngine:
         """Never asked for: `draws` is False."""
         raise NotImplementedError
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """Never asked for: `chains` is False."""
         raise NotImplementedError("transformers' modules are called one by one")
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from skipstone.engines.eager import attention
-from skipstone.engines.eager import linear
+from skipstone.engines.eager import attention, linear
 from skipstone.engines.kv_cache import PassView
 from skipstone.models.passes import SkipSet
 from skipstone.models.trace import by_name

@@ -1,4 +1,4 @@
-"""`LayeredModel`'s engine over the C++ library: tensors in, pointers to C, tensors out."""
+"""`ModelRunner`'s engine over the C++ library: tensors in, pointers to C, tensors out."""
 
 import ctypes
 import math
@@ -8,30 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.models import fingerprint
 from skipstone.engines.buffers import dense, new_buffer, pointer
 from skipstone.engines.eager.patches import changed
 from skipstone.engines.engine import ChainEnd, ChainStart, Warps
-from skipstone.engines.native import library
-from skipstone.engines.native import threads
-from skipstone.engines.native.structs import (
-    BAD_LAYER,
-    SKIP_ATTENTION,
-    SKIP_MLP,
-    NativeError,
-    Pass,
-    Shortlist,
-    Store,
-    declare,
-)
-from skipstone.engines.native.weights import TYPES, Weights, unsupported
-from skipstone.engines.rotary import RotaryTables
-from skipstone.models.facts import Facts
 from skipstone.engines.host import CPU
-from skipstone.engines.kv_cache import KVStore
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.native import library, threads
+from skipstone.engines.native.structs import BAD_LAYER, SKIP_ATTENTION, SKIP_MLP, NativeError, Pass, Shortlist, Store, declare
+from skipstone.engines.native.weights import TYPES, Weights, unsupported
+from skipstone.engines.picks import largest
+from skipstone.engines.rotary import RotaryTables
+from skipstone.models import fingerprint
+from skipstone.models.facts import Facts
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet, Tree
-from skipstone.engines.picks import largest
 from skipstone.models.weight_version import Values, keep_version, model_version
 
 MAX_SKIP_SETS = 256  # whose bits are kept: a request may name any
@@ -102,7 +92,7 @@ class NativeEngine:
     def _run_a_token(self, count: int) -> None:
         """One token through all layers, on so many threads."""
         self.threads = count
-        store, place = KVStore(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64, device=CPU)
+        store, place = KVCache(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64, device=CPU)
         store.reserve(1)
         at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
         self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, range(self._depth))
@@ -130,7 +120,7 @@ class NativeEngine:
         self._library.sk_embed(self._model, ids, tokens.numel(), target)
         return hidden
 
-    def run(self, hidden: Tensor, at: PassOfTokens, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+    def run(self, hidden: Tensor, at: PassOfTokens, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         hidden = dense(hidden, free=1)
         data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
@@ -154,7 +144,7 @@ class NativeEngine:
         del kept
         return out
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """As in `Engine`."""
         rows, width = len(start.most), max(start.most)
         roots = dense(start.roots)
@@ -332,7 +322,7 @@ class NativeEngine:
             sizes.append(cos.shape[0])
         self._known_positions = min(sizes, default=extent)
 
-    def _store_address(self, store: KVStore) -> int:
+    def _store_address(self, store: KVCache) -> int:
         """The struct that points at the buffers of a store, which are made where they are missing."""
         view = store.engine_view
         if view is None or view[3] is not self._weights:  # another model's store may be smaller

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from skipstone.utils.extras import installed
 from skipstone.models.families import kinds
+from skipstone.utils.extras import installed
 
 NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth layer, whatever the file says
 

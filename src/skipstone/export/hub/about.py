@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from skipstone.models.fetching import hub_name
-from skipstone.utils.files import read_lines
 from skipstone.engines.loading import BUNDLED, EXPORT
 from skipstone.methods import resolve
 from skipstone.methods.adadecode.heads import HeadsCard
 from skipstone.methods.drafting.layer_sets import Profile
+from skipstone.models.fetching import hub_name
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.utils.settings_files import first_fault
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import EXIT_FIGURE
+from skipstone.utils.files import read_lines
+from skipstone.utils.settings_files import first_fault
 
 Table = Sequence[Sequence[str]]
 """Rows of cells, the titles first."""

@@ -9,9 +9,9 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from skipstone import __version__
 from skipstone.assets import NANO
-from skipstone.models.fetching import HubName, hub_name
-from skipstone.export.hub.about import TEXT, UNRECORDED, About, Table
 from skipstone.engines.loading import BUNDLED
+from skipstone.export.hub.about import TEXT, UNRECORDED, About, Table
+from skipstone.models.fetching import HubName, hub_name
 
 README = "README.md"
 MARK = "<!-- `skipstone push` wrote this card and writes it anew. Without this line it leaves your card as it is. -->"

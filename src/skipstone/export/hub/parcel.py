@@ -10,15 +10,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from skipstone.utils.files import file_digest
+from skipstone.engines.loading import look_up
 from skipstone.export.hub import about
 from skipstone.export.hub.about import DATA, About
 from skipstone.export.hub.card import README
-from skipstone.engines.loading import look_up
 from skipstone.methods.adadecode.heads import CARD, WEIGHTS, read_heads
 from skipstone.methods.auto import memory
 from skipstone.methods.drafting.layer_sets import PROFILE, read_profile
 from skipstone.models.generation_config import OWN_FIELD
+from skipstone.utils.files import file_digest
 
 MODEL, HEADS, LAYER_SET, TUNED = "a model", "exit heads", "a layer set", "a tuned profile"
 MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, memory.TUNED: TUNED}

@@ -9,9 +9,9 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors, hf_hub_download
 
 from skipstone import __version__
-from skipstone.models.fetching import HTTP_ERROR, expect_repository, why
 from skipstone.export.hub.card import MARK, README, licence_in, written
 from skipstone.export.hub.parcel import INDEX, MARKS, MODEL, Parcel, parcel_of
+from skipstone.models.fetching import HTTP_ERROR, expect_repository, why
 
 
 def push(

@@ -16,19 +16,18 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from transformers import PreTrainedModel
 
 from skipstone import methods
+from skipstone.decoding.settings import settings_of
+from skipstone.engines.choose_engine import Setup
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
 from skipstone.lab.bench.peers import PEERS
-from skipstone.decoding.settings import settings_of
-from skipstone.methods import METHODS
-from skipstone.engines.choose_engine import Setup
-from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.utils.settings_files import Part, first_fault, mapping
-from skipstone.lab.tasks import protocols
-from skipstone.lab.tasks import sets
+from skipstone.lab.tasks import protocols, sets
 from skipstone.lab.tasks.protocols import USUAL, TaskSettings
 from skipstone.lab.tasks.task import Task
 from skipstone.lab.timing.measure import Engine, Skipstone
+from skipstone.methods import METHODS
+from skipstone.models.generation_config import OWN_FIELD
+from skipstone.utils.settings_files import Part, first_fault, mapping
 
 Wish = dict[str, Any]
 KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
@@ -212,12 +211,12 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
 
     ValueError for settings that do not fit the model.
     """
-    found, refused, layered = [], {}, LayeredModel(model)
+    found, refused, runner = [], {}, ModelRunner(model)
     for wish in wishes:
         name = wish["method"]
         given = {key: value for key, value in wish.items() if key not in NAMING}
         if tune:
-            given = {**usual(name, layered.depth), **given}
+            given = {**usual(name, runner.depth), **given}
         every = choices(given, KINDS[name])
         if name in PEERS:
             engines: list[Any] = [_peer(PEERS[name], one, model) for one in every]
@@ -229,7 +228,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
         else:
             engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in every]
             for engine in engines:
-                engine.method.check(layered)
+                engine.method.check(runner)
             if len(engines) > 1 and not all(engine.lossless for engine in engines):
                 raise ValueError(
                     f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "

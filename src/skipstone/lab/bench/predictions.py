@@ -12,21 +12,21 @@ from pydantic import TypeAdapter
 from skipstone.decoding.costs import LOOKED_UP, BatchCosts, Drafter, MeanStep
 from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.adadecode import AdaDecode
+from skipstone.methods.drafting.draft_model import DraftModel
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.drafting.draft_model import DraftModel
-from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
-from skipstone.engines.model_runner import LayeredModel
 
 
-def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
+def described(method: Method, runner: ModelRunner) -> dict[str, Any] | None:
     """The drafter of a method as plain JSON values, which `drafter` finds in a table of costs; None where the formula does not
     hold."""
     if isinstance(method, DraftingMethod) and method.guard:
@@ -38,22 +38,22 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
     if getattr(method, "draft_quantize", None) is not None:
         return None  # costs are measured of models as they are
     if isinstance(method, SelfSpeculative):
-        skip = method.skip_set(layered)
+        skip = method.skip_set(runner)
         return _sublayers(skip.attention, skip.mlp)
     if isinstance(method, Swift):
         return {"learnt": True, "ranked": method.dynamic_verification}
     if isinstance(method, AdaDecode):
         return {"passes": True}
     if isinstance(method, Speculative):
-        return {"draft_model": method.draft_model_for(layered).fingerprint}
+        return {"draft_model": method.draft_model_for(runner).fingerprint}
     return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi, Recycle)) else None
 
 
-def draft_model(method: Method, layered: LayeredModel) -> DraftModel | None:
+def draft_model(method: Method, runner: ModelRunner) -> DraftModel | None:
     """The draft model whose steps are to be measured for a method; None for one without, and for one in fewer bits."""
     if not isinstance(method, Speculative) or method.draft_quantize is not None:
         return None
-    return method.draft_model_for(layered)
+    return method.draft_model_for(runner)
 
 
 def _sublayers(attention: Any, mlp: Any) -> dict[str, Any]:

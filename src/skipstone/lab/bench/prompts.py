@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench.journal import Journal, Line
 from skipstone.lab.bench.plan import Plan, chooses
-from skipstone.decoding.stats import Stats
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.lab.tasks.dialogue import Conversation, Reader, Said, digest
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.tasks.task import Task, prompt_of, tabbed, untabbed
@@ -246,17 +246,17 @@ def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) ->
     """Sum over an answer's tokens of log p, in nats, at temperature 1, each after all before it. prompt: [T] int64, T >= 1."""
     if not answer:
         return 0.0
-    layered = LayeredModel(model)
-    wanted = torch.tensor(answer, dtype=torch.int64, device=layered.device)  # [A]
-    ids = torch.cat([prompt.to(layered.device), wanted[:-1]])[None]  # [1, T + A - 1]
-    if layered.engine.quantize is None:
-        states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    runner = ModelRunner(model)
+    wanted = torch.tensor(answer, dtype=torch.int64, device=runner.device)  # [A]
+    ids = torch.cat([prompt.to(runner.device), wanted[:-1]])[None]  # [1, T + A - 1]
+    if runner.engine.quantize is None:
+        states = runner.decoder(input_ids=ids, use_cache=False).last_hidden_state
     else:  # transformers' modules have other weights
-        states = layered.read(ids)
+        states = runner.read(ids)
     states = states[:, len(prompt) - 1 :]  # [1, A, d]
-    total = torch.zeros((), dtype=torch.double, device=layered.device)
+    total = torch.zeros((), dtype=torch.double, device=runner.device)
     for part, tokens in zip(states.split(CHUNK, 1), wanted.split(CHUNK), strict=True):
-        total += layered.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()
+        total += runner.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()
     return float(total)
 
 

@@ -20,15 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skipstone.engines.exits import ExitTally, layer_states
+from skipstone.engines.loading import BUNDLED, load, look_up, usable
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.lab.bench import predictions
 from skipstone.lab.bench.journal import Journal, check
 from skipstone.lab.bench.plan import BASELINE, Entrant, Plan, line_up, resolved
 from skipstone.lab.bench.prompts import Both, TaskRun, ask, calm, conversations, fingerprint, looping
-from skipstone.hf.defaults import neutral_defaults
-from skipstone.engines.loading import BUNDLED, load, look_up, usable
-from skipstone.engines.exits import ExitTally, layer_states
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.dialogue import Conversation, Reader
 from skipstone.lab.tasks.task import Task
@@ -79,7 +79,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
             )
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
-                room = LayeredModel(subject.model).max_positions - settings.max_new_tokens
+                room = ModelRunner(subject.model).max_positions - settings.max_new_tokens
                 limit = min(room, settings.prompt_tokens or room)
                 if limit < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
@@ -121,7 +121,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
-        config, layered = subject.model.config, LayeredModel(subject.model)
+        config, runner = subject.model.config, ModelRunner(subject.model)
         ceiling = machine.ceiling(subject.model, 256)
         say(machine.told(subject.name, ceiling))
         journal.add(
@@ -132,31 +132,31 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
                 "layers": config.num_hidden_layers,
                 "dtype": str(subject.model.dtype).removeprefix("torch."),
                 "device": str(subject.model.device),
-                "engine": layered.engine.name,
-                "engine_reason": layered.engine_reason,
-                "quantize": layered.engine.quantize,
+                "engine": runner.engine.name,
+                "engine_reason": runner.engine_reason,
+                "quantize": runner.engine.quantize,
                 "ceiling": ceiling,
                 "synthetic": subject.synthetic,
                 "refused": refused,
                 "methods": {entrant.label: entrant.about() for entrant in entrants},
-                **priced(entrants, layered, say),
+                **priced(entrants, runner, say),
             }
         )
     return entrants
 
 
-def priced(entrants: Sequence[Entrant], layered: LayeredModel, say: Say) -> dict[str, Any]:
+def priced(entrants: Sequence[Entrant], runner: ModelRunner, say: Say) -> dict[str, Any]:
     """What decoding costs on the model, and every candidate's drafter, as the model's line says it; nothing where no
     candidate's speed-up follows from costs, or none can be measured."""
     ours = {entrant.label: [one.method for one in entrant.candidates if isinstance(one, Skipstone)] for entrant in entrants}
-    drafters = {label: [predictions.described(one, layered) for one in own] for label, own in ours.items()}
+    drafters = {label: [predictions.described(one, runner) for one in own] for label, own in ours.items()}
     drafters = {label: own for label, own in drafters.items() if any(own)}
     if not drafters:
         return {}
-    every = (predictions.draft_model(method, layered) for own in ours.values() for method in own)
+    every = (predictions.draft_model(method, runner) for own in ours.values() for method in own)
     models = {id(one): one for one in every if one is not None}
     try:
-        found = costs_of(layered, (1,), [*models.values()])
+        found = costs_of(runner, (1,), [*models.values()])
     except ValueError as error:
         say(f"costs are not measured: {error}")
         return {}
@@ -209,7 +209,7 @@ def measure_exits(
     """How well every exit predicts the task's answers, where it has answers; one line."""
     if task_run.lines(journal, "exits"):
         return
-    pairs = task_run.answers(report, LayeredModel(model).max_positions)
+    pairs = task_run.answers(report, ModelRunner(model).max_positions)
     if not pairs:
         say(f"{task_run.task.name}: no perplexity, its records hold no answers")
         return
@@ -225,11 +225,11 @@ def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]]
 
     pairs: (prompt [T], answer [A]) int64, T and A at least 1, one or more. done: called after each.
     """
-    layered = LayeredModel(model)
-    tally = ExitTally(layered, range(1, layered.depth + 1))
+    runner = ModelRunner(model)
+    tally = ExitTally(runner, range(1, runner.depth + 1))
     for prompt, answer in pairs:
         span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        states = layer_states(layered, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
+        states = layer_states(runner, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
         tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(model.device))
         done()
     known = {"perplexity": tally.perplexity(), "agreement": tally.agreement()}

@@ -1,6 +1,6 @@
 """Whether a token's logits have the same bits alone and beside others: on some engines a promise, on others a question of size.
 
-What is compared is what decoding does: a `Frontier` brings tokens up the layers, as many at once as there are drafts.
+What is compared is what decoding does: a `PartialForward` brings tokens up the layers, as many at once as there are drafts.
 """
 
 import random
@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipstone.engines.partial_forward import Frontier
 from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 
 LENGTH = 80  # tokens of the text, fewer where the model has fewer positions
 WIDTHS = (2, 3, 4, 8, 16, 33, 64)  # tokens of a pass
@@ -60,14 +60,14 @@ class Bits:
     say.
     """
 
-    def __init__(self, layered: LayeredModel, texts: Sequence[Tensor]) -> None:
-        self.layered = layered
-        self.promised = layered.engine.row_exact
-        self.threads: int | None = getattr(layered.engine, "threads", None)
+    def __init__(self, runner: ModelRunner, texts: Sequence[Tensor]) -> None:
+        self.runner = runner
+        self.promised = runner.engine.row_exact
+        self.threads: int | None = getattr(runner.engine, "threads", None)
         whole = torch.cat([text.cpu() for text in texts])
-        length = min(LENGTH, layered.max_positions)
+        length = min(LENGTH, runner.max_positions)
         repeated = whole.repeat(-(-2 * length // len(whole)))
-        self._nodes = min(NODES, layered.max_positions - 2)
+        self._nodes = min(NODES, runner.max_positions - 2)
         starts = [place * length // len(RAGGED) for place in range(len(RAGGED))]
         self._texts = [repeated[start:][: min(count, length)] for start, count in zip(starts, RAGGED, strict=True)]
 
@@ -101,9 +101,9 @@ class Bits:
         """[T, V] of every text: every token by itself."""
         return [torch.cat([*self._passed(text, 1)]) for text in self._texts]
 
-    def _store(self, rows: int = 1) -> KVStore:
+    def _store(self, rows: int = 1) -> KVCache:
         longest = max(len(self._texts[0]), self._before + self._nodes + 1)
-        return KVStore(rows, self.layered.depth, longest)
+        return KVCache(rows, self.runner.depth, longest)
 
     def _passed(self, text: Tensor, width: int) -> Iterator[Tensor]:
         """Logits [n, V] of a text, pass by pass of `width` tokens."""
@@ -111,20 +111,20 @@ class Bits:
         for part in text.split(width):
             yield self._chain(store, part)
 
-    def _chain(self, store: KVStore, part: Tensor, exit_layer: int | None = None) -> Tensor:
+    def _chain(self, store: KVCache, part: Tensor, exit_layer: int | None = None) -> Tensor:
         """Logits [n, V] of the next tokens [n] of a store of one row, which they are committed to. exit_layer: tokens come one
         by one and go so far alone."""
-        part = part.to(self.layered.device)
-        frontier = Frontier(self.layered, store, part[:1], [True], [len(part) - 1])
+        part = part.to(self.runner.device)
+        forward = PartialForward(self.runner, store, part[:1], [True], [len(part) - 1])
         if exit_layer is None:
             if len(part) > 1:
-                frontier.append(part[None, 1:])
+                forward.append(part[None, 1:])
         else:
             for token in part[1:]:
-                frontier.advance(exit_layer)
-                frontier.append(token[None, None])
+                forward.advance(exit_layer)
+                forward.append(token[None, None])
         store.length[0] += len(part)
-        return frontier.finish()[0]
+        return forward.finish()[0]
 
     def _passes(self, widths: Sequence[int]) -> Comparison:
         found = Comparison()
@@ -134,14 +134,14 @@ class Bits:
 
     def _behind_an_exit(self) -> Comparison:
         found, store = Comparison(), self._store()
-        exit_layer = max(1, self.layered.depth // 2)
+        exit_layer = max(1, self.runner.depth // 2)
         parts = [self._chain(store, part, exit_layer) for part in self._texts[0].split(MOST)]
         found.add(torch.cat(parts), self._alone[0])
         return found
 
     def _ragged(self) -> Comparison:
         """Rows take turns of different lengths, beside rows that have ended."""
-        found, device, dice = Comparison(), self.layered.device, random.Random(0)
+        found, device, dice = Comparison(), self.runner.device, random.Random(0)
         texts, rows = [text.to(device) for text in self._texts], range(len(self._texts))
         store = self._store(len(texts))
         while any(alive := [store.length[row] < len(texts[row]) for row in rows]):
@@ -149,10 +149,10 @@ class Bits:
             counts = [len(part) for part in parts]
             padded = torch.stack([torch.cat([part, texts[0][:1].expand(max(counts) - len(part))]) for part in parts])
             valid = torch.arange(max(counts), device=device, dtype=torch.int64) < on_device(counts, device)[:, None]
-            frontier = Frontier(self.layered, store, padded[:, 0], alive, [max(count - 1, 0) for count in counts])
+            forward = PartialForward(self.runner, store, padded[:, 0], alive, [max(count - 1, 0) for count in counts])
             if max(counts) > 1:
-                frontier.append(padded[:, 1:], valid[:, 1:])
-            logits = frontier.finish()  # [B, n, V]
+                forward.append(padded[:, 1:], valid[:, 1:])
+            logits = forward.finish()  # [B, n, V]
             for row, count in enumerate(counts):
                 start = store.length[row]
                 found.add(logits[row, :count], self._alone[row][start : start + count])
@@ -162,21 +162,21 @@ class Bits:
     @property
     def _before(self) -> int:
         """Tokens before a tree, where there is room for it and its deepest node."""
-        return min(BEFORE, self.layered.max_positions - self._nodes - 1)
+        return min(BEFORE, self.runner.max_positions - self._nodes - 1)
 
     def _trees(self) -> Comparison:
         """Every path of a tree against its chain, token by token."""
         found, text, before = Comparison(), self._texts[0], self._before
-        store, device = self._store(), self.layered.device
+        store, device = self._store(), self.runner.device
         for part in text[:before].split(1):
             self._chain(store, part)
         for seed in range(TREES):
             dice = random.Random(seed)
             parents = [dice.randint(max(-1, node - BRANCHING), node - 1) for node in range(self._nodes)]
             tokens = text[[dice.randrange(len(text)) for _ in range(self._nodes + 1)]]  # of the root, then of the nodes
-            frontier = Frontier(self.layered, store, tokens[:1].to(device), [True], [self._nodes])
-            frontier.append(tokens[None, 1:].to(device), None, torch.tensor([parents], dtype=torch.int64, device=device))
-            logits = frontier.finish()[0]  # [1 + nodes, V]
+            forward = PartialForward(self.runner, store, tokens[:1].to(device), [True], [self._nodes])
+            forward.append(tokens[None, 1:].to(device), None, torch.tensor([parents], dtype=torch.int64, device=device))
+            logits = forward.finish()[0]  # [1 + nodes, V]
             for leaf in sorted({*range(self._nodes)} - {*parents}):
                 path = [leaf]
                 while path[0] >= 0:
@@ -188,7 +188,7 @@ class Bits:
         return found
 
     def _on_other_threads(self) -> Comparison:
-        found, engine = Comparison(), self.layered.engine
+        found, engine = Comparison(), self.runner.engine
         expected = self._alone[0]
         try:
             for threads in {1, self._most_threads}:

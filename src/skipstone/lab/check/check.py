@@ -23,24 +23,24 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
-from skipstone.hf import api
-from skipstone.lab.check import laws
-from skipstone.lab.check.bits import Bits, Comparison
-from skipstone.lab.check.kernels import measured, spread, stored_spread
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
-from skipstone.hf.call import token_tensor
-from skipstone.hf.defaults import neutral_defaults
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.engine import Survival
 from skipstone.engines.host import CPU, left_padded, on_device
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.turns import lock_of
+from skipstone.hf import api
+from skipstone.hf.call import token_tensor
+from skipstone.hf.defaults import neutral_defaults
+from skipstone.lab.check import laws
+from skipstone.lab.check.bits import Bits, Comparison
+from skipstone.lab.check.kernels import measured, spread, stored_spread
 from skipstone.models.quantised import kernels
 from skipstone.models.torch_defaults import stable_defaults
-from skipstone.engines.turns import lock_of
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
@@ -174,7 +174,7 @@ class Judge:
             return None
         pairs = enumerate(zip_longest(expected, found))
         position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        exact = LayeredModel(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
+        exact = ModelRunner(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
         before = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
@@ -185,7 +185,7 @@ class Judge:
         differences = (scores[near] - precise[near]).abs()
         rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
         if self.quantised:
-            rounding = spread(LayeredModel(self.model), before[0], near)
+            rounding = spread(ModelRunner(self.model), before[0], near)
         unit = torch.finfo(self.model.dtype).eps * float(precise[best[0]].abs())
         margin = float((precise[one] - precise[other]).abs())
         gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
@@ -212,14 +212,14 @@ class Checker:
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
-        layered, longest = LayeredModel(model), max(map(len, self.prompts))
-        self._quantize = layered.engine.quantize
-        method.check(layered)
+        runner, longest = ModelRunner(model), max(map(len, self.prompts))
+        self._quantize = runner.engine.quantize
+        method.check(runner)
         laws.ready()
         most = max(scale.max_new_tokens, SAMPLED, AUDITED * (BATCH + 1))
-        if longest + most > layered.max_positions:
+        if longest + most > runner.max_positions:
             raise ValueError(
-                f"a prompt of {longest} tokens + {most} new ones is more than the model's {layered.max_positions} positions"
+                f"a prompt of {longest} tokens + {most} new ones is more than the model's {runner.max_positions} positions"
             )
 
     def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
@@ -267,9 +267,9 @@ class Checker:
 
     def _bits(self) -> list[tuple[str, Callable[[], None]]]:
         """A probe for every claim that the engine makes; one, which finds no bugs, where it makes none."""
-        bits = Bits(LayeredModel(self.model), self.prompts)
+        bits = Bits(ModelRunner(self.model), self.prompts)
         if not bits.promised:
-            name = bits.layered.engine.name
+            name = bits.runner.engine.name
             return [(f"the bits of a token beside others, of which {name} promises nothing", partial(self.rounded, bits))]
         return [(title, partial(self.promised, claim)) for title, claim in bits.claims()]
 
@@ -291,7 +291,7 @@ class Checker:
     @torch.inference_mode()
     def summed(self) -> None:
         """Sums of quantised layers, which may depend on how many rows there are: by how much, kernel by kernel."""
-        found = measured(LayeredModel(self.model), torch.cat(self.prompts))
+        found = measured(ModelRunner(self.model), torch.cat(self.prompts))
         self.finding.tested, self.finding.unit = sum(one.sums for one in found.values()), "sums"
         self.finding.note = "; ".join(f"{name}: {one}" for name, one in found.items())
 
@@ -301,7 +301,7 @@ class Checker:
         """Our plain decoding is `model.generate`'s: what all else is compared with. Where the engine computes in a finer dtype
         than the weights are stored in, the reference is transformers in that dtype, on a copy of the same weights."""
         kind: Any = type(self.model)
-        dtype = LayeredModel(self.model).dtype
+        dtype = ModelRunner(self.model).dtype
         model: Any = self.model
         if dtype != model.dtype:
             model = copy.deepcopy(model).to(dtype)
@@ -381,13 +381,13 @@ class Checker:
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
-        layered = LayeredModel(self.model)
+        runner = ModelRunner(self.model)
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
         for start in range(0, len(texts), HELD):
             new = on_device(texts[start : start + HELD], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             if self._quantize:
-                logits = layered.project(layered.read(ids)[:, len(prompt) - 1 : -1])
+                logits = runner.project(runner.read(ids)[:, len(prompt) - 1 : -1])
             else:
                 with stable_defaults():
                     logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
@@ -423,10 +423,10 @@ class Checker:
 
     def audited(self) -> None:
         """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
-        layered = LayeredModel(self.model)
+        runner = ModelRunner(self.model)
         tolerance = max(1e-3, ROUNDING * torch.finfo(self.model.dtype).eps)
         if self.judge.quantised:
-            apart = stored_spread(layered, torch.cat(self.prompts))
+            apart = stored_spread(runner, torch.cat(self.prompts))
             tolerance = max(tolerance, SPREAD * apart)
             self.finding.note = f"keys and values of quantised layers differ by up to {apart:.2g} of the largest by themselves"
         for temperature in (0.0, 1.0):
@@ -435,16 +435,16 @@ class Checker:
                 for i, prompt in enumerate(_uneven(self.prompts[:BATCH]))
             ]
             try:
-                self.finding.tested += self._audit(layered, requests, tolerance)
+                self.finding.tested += self._audit(runner, requests, tolerance)
             except AssertionError as error:
                 self.finding.bugs.append(f"temperature {temperature:g}: {error}")
 
     @torch.inference_mode()
-    def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
+    def _audit(self, runner: ModelRunner, requests: list[Request], tolerance: float) -> int:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        with layered.lock:
-            session = self.method.start(layered, len(requests), capacity)
-        decoder, own = Decoder(session), session.drafter.propose_draft
+        with runner.lock:
+            session = self.method.start(runner, len(requests), capacity)
+        decoder, own = DecodingLoop(session), session.drafter.propose_draft
 
         def draft(limit: list[int], stop_rule: Survival | None = None) -> Draft:
             found = own(limit, stop_rule)
@@ -463,7 +463,7 @@ class Checker:
             for row, more in enumerate(decoder.step().tokens):
                 texts[row] += more
                 if session.alive[row]:
-                    session.check(row, torch.tensor(texts[row], dtype=torch.int64, device=layered.device), tolerance)
+                    session.check(row, torch.tensor(texts[row], dtype=torch.int64, device=runner.device), tolerance)
         return steps
 
     # ---------------------------------------------------------------------------------------------- decoding

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.quantised import kernels
 
 ROWS = 32  # tokens of the text whose sums are compared
@@ -53,27 +53,27 @@ class Rows:
         return f"other sums in {self.different} of {self.layers} layers, {apart}"
 
 
-def measured(layered: LayeredModel, text: Tensor) -> dict[str, Rows]:
+def measured(runner: ModelRunner, text: Tensor) -> dict[str, Rows]:
     """Every kernel of a quantised model. text: [T] int64, which is repeated where it is short."""
-    ids = _repeated(text, min(ROWS, layered.max_positions)).to(layered.device)
+    ids = _repeated(text, min(ROWS, runner.max_positions)).to(runner.device)
     found: dict[str, Rows] = {}
-    with _watched(kernels(layered.model), found):
-        layered.read(ids[None])
+    with _watched(kernels(runner.model), found):
+        runner.read(ids[None])
     return found
 
 
 @torch.inference_mode()
-def spread(layered: LayeredModel, text: Tensor, near: Tensor) -> float:
+def spread(runner: ModelRunner, text: Tensor, near: Tensor) -> float:
     """How far the logits of some tokens [n] after a text [T] are apart, where it came alone and in passes of several rows."""
-    last = torch.stack([_passed(layered, text, width)[0][near] for width in (1, *WIDTHS, len(text))])
+    last = torch.stack([_passed(runner, text, width)[0][near] for width in (1, *WIDTHS, len(text))])
     return float((last - last[0]).abs().nan_to_num(torch.inf).max())
 
 
 @torch.inference_mode()
-def stored_spread(layered: LayeredModel, text: Tensor) -> float:
+def stored_spread(runner: ModelRunner, text: Tensor) -> float:
     """The same of stored keys and values, as a share of the largest entry of a layer. text: repeated where it is short."""
-    text = _repeated(text, min(TOKENS, layered.max_positions))
-    alone, *others = (_passed(layered, text, width)[1] for width in (1, *WIDTHS, len(text)))
+    text = _repeated(text, min(TOKENS, runner.max_positions))
+    alone, *others = (_passed(runner, text, width)[1] for width in (1, *WIDTHS, len(text)))
     shares = [0.0]
     for other in others:
         for one, expected in zip((*other.keys, *other.values), (*alone.keys, *alone.values), strict=True):
@@ -87,15 +87,15 @@ def _repeated(text: Tensor, length: int) -> Tensor:
     return text.repeat(-(-length // len(text)))[:length]
 
 
-def _passed(layered: LayeredModel, text: Tensor, width: int) -> tuple[Tensor, KVStore]:
+def _passed(runner: ModelRunner, text: Tensor, width: int) -> tuple[Tensor, KVCache]:
     """Logits [V] after a text that came in passes of `width` tokens, and its keys and values."""
-    store, logits = KVStore(1, layered.depth, len(text)), torch.empty(0, dtype=torch.float32, device="cpu")
-    for part in text.to(layered.device).split(width):
-        frontier = Frontier(layered, store, part[:1], [True], [len(part) - 1])
+    store, logits = KVCache(1, runner.depth, len(text)), torch.empty(0, dtype=torch.float32, device="cpu")
+    for part in text.to(runner.device).split(width):
+        forward = PartialForward(runner, store, part[:1], [True], [len(part) - 1])
         if len(part) > 1:
-            frontier.append(part[None, 1:])
+            forward.append(part[None, 1:])
         store.length[0] += len(part)
-        logits = frontier.finish()[0, -1]
+        logits = forward.finish()[0, -1]
     return logits, store
 
 

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.engines.exits import layer_states
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
+from skipstone.hf.defaults import neutral_defaults
+from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
+from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
-from skipstone.hf.defaults import neutral_defaults
-from skipstone.methods.adadecode.heads import ExitHeads
-from skipstone.engines.exits import layer_states
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
 
 SHOWN = 40  # tokens across one heat map
 
@@ -76,7 +76,7 @@ class HeadLens:
 
 def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int) -> Lens:
     """Generate greedily and look at every layer. prompts: [T] int64 ids. ValueError for models that skipstone cannot decode."""
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     parts, tokens, breaks = [], [], []
     with neutral_defaults(model, stop_at_eos=True):  # what follows the end is no text
         for prompt in prompts:
@@ -85,28 +85,28 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
             assert new is not None
             breaks.append(len(tokens))
             tokens += new[0]
-            parts.append(_seen(layered, prompt, torch.tensor(new[0], dtype=torch.int64, device="cpu")))
+            parts.append(_seen(runner, prompt, torch.tensor(new[0], dtype=torch.int64, device="cpu")))
     top, probability, similarity = (torch.cat([part[i] for part in parts], 1) for i in range(3))  # [L, n] each
     same = top == top[-1]
     stays = same.flip(0).cumprod(0).flip(0)  # from here to the last layer
     agreement = same.double().mean(1).tolist()
-    costs = measure_passes(TimedPasses(layered, len(prompts[0])))
-    first, cosines = (layered.depth + 1 - stays.sum(0)).tolist(), similarity.mean(1).tolist()
+    costs = measure_passes(TimedPasses(runner, len(prompts[0])))
+    first, cosines = (runner.depth + 1 - stays.sum(0)).tolist(), similarity.mean(1).tolist()
     expected = expectations(agreement, costs)
     return Lens(tokens, top.tolist(), probability.tolist(), first, agreement, cosines, breaks, costs, expected)
 
 
-def _states(layered: LayeredModel, prompt: Tensor, new: Tensor) -> list[Tensor]:
+def _states(runner: ModelRunner, prompt: Tensor, new: Tensor) -> list[Tensor]:
     """States of which the new tokens were chosen, before the first and after every layer: L + 1 tensors [1, n, d]."""
     span = slice(len(prompt) - 1, len(prompt) + len(new) - 1)
-    return [state[:, span] for state in layer_states(layered, torch.cat([prompt, new]))]
+    return [state[:, span] for state in layer_states(runner, torch.cat([prompt, new]))]
 
 
 @torch.inference_mode()
-def _seen(layered: LayeredModel, prompt: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _seen(runner: ModelRunner, prompt: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(best tokens, their probabilities, cosines), each [L, n] on the CPU, by a forward over the whole text."""
-    states = _states(layered, prompt, new)
-    values, best = zip(*(layered.logits(state)[0].softmax(-1).max(-1) for state in states[1:]), strict=True)
+    states = _states(runner, prompt, new)
+    values, best = zip(*(runner.logits(state)[0].softmax(-1).max(-1) for state in states[1:]), strict=True)
     pairs = pairwise(state[0].float() for state in states)
     cosines = [F.cosine_similarity(before, after, -1) for before, after in pairs]
     return torch.stack(best).cpu(), torch.stack(values).cpu(), torch.stack(cosines).cpu()
@@ -133,15 +133,15 @@ def expectations(agreement: Sequence[float], costs: PassTimes) -> list[Expected]
 @torch.inference_mode()
 def through(model: PreTrainedModel, heads: ExitHeads, pairs: Sequence[tuple[Tensor, Tensor]]) -> HeadLens:
     """Read generated texts at every exit. pairs: (prompt [T], new tokens [n]) int64, n at least 1."""
-    layered = LayeredModel(model)
+    runner = ModelRunner(model)
     own, trained = [], []
     for prompt, new in pairs:
-        states, new = _states(layered, prompt, new), new.to(layered.device)
+        states, new = _states(runner, prompt, new), new.to(runner.device)
         exits = [states[layer] for layer in heads.card.layers]
-        final = layered.logits(states[-1])
-        own.append(_figures([*map(layered.logits, exits), final], new))
-        trained.append(_figures([*(heads.logits(layered, index, state) for index, state in enumerate(exits)), final], new))
-    return HeadLens([*heads.card.layers, layered.depth], _reading(own), _reading(trained))
+        final = runner.logits(states[-1])
+        own.append(_figures([*map(runner.logits, exits), final], new))
+        trained.append(_figures([*(heads.logits(runner, index, state) for index, state in enumerate(exits)), final], new))
+    return HeadLens([*heads.card.layers, runner.depth], _reading(own), _reading(trained))
 
 
 def _figures(logits: Sequence[Tensor], new: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.stats import Stats
-from skipstone.utils.files import LineFile, read_lines
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.defaults import neutral_defaults
+from skipstone.lab.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.drafting.layer_sets import MOST_DRAFTS, Costs, LayerMask, Objective, Space
+from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.host import on_device
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
-from skipstone.lab.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
+from skipstone.utils.files import LineFile, read_lines
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
 PER_DECODE = 12  # sets judged by matchness for each that is decoded with
@@ -99,9 +99,9 @@ def search(
     """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
     was found and the seconds spent. ValueError for a model of too few layers or one that cannot skip any, and for another
     search's file."""
-    layered = LayeredModel(model)
-    SelfSpeculative.check_states(layered)
-    space = Space.of(layered)
+    runner = ModelRunner(model)
+    SelfSpeculative.check_states(runner)
+    space = Space.of(runner)
     for ratio in settings.ratios:
         LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
     key = _key(model, settings)
@@ -113,8 +113,8 @@ def search(
             file.go_on()
         else:
             file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
-        judged = [_Text(layered, model, text, settings.tokens) for text in settings.texts]
-        objective = Objective(_costs(layered, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
+        judged = [_Text(runner, model, text, settings.tokens) for text in settings.texts]
+        objective = Objective(_costs(runner, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
         for trial in known:
             skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
@@ -169,27 +169,27 @@ class _Text:
     """A text that the model wrote, with the keys and values of its prompt."""
 
     @torch.inference_mode()
-    def __init__(self, layered: LayeredModel, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
         written = measure(model, Skipstone(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
-        self.layered, self.begin = layered, len(prompt) - 1  # of the first pass that is judged
-        self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(layered.device)  # [1, T + n]
-        self.store = store_for(layered, self.ids.shape[1])
+        self.runner, self.begin = runner, len(prompt) - 1  # of the first pass that is judged
+        self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(runner.device)  # [1, T + n]
+        self.store = store_for(runner, self.ids.shape[1])
         if self.begin:
-            run_tokens(layered, self.store, self.ids[:, : self.begin], 0)
+            run_tokens(runner, self.store, self.ids[:, : self.begin], 0)
 
     @torch.inference_mode()
     def matchness(self, skip: SkipSet) -> float:
         """Share of the written tokens that what is left would have chosen, after the target's keys and values of the prompt."""
-        hidden = run_tokens(self.layered, self.store, self.ids[:, self.begin : -1], self.begin, skip)
-        return (self.layered.logits(hidden).argmax(-1) == self.ids[:, self.begin + 1 :]).double().mean().item()
+        hidden = run_tokens(self.runner, self.store, self.ids[:, self.begin : -1], self.begin, skip)
+        return (self.runner.logits(hidden).argmax(-1) == self.ids[:, self.begin + 1 :]).double().mean().item()
 
 
 @torch.inference_mode()
-def _costs(layered: LayeredModel, length: int) -> Costs:
+def _costs(runner: ModelRunner, length: int) -> Costs:
     """Of sublayers, by passes without any attention and without any MLP, and of scoring passes."""
-    timed = TimedPasses(layered, length)
+    timed = TimedPasses(runner, length)
     times = measure_passes(timed)
-    middle = frozenset(range(1, layered.depth - 1))
+    middle = frozenset(range(1, runner.depth - 1))
     whole, share = timed.seconds(), sum(times.layers) / times.plain
     attention, mlp = (
         share * max(1 - timed.seconds(skip=skip) / whole, 0.0) / len(middle)

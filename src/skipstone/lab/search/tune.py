@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from skipstone.control.state import LOOKUP, RECYCLE, State
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import generation
 from skipstone.hf.call import prepare_call
 from skipstone.methods.auto.auto import Auto, Mind, mind_of
 from skipstone.methods.auto.candidates import drafters_of, identities
 from skipstone.methods.layerskip import LayerSkip
-from skipstone.engines.model_runner import LayeredModel
 
 EXITS = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the depth at which early exits are looked at, beside the candidates that are there."""
@@ -52,7 +52,7 @@ class Tuned:
     identities: dict[str, str]
 
 
-def candidates(model: LayeredModel, more: Sequence[Method]) -> tuple[Method, ...]:
+def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]:
     """The usual ones, those that a user names, and early exits, which cost nothing to be looked at."""
     depth = model.depth
     exits = [LayerSkip(layer) for layer in sorted({max(1, round(share * depth)) for share in EXITS} - {depth})]
@@ -66,17 +66,17 @@ def tune(
 
     more: candidates beside the usual ones. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
     """
-    layered = LayeredModel(model)
-    method, began = Auto(candidates(layered, more), use_profile=False), time.perf_counter()
-    method.check(layered)
+    runner = ModelRunner(model)
+    method, began = Auto(candidates(runner, more), use_profile=False), time.perf_counter()
+    method.check(runner)
     total = Stats()
-    same = identities(method.methods(layered), drafters_of(method.methods(layered), layered, 1, 1))
+    same = identities(method.methods(runner), drafters_of(method.methods(runner), runner, 1, 1))
     for count in itertools.count(1):
         ids = prompts[(count - 1) % len(prompts)][None].to(model.device)
         output = generation.complete(method, prepare_call(model, ids, None, None, dict(options)))
         assert output.stats is not None
         total.merge(output.stats)
-        mind = mind_of(method, layered, 1)
+        mind = mind_of(method, runner, 1)
         if mind.state is not None:
             yield told(mind, total, count, same)
         if count >= len(prompts) and time.perf_counter() - began > seconds:

@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from skipstone.engines.choose_engine import attach
+from skipstone.engines.loading import usable
 from skipstone.hf import api
 from skipstone.lab.bench.journal import Journal
 from skipstone.lab.bench.plan import Plan, resolved
 from skipstone.lab.bench.prompts import TaskRun
 from skipstone.lab.bench.report.report import calibrated
 from skipstone.lab.bench.run import Say, Subject, enter, measure_task
-from skipstone.engines.loading import usable
-from skipstone.methods.drafting.layer_sets import Space
-from skipstone.engines.choose_engine import attach
-from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.passes import SkipSet
 from skipstone.lab.tasks.dialogue import Conversation, Reader
 from skipstone.lab.tasks.task import Source, Task
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.statistics import LOOPING, Estimate, rate, repeated_share
+from skipstone.methods.drafting.layer_sets import Space
+from skipstone.models.generation_config import OWN_FIELD
+from skipstone.models.passes import SkipSet
 
 GAIN = 2.0  # spread of the weights, times the square root of the fan-in
 SHARPNESS = 3.0  # spread of the logits

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from skipstone.hf.api import token_ids
 from skipstone.engines.loading import bos_prefix
+from skipstone.hf.api import token_ids
 from skipstone.lab.tasks.task import Record
 
 VICUNA = (

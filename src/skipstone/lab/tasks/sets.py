@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skipstone.assets import PROMPTS
-from skipstone.utils.records import OnHub
-from skipstone.utils.settings_files import did_you_mean
 from skipstone.lab.tasks import scores
 from skipstone.lab.tasks.sandbox import run
 from skipstone.lab.tasks.task import Record, Score, Source, Task
+from skipstone.utils.records import OnHub
+from skipstone.utils.settings_files import did_you_mean
 
 SELF = "self"  # the task of the prompts that come with this package
 BEGINNING = 32  # words of a story that are given; the rest is to be told

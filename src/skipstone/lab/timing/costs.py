@@ -25,21 +25,21 @@ from transformers import PreTrainedModel
 from skipstone.decoding.costs import BatchCosts, Costs, Curve
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import Drafter
-from skipstone.decoding.loop import NOTHING, Decoder
+from skipstone.decoding.loop import NOTHING, DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
-from skipstone.utils.files import cache_place, digest, write_cache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.lab.timing import machine
+from skipstone.lab.timing.measure import synchronise
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.swift.tree import RANKS
-from skipstone.engines.native import library
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
-from skipstone.lab.timing import machine
-from skipstone.lab.timing.measure import synchronise
+from skipstone.utils.files import cache_place, digest, write_cache
 
 VERSION = 1  # of the file
 BATCHES = (1, 8)  # batch sizes that are measured unless told
@@ -73,23 +73,23 @@ class Bench:
     difference to the time.
     """
 
-    def __init__(self, layered: LayeredModel, batch: int) -> None:
+    def __init__(self, runner: ModelRunner, batch: int) -> None:
         """ValueError for a model whose positions are too few, or that keeps states without positions."""
-        if layered.family.recurrent:
+        if runner.family.recurrent:
             raise ValueError("costs are measured behind tokens that were never run, which a model with recurrent states needs")
-        self.layered, self.batch = layered, batch
+        self.runner, self.batch = runner, batch
         self.widest = max(1, MOST_ROWS // batch)
         spare = self.widest + 1 + PLAIN_STEPS
-        self.context = min(CONTEXT, (layered.max_positions - spare) // 2)
-        self.far = min(FAR, layered.max_positions - spare)
+        self.context = min(CONTEXT, (runner.max_positions - spare) // 2)
+        self.far = min(FAR, runner.max_positions - spare)
         if self.context < 1:
-            raise ValueError(f"the model has {layered.max_positions} positions, too few to measure what decoding costs")
+            raise ValueError(f"the model has {runner.max_positions} positions, too few to measure what decoding costs")
         self.room = self.far + spare
-        self.plain = Decoder(Autoregressive().start(layered, batch, self.room))
+        self.plain = DecodingLoop(Autoregressive().start(runner, batch, self.room))
         most = max(DRAFTS)
         self.lookup = LookupDrafter(batch)
-        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), layered, batch)
-        self.chain, self.ranked = (SkippingDrafter(layered, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
+        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), runner, batch)
+        self.chain, self.ranked = (SkippingDrafter(runner, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
         self.lookups = self._behind(self.lookup)
         self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
 
@@ -98,7 +98,7 @@ class Bench:
 
     def _behind(self, drafter: Drafter) -> Session:
         """A session whose rows stand behind a context that was never run."""
-        session = Session(self.layered, self.batch, self.room, drafter)
+        session = Session(self.runner, self.batch, self.room, drafter)
         for row in range(self.batch):
             session.admit(row, self._request(1))
         while session.prefilling:
@@ -108,7 +108,7 @@ class Bench:
 
     def entries(self, sparse: bool) -> dict[Entry, Timed]:
         """All that is timed; sparse: less of it."""
-        depth = self.layered.depth
+        depth = self.runner.depth
         tokens = [n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest]
         tokens = tokens if self.widest in tokens else [*tokens, self.widest]
         shares = () if sparse else EXITS
@@ -136,10 +136,10 @@ class Bench:
     # ---------------------------------------------------------------------------------------------- what is timed
 
     def _clock(self, work: Callable[[], Any]) -> float:
-        synchronise(self.layered.device)
+        synchronise(self.runner.device)
         began = time.perf_counter()
         work()
-        synchronise(self.layered.device)
+        synchronise(self.runner.device)
         return time.perf_counter() - began
 
     def _plain_step(self) -> float:
@@ -154,7 +154,7 @@ class Bench:
 
     def _given(self, tokens: int) -> Draft:
         """A draft of given tokens, one fewer than are scored."""
-        known = [place % self.layered.embeddings for place in range(1, tokens)]
+        known = [place % self.runner.embeddings for place in range(1, tokens)]
         return self.lookup.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
 
     def _scored(self, tokens: int, context: int) -> float:
@@ -169,9 +169,9 @@ class Bench:
 
     def _layers(self, tokens: int) -> float:
         self.lookups.store.length = [self.context] * self.batch
-        frontier = self._given(tokens).frontier
-        assert frontier is not None
-        return self._clock(lambda: frontier.advance(self.layered.depth))
+        forward = self._given(tokens).forward
+        assert forward is not None
+        return self._clock(lambda: forward.advance(self.runner.depth))
 
     def _exit(self, layer: int, drafts: int) -> float:
         self.exit.exit_layer = layer
@@ -257,18 +257,18 @@ def _turn(timed: Timed) -> list[float]:
 
 
 @torch.inference_mode()
-def measure(layered: LayeredModel, batch: int, most_seconds: float = MOST_SECONDS) -> BatchCosts:
+def measure(runner: ModelRunner, batch: int, most_seconds: float = MOST_SECONDS) -> BatchCosts:
     """The costs of one batch size. ValueError for a model that has too few positions or only one layer."""
-    if layered.depth < 2:
+    if runner.depth < 2:
         raise ValueError("costs are measured of models with at least 2 layers")
-    bench = Bench(layered, batch)
+    bench = Bench(runner, batch)
     sparse = min(bench.entries(True)["plain", 1]() for _ in range(LEAST)) > LONG
     times = _take_turns(bench.entries(sparse), 0.0 if sparse else most_seconds)
     return _table(bench, times)
 
 
 def _table(bench: Bench, times: Times) -> BatchCosts:
-    depth, middle = bench.layered.depth, max(bench.layered.depth - 2, 1)
+    depth, middle = bench.runner.depth, max(bench.runner.depth - 2, 1)
     scoring = Curve.fitted(times.by_number("score"))
     layers = Curve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
     exits = {int(name.removeprefix("exit ")): times.step(name) for name, _ in times.all if name.startswith("exit ")}
@@ -300,12 +300,12 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
 
 
 @torch.inference_mode()
-def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: int) -> float:
+def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int) -> float:
     """Seconds of a draft step of a draft model, for all rows of a batch."""
-    bench = Bench(layered, batch)
+    bench = Bench(runner, batch)
     room = min(bench.room, draft_model.max_positions)
-    drafter = DraftModelDrafter(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
-    session = Session(layered, batch, room, drafter)
+    drafter = DraftModelDrafter(DraftModelMethod(), runner, draft_model, batch, room, max(DRAFTS), None)
+    session = Session(runner, batch, room, drafter)
     for row in range(batch):
         session.admit(row, Request(torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings, 1))
     while session.prefilling:
@@ -331,15 +331,15 @@ class Kept:
     fresh: bool
 
 
-def key_of(layered: LayeredModel) -> dict[str, Any]:
+def key_of(runner: ModelRunner) -> dict[str, Any]:
     """What costs depend on: other facts, other costs."""
-    engine = layered.engine
+    engine = runner.engine
     native = engine.name == "native"
-    device = layered.device
+    device = runner.device
     return {
-        "model": layered.fingerprint,
-        "dtype": str(layered.model.dtype),
-        "attention": str(layered.config._attn_implementation),
+        "model": runner.fingerprint,
+        "dtype": str(runner.model.dtype),
+        "attention": str(runner.config._attn_implementation),
         "engine": engine.name,
         "detail": engine.detail,
         "library": library.load().sk_source_hash().decode() if native else None,
@@ -352,7 +352,7 @@ def key_of(layered: LayeredModel) -> dict[str, Any]:
 
 
 def costs_of(
-    model: PreTrainedModel | LayeredModel,
+    model: PreTrainedModel | ModelRunner,
     batches: Sequence[int] = BATCHES,
     draft_models: Sequence[DraftModel] = (),
     again: bool = False,
@@ -362,17 +362,17 @@ def costs_of(
     again: measure whatever the file holds. A file that is damaged, of another version or about something else counts as none.
     ValueError for a model with too few positions or layers.
     """
-    layered = model if isinstance(model, LayeredModel) else LayeredModel(model)
-    key, path = key_of(layered), _path(layered)
+    runner = model if isinstance(model, ModelRunner) else ModelRunner(model)
+    key, path = key_of(runner), _path(runner)
     old = None if again or path is None else _read(path, key)
     tables = {table.batch: table for table in old.costs.batches} if old is not None else {}
     began, fresh = time.perf_counter(), False
     for batch in batches:
         if batch not in tables:
-            tables[batch], fresh = measure(layered, batch), True
+            tables[batch], fresh = measure(runner, batch), True
         for one in draft_models:
             if (name := one.fingerprint) not in tables[batch].draft_models:
-                seconds = measure_draft_model(layered, one, batch)
+                seconds = measure_draft_model(runner, one, batch)
                 known = {**tables[batch].draft_models, name: seconds}
                 tables[batch], fresh = replace(tables[batch], draft_models=known), True
     if old is not None and not fresh:
@@ -384,9 +384,9 @@ def costs_of(
     return kept if write_cache(path, {**about, "costs": asdict(kept.costs)}) else replace(kept, path=None)
 
 
-def _path(layered: LayeredModel) -> Path | None:
+def _path(runner: ModelRunner) -> Path | None:
     """The file of a model's costs; None where the user has no home."""
-    return cache_place("costs", f"{digest(key_of(layered))}.json")
+    return cache_place("costs", f"{digest(key_of(runner))}.json")
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> Kept | None:

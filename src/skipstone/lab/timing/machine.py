@@ -15,8 +15,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
@@ -101,21 +100,11 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 def kv_bytes(model: PreTrainedModel) -> int:
     """Bytes of keys and values of one token in all layers, as our store holds them."""
-    return kv_bytes_of(LayeredModel(model))
-
-
-def kv_bytes_of(layered: LayeredModel) -> int:
-    """The same of a model that is already taken apart."""
-    store = store_of_one_token(layered)
-    return store.bytes() // (store.capacity + 1)
-
-
-def store_of_one_token(layered: LayeredModel) -> KVStore:
-    """A store of one row that has run one token."""
-    store = store_for(layered, 1)
+    runner = ModelRunner(model)
+    store = store_for(runner, 1)
     with torch.inference_mode():
-        run_tokens(layered, store, torch.zeros((1, 1), dtype=torch.long, device=layered.device), 0)
-    return store
+        run_tokens(runner, store, torch.zeros((1, 1), dtype=torch.long, device=runner.device), 0)
+    return store.bytes() // (store.capacity + 1)
 
 
 def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.hf import api
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf import api
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.placing import home
 
@@ -164,9 +164,9 @@ def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, o
     engines = list(engines)
     few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     if any(isinstance(engine, Skipstone) for engine in engines):
-        layered = LayeredModel(model)
+        runner = ModelRunner(model)
         slots = len(prompt) + options["max_new_tokens"] + MOST_SCRATCH
-        layered.engine.warm_up(1, slots, kv_dtype=layered.kv_dtype)
+        runner.engine.warm_up(1, slots, kv_dtype=runner.kv_dtype)
     for engine in engines:
         measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
     gc.collect()
@@ -208,9 +208,9 @@ def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEAT
     return times[1:]
 
 
-def store_for(layered: LayeredModel, tokens: int) -> KVStore:
+def store_for(runner: ModelRunner, tokens: int) -> KVCache:
     """An empty store of one row for so many tokens."""
-    store = KVStore(1, layered.depth, tokens, layered.kv_dtype)
+    store = KVCache(1, runner.depth, tokens, runner.kv_dtype)
     store.reserve(tokens)
     return store
 
@@ -221,47 +221,45 @@ def one_row(begin: int, width: int, device: torch.device) -> Pass:
     return Pass(places, places, None, slice(0, 1), begin + width, begin)
 
 
-def run_tokens(layered: LayeredModel, store: KVStore, ids: Tensor, begin: int, skip: SkipSet | None = None) -> Tensor:
+def run_tokens(runner: ModelRunner, store: KVCache, ids: Tensor, begin: int, skip: SkipSet | None = None) -> Tensor:
     """Run ids [1, n] through all layers behind `begin` tokens of a store of one row, into which their keys and values are
     written. Returns [1, n, d]. skip: sublayers to leave out."""
-    at = one_row(begin, ids.shape[1], layered.device)
-    return layered.run(layered.embed(ids, at.positions), at, store, range(layered.depth), skip)
+    at = one_row(begin, ids.shape[1], runner.device)
+    return runner.run(runner.embed(ids, at.positions), at, store, range(runner.depth), skip)
 
 
 class TimedPasses:
     """Passes behind `length` other tokens, each timed by itself; which tokens they are makes no difference."""
 
-    def __init__(self, layered: LayeredModel, length: int) -> None:
+    def __init__(self, runner: ModelRunner, length: int) -> None:
         """ValueError for a model whose positions are too few for the longest draft."""
-        self.layered, widest = layered, max(LENGTHS) + 1
-        self.length = min(length, layered.max_positions - widest)
+        self.runner, widest = runner, max(LENGTHS) + 1
+        self.length = min(length, runner.max_positions - widest)
         if self.length < 0:
-            raise ValueError(
-                f"the model has {layered.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens"
-            )
-        self.store = store_for(layered, self.length + widest)
-        if layered.family.recurrent and self.length:  # keys and values need not be there, but a state must
-            before = torch.zeros((1, self.length), dtype=torch.long, device=layered.device)
+            raise ValueError(f"the model has {runner.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens")
+        self.store = store_for(runner, self.length + widest)
+        if runner.family.recurrent and self.length:  # keys and values need not be there, but a state must
+            before = torch.zeros((1, self.length), dtype=torch.long, device=runner.device)
             with torch.inference_mode():
-                run_tokens(layered, self.store, before, 0)
+                run_tokens(runner, self.store, before, 0)
             self.store.length = [self.length]
 
     def seconds(self, width: int = 1, layers: range | None = None, skip: SkipSet | None = None) -> float:
         """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""
-        layered, (at, hidden) = self.layered, self._tokens(width)
-        taken = range(layered.depth) if layers is None else layers
-        return median(timings(lambda: layered.run(hidden, at, self.store, taken, skip), layered.device))
+        runner, (at, hidden) = self.runner, self._tokens(width)
+        taken = range(runner.depth) if layers is None else layers
+        return median(timings(lambda: runner.run(hidden, at, self.store, taken, skip), runner.device))
 
     def head_seconds(self) -> float:
         """The median of what norm and LM head take for one token."""
-        layered, (at, hidden) = self.layered, self._tokens(1)
-        state = layered.run(hidden, at, self.store, range(layered.depth))  # [1, 1, d]
-        return median(timings(lambda: layered.logits(state), layered.device))
+        runner, (at, hidden) = self.runner, self._tokens(1)
+        state = runner.run(hidden, at, self.store, range(runner.depth))  # [1, 1, d]
+        return median(timings(lambda: runner.logits(state), runner.device))
 
     def _tokens(self, width: int) -> tuple[Pass, Tensor]:
         """A pass over `width` different tokens, and their embeddings [1, width, d]."""
-        at = one_row(self.length, width, self.layered.device)
-        return at, self.layered.embed(at.positions % self.layered.embeddings, at.positions)
+        at = one_row(self.length, width, self.runner.device)
+        return at, self.runner.embed(at.positions % self.runner.embeddings, at.positions)
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ class PassTimes:
 @torch.inference_mode()
 def measure_passes(timed: TimedPasses) -> PassTimes:
     """Time every layer for one token, the head, and whole passes over drafts."""
-    layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.layered.depth)]
+    layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.runner.depth)]
     share = timed.seconds() / sum(layers)  # one layer at a time finds its weights in the cache
     rows = {length: timed.seconds(length + 1) for length in LENGTHS}
     return PassTimes([seconds * share for seconds in layers], timed.head_seconds(), rows)

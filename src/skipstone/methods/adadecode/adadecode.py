@@ -22,15 +22,15 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter, layers_used
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
+from skipstone.engines.engine import Survival
+from skipstone.engines.host import on_device
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.tallies import Tallies
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.chain import Chain
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.engines.engine import Survival
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.host import on_device
-from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class AdaDecode(ShortlistMethod):
     def lossless(self) -> bool:
         return self.verification
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         self.heads_for(model)
         self.shortlist(model)
 
-    def heads_for(self, model: LayeredModel) -> ExitHeads:
+    def heads_for(self, model: ModelRunner) -> ExitHeads:
         """The heads of a model. ValueError where they are another's, OSError where there are none."""
         if self.heads == ORIGINAL:
             return original_heads(model, self.exit_layers)
@@ -93,7 +93,7 @@ class AdaDecode(ShortlistMethod):
             raise ValueError(f"exit_layers must be among the heads' layers, {list(heads.card.layers)}, found {wrong}")
         return heads
 
-    def shortlist(self, drafter: LayeredModel) -> Tensor | None:
+    def shortlist(self, drafter: ModelRunner) -> Tensor | None:
         """As in `ShortlistMethod`; where no vocabulary is asked for, that of the heads."""
         return self.heads_for(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
 
@@ -104,7 +104,7 @@ class AdaDecode(ShortlistMethod):
     def accepts_all_drafts(self) -> bool:
         return not self.verification
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return AdaDecodeDrafter(self, model, rows)
 
 
@@ -136,7 +136,7 @@ class AdaDecodeDrafter(Drafter):
     """Drafts at mixed depths; the scoring pass brings everything to the top. Every row predicts on its own, and waits until all
     rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
 
-    def __init__(self, method: AdaDecode, model: LayeredModel, rows: int) -> None:
+    def __init__(self, method: AdaDecode, model: ModelRunner, rows: int) -> None:
         self.model, self.method, self.shortlist = model, method, method.shortlist(model)
         self.coupled = method.rejection_sample_method == "coupled"
         self.heads = heads = method.heads_for(model)
@@ -173,26 +173,26 @@ class AdaDecodeDrafter(Drafter):
         chain = Chain(
             [min(self.method.num_speculative_tokens, allowed) for allowed in limits], self.view.alive, self.model.device
         )
-        frontier = self.view.start_forward(chain.most, self.shortlist)
-        self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], frontier.passes
-        position = frontier.positions[:, 0] + 1  # [B]
+        forward = self.view.start_forward(chain.most, self.shortlist)
+        self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], forward.passes
+        position = forward.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
-        layers, exits_left = self._draft_at_once(chain, frontier)
+        layers, exits_left = self._draft_at_once(chain, forward)
         for place in range(len(layers), chain.width):
-            sweep = self._sweep(frontier, position + place, open_rows, self.exits if exits_left is None else exits_left)
+            sweep = self._sweep(forward, position + place, open_rows, self.exits if exits_left is None else exits_left)
             exits_left = None
             if not any(sweep.layers):
                 break
             layers.append(sweep.layers)
-            open_rows = self._add(chain, frontier, sweep)
+            open_rows = self._add(chain, forward, sweep)
             if not any(open_rows):
                 break
-        draft = chain.draft(frontier)
+        draft = chain.draft(forward)
         if layers:
             draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
 
-    def _draft_at_once(self, chain: Chain, frontier: Frontier) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
+    def _draft_at_once(self, chain: Chain, forward: PartialForward) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
         """What the first exit's head is sure of in one engine call, token after token, where one row is greedy.
 
         Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
@@ -201,7 +201,7 @@ class AdaDecodeDrafter(Drafter):
             return [], None
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
-        found = frontier.draft_greedily(
+        found = forward.draft_greedily(
             layer, None, chain.most, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
         )
         if found is None:
@@ -216,16 +216,16 @@ class AdaDecodeDrafter(Drafter):
         self._predicted_at[0] += [layer] * count
         return [[layer]] * count, [] if ended else self.exits[1:]
 
-    def _add(self, chain: Chain, frontier: Frontier, sweep: Sweep) -> list[bool]:
+    def _add(self, chain: Chain, forward: PartialForward, sweep: Sweep) -> list[bool]:
         """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""
         chain.stop(on_device([layer > 0 for layer in sweep.layers], self.model.device, torch.bool))
         chain.add(sweep.token, sweep.q, sweep.confidence)
-        frontier.append(*chain.newest)
+        forward.append(*chain.newest)
         for row, layer in enumerate(sweep.layers):
             if layer:
                 self._predicted_at[row].append(layer)
             else:
-                frontier.depth[row, -1] = frontier.top  # there is no token in this column, so no layer is run
+                forward.depth[row, -1] = forward.top  # there is no token in this column, so no layer is run
         unfinished = self.sampler.unfinished(sweep.token)
         goes_on = [True] * self.view.rows if unfinished is None else unfinished.tolist()
         return [
@@ -233,27 +233,27 @@ class AdaDecodeDrafter(Drafter):
             for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
         ]
 
-    def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
+    def _sweep(self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
         """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
         a head is sure of the next token. exits: (number of the head, its layer)."""
-        sweep = Sweep([0] * self.view.rows, frontier.tokens[:, -1], doubted=[False] * self.view.rows)
+        sweep = Sweep([0] * self.view.rows, forward.tokens[:, -1], doubted=[False] * self.view.rows)
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
-            frontier.advance(layer, None if climbing == self.view.alive else climbing)
-            path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
-            picked, scores = frontier.tokens[:, -1], None  # [B]
+            forward.advance(layer, None if climbing == self.view.alive else climbing)
+            path, wanted = forward.tokens[:, 1:], climbing if self.sampler.processed else None
+            picked, scores = forward.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
                 transform = self.heads.transform(index)
-                picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform, self.shortlist)  # [B] each
+                picked, confidence = self.model.engine.exit_picks(forward.hidden[:, -1], transform, self.shortlist)  # [B] each
             else:
-                logits = self.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
+                logits = self.heads.logits(self.model, index, forward.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
             rows = (confidence > self.method.confidence_threshold) & on_device(climbing, confidence.device, torch.bool)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
             self.tallies.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
             if self.method.recheck:
-                doubts = self._doubts(frontier, index, layer, climbing)
+                doubts = self._doubts(forward, index, layer, climbing)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
                 drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted, self.coupled)
@@ -263,21 +263,21 @@ class AdaDecodeDrafter(Drafter):
                     break
         return sweep
 
-    def _doubts(self, frontier: Frontier, index: int, layer: int, rows: list[bool]) -> list[bool]:
+    def _doubts(self, forward: PartialForward, index: int, layer: int, rows: list[bool]) -> list[bool]:
         """Rows in which this head is sure of another token than a shallower head predicted, for a prediction whose
         predecessor has come up to this layer."""
         doubts: list[Tensor] = []  # one [B] bool per place
-        for place in range(frontier.width - 1):
+        for place in range(forward.width - 1):
             here = [
-                climbs and frontier.depth[row, place] == layer and self._predicted_at[row][place] < layer
+                climbs and forward.depth[row, place] == layer and self._predicted_at[row][place] < layer
                 for row, climbs in enumerate(rows)
             ]
             if any(here):
-                hidden = frontier.hidden[:, place : place + 1]  # [B, 1, d]
+                hidden = forward.hidden[:, place : place + 1]  # [B, 1, d]
                 logits = self.heads.logits(self.model, index, hidden, self.shortlist)[:, 0]  # [B, V]
-                scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
+                scores = self.sampler.process(logits, forward.tokens[:, 1 : place + 1], here)
                 confidence, token = scores.softmax(-1).max(-1)
-                differs = token != frontier.tokens[:, place + 1]
+                differs = token != forward.tokens[:, place + 1]
                 doubts.append(
                     (confidence > self.method.confidence_threshold) & differs & on_device(here, differs.device, torch.bool)
                 )

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.assets import HEADS
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import fetch, hub_name
-from skipstone.utils.files import hidden_folder, install, write_json
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.models.weight_version import model_version
+from skipstone.utils.files import hidden_folder, install, write_json
 from skipstone.utils.settings_files import Part, read_json
 
 VERSION = 1  # of the format of a card
@@ -104,12 +104,12 @@ class ExitHeads(nn.Module):
         """T [d, d] of head number `index`; None where it is the identity."""
         return None if self.card.kind == ORIGINAL else self.heads[index].weight  # type: ignore[return-value]
 
-    def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+    def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Logits of head number `index` from states after its layer. hidden: [B, n, d]. shortlist: as in
-        `LayeredModel.project`. Returns [B, n, V] float32."""
+        `ModelRunner.project`. Returns [B, n, V] float32."""
         return self.read(model, index, model.normed(hidden), shortlist)
 
-    def read(self, model: LayeredModel, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
+    def read(self, model: ModelRunner, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """The same from states that went through the final norm already."""
         return model.project(*self.projected(index, normed), shortlist)
 
@@ -125,7 +125,7 @@ class ExitHeads(nn.Module):
         """Of the weights; None where there are none."""
         return next((one.dtype for one in self.parameters()), None)
 
-    def start_from(self, model: LayeredModel) -> None:
+    def start_from(self, model: ModelRunner) -> None:
         """Begin full heads as copies of the model's own."""
         if self.card.kind == "full":
             with torch.no_grad():
@@ -172,7 +172,7 @@ def usual_layers(depth: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(depth * quarter / 4)) for quarter in (1, 2, 3)} - {depth}))
 
 
-def original_heads(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
+def original_heads(model: ModelRunner, layers: tuple[int, ...] = ()) -> ExitHeads:
     """The model's own LM head at middle layers (the ablation of Table 3)."""
     chosen = layers or usual_layers(model.depth)
     heads = _once(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
@@ -180,7 +180,7 @@ def original_heads(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHea
     return heads
 
 
-def heads_fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+def heads_fitting(heads: ExitHeads, model: ModelRunner) -> ExitHeads:
     """Heads on a model's device and in its dtype, a copy where they are not. ValueError for another model's."""
     _check_model(heads.card, model, "heads=")
     weight = next(heads.parameters(), None)
@@ -194,17 +194,17 @@ def heads_fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
     return made[1]
 
 
-def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+def _ready(heads: ExitHeads, model: ModelRunner) -> ExitHeads:
     return heads.to(model.device, model.dtype).eval().requires_grad_(False)
 
 
-def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
+def _once(model: ModelRunner, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
     """Heads that are made once for a model, where it is now."""
     return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
 def new_card(
-    model: LayeredModel,
+    model: ModelRunner,
     layers: tuple[int, ...],
     kind: Kind,
     rank: int | None = None,
@@ -232,7 +232,7 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
         raise ValueError(f"exit heads stand after layers 1 to {depth - 1} of this model, in order, found {list(layers)}")
 
 
-def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
+def load_heads(source: str | Path, model: ModelRunner) -> ExitHeads:
     """Heads of a model, on its device and in its dtype, from a folder, the hub (ORG/NAME or ORG/NAME@REVISION), or by a name of
     HEADS.
 
@@ -246,7 +246,7 @@ def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
     return _once(model, (str(source), written, model.fingerprint), lambda: _read(source, model))
 
 
-def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
+def _read(source: str | Path, model: ModelRunner) -> ExitHeads:
     folder = _folder_of(source)
     card = _read_card(folder, source)
     _check_model(card, model, source)
@@ -278,7 +278,7 @@ def _with_weights(card: HeadsCard, folder: Path, source: str | Path) -> ExitHead
     return heads
 
 
-def bundled_name_for(model: LayeredModel) -> str | None:
+def bundled_name_for(model: ModelRunner) -> str | None:
     """The name of the bundled heads of a model; None where there are none."""
     return _bundled().get(model.fingerprint)
 
@@ -307,7 +307,7 @@ def _read_card(folder: Path, source: str | Path) -> HeadsCard:
     return read_json(folder / CARD, HeadsCard, VERSION, "exit heads", source)
 
 
-def _check_model(card: HeadsCard, model: LayeredModel, source: str | Path) -> None:
+def _check_model(card: HeadsCard, model: ModelRunner, source: str | Path) -> None:
     vocab, size = model.head.weight.shape
     if (card.vocab_size, card.hidden_size) != (vocab, size):
         raise ValueError(

@@ -29,12 +29,12 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
-from skipstone.engines.engine import Survival
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel
 
 MAX_WINDOW = 20
 """Most drafts a step with the generation threshold (appendix A)."""
@@ -77,7 +77,7 @@ class AdaSD(DraftModelMethod):
         ignored = "fixed_window" if adaptive else "max_window"
         return super().renamed(*({key: value for key, value in one.items() if key != ignored} for one in sources))
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         if self.variant is not None and not self.relaxed:
             raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
         super().check(model)
@@ -92,7 +92,7 @@ class AdaSD(DraftModelMethod):
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
         return states.known(*method._key(), model)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         key, draft_model = self._key()
         ledger = states.of(key, model, rows, draft_model, lambda: Ledger(model.device))
         return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, ledger)
@@ -102,7 +102,7 @@ class AdaSDDrafter(DraftModelDrafter):
     """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
 
     def __init__(
-        self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
+        self, method: AdaSD, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, method.window, None)
         self.method, self.ledger = method, ledger

@@ -25,19 +25,19 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.decoding.settings import setting
+from skipstone.engines.engine import Survival
+from skipstone.engines.host import on_device
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter
 from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_state
 from skipstone.methods.auto.texts import Texts, progress, ranks
-from skipstone.methods.prompt_lookup import PromptLookup
-from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.methods.prompt_lookup import PromptLookup
+from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
 
 LEAST_FOR_LOOKING = 1.0
 """Plain steps that may still be lost, below which nothing is looked up and nothing kept: these take time in every step, and of
@@ -62,14 +62,14 @@ class Auto(Method):
     use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
-    def methods(self, model: LayeredModel) -> tuple[Method, ...]:
+    def methods(self, model: ModelRunner) -> tuple[Method, ...]:
         """The candidates on a model."""
         return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
 
-    def takes_predictions(self, model: LayeredModel) -> bool:
+    def takes_predictions(self, model: ModelRunner) -> bool:
         return any(isinstance(one, PromptLookup) for one in self.methods(model))
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         for one in (*(self.candidates or ()), *(self.own or ())):  # the usual ones fit by themselves
             refuse(one)
@@ -80,11 +80,11 @@ class Auto(Method):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> "AutoDrafter":
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
         return AutoDrafter(self, model, rows, capacity, mind_of(self, model, rows))
 
 
-def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
+def mind_of(method: Auto, model: ModelRunner, rows: int) -> Mind:
     """What a method knows of a model, for a batch of so many rows."""
     return states.of(method, model, rows, None, Mind)
 
@@ -92,7 +92,7 @@ def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
 class AutoDrafter(Drafter):
     """Asks, obeys, measures, tells."""
 
-    def __init__(self, method: Auto, model: LayeredModel, rows: int, capacity: int, mind: Mind) -> None:
+    def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int, mind: Mind) -> None:
         wanted = method.methods(model)
         lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
         recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
@@ -137,7 +137,7 @@ class AutoDrafter(Drafter):
         self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
 
     @property
-    def caches(self) -> list[tuple[LayeredModel, KVStore]]:
+    def caches(self) -> list[tuple[ModelRunner, KVCache]]:
         return [pair for one in self.candidates.values() for pair in one.drafter.caches]
 
     @property

@@ -5,46 +5,46 @@ from dataclasses import replace
 from typing import Any
 
 from skipstone.decoding.method import Method
-from skipstone.utils.files import digest
+from skipstone.engines.choose_engine import missing_room_for_copy
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import bundled_name_for
 from skipstone.methods.auto.drafters import MOST_DRAFTS, WHOLE_STEP, Candidate, LayersDrafter, SearchingDrafter, share_of
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
-from skipstone.engines.choose_engine import missing_room_for_copy
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
+from skipstone.utils.files import digest
 
 Made = dict[str, Candidate]
 
 
-def _exits(method: LayerSkip, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _exits(method: LayerSkip, model: ModelRunner, rows: int, capacity: int) -> Made:
     assert method.exit_layer is not None
     made = LayersDrafter(model, rows, method.exit_layer, shortlist=method.shortlist(model))
     return {f"layerskip, exit {method.exit_layer}": made.candidate(method.spelled)}
 
 
-def _skipping(method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _skipping(method: SelfSpeculative, model: ModelRunner, rows: int, capacity: int) -> Made:
     skip, drafting_model = method.skip_set(model), method.drafting_model(model)
     name = f"self_speculative, {method.draft_quantize}" if drafting_model is not None else "self_speculative"
     made = LayersDrafter(model, rows, model.depth, skip or SkipSet(), drafting_model, method.shortlist(model))
     return {name: made.candidate(method.spelled)}
 
 
-def _draft_model(method: Speculative, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _draft_model(method: Speculative, model: ModelRunner, rows: int, capacity: int) -> Made:
     draft_model, coupled = method.draft_model_for(model), replace(method, rejection_sample_method="coupled")
     made = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MOST_DRAFTS, None)
     share = share_of(draft_model, model)
     return {"speculative": Candidate(made, share, share, method.spelled)}
 
 
-def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _heads(method: AdaDecode, model: ModelRunner, rows: int, capacity: int) -> Made:
     heads = method.heads_for(model)
     shortlist = heads.shortlist if method.draft_vocabulary is None else method.shortlist(model)
     found = {}
@@ -55,12 +55,12 @@ def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> 
     return found
 
 
-def _searched(method: Swift, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _searched(method: Swift, model: ModelRunner, rows: int, capacity: int) -> Made:
     made = SearchingDrafter(method.optimisation(model), model, rows, method.shortlist(model))
     return {"swift": made.candidate(method.spelled, searches=True)}
 
 
-def _whole(method: Method, model: LayeredModel, rows: int, capacity: int) -> Made:
+def _whole(method: Method, model: ModelRunner, rows: int, capacity: int) -> Made:
     """A method that no rule of ours stops. Drafts that it would draw at random are coupled to the target's noise."""
     if hasattr(method, "rejection_sample_method"):
         method = replace(method, rejection_sample_method="coupled")  # type: ignore[call-arg]
@@ -68,7 +68,7 @@ def _whole(method: Method, model: LayeredModel, rows: int, capacity: int) -> Mad
     return {method.name: Candidate(drafter, WHOLE_STEP, 0.0, method.spelled, own_rule=True)}
 
 
-MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
+MAKERS: dict[type[Method], Callable[[Any, ModelRunner, int, int], Made]] = {
     LayerSkip: _exits,
     SelfSpeculative: _skipping,
     Speculative: _draft_model,
@@ -89,7 +89,7 @@ def refuse(method: Method) -> None:
         raise ValueError(f"{method.name} with these settings changes texts, so it cannot be left out here and there")
 
 
-def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capacity: int) -> Made:
+def drafters_of(methods: Sequence[Method], model: ModelRunner, rows: int, capacity: int) -> Made:
     """The drafters of all candidates, each by a name of its own."""
     made: Made = {}
     for method in methods:
@@ -116,7 +116,7 @@ def identities(methods: Sequence[Method], candidates: Made) -> dict[str, str]:
     return found
 
 
-def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
+def usual(model: ModelRunner, own: Method | None) -> tuple[Method, ...]:
     """The candidates where none are named: those that need nothing, the model's own method, where that can be one, what is
     bundled for the model, and the model in four bits where the native engine has it in more. Of several that could be as fast
     the first one is tried first."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import Drafter, layers_used
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.swift.optimisation import Optimisation
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
 
 MOST_DRAFTS = 25
@@ -42,7 +42,7 @@ class Candidate:
     searches: bool = False
 
 
-def share_of(draft_model: LayeredModel, target: LayeredModel) -> float:
+def share_of(draft_model: ModelRunner, target: ModelRunner) -> float:
     """How large a draft model is beside its target, 1 at most: about what a draft step of it costs."""
     sizes = [sum(one.numel() for one in each.model.parameters()) for each in (draft_model, target)]
     return min(sizes[0] / sizes[1], 1.0)
@@ -52,16 +52,16 @@ class LayersDrafter(ChainDrafter):
     """The target's first layers, or what a skip set leaves of all of them, or these in fewer bits.
 
     layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafting_model: as in
-    `Frontier`. head: exit heads and the number of the one that predicts; None for the model's own.
+    `PartialForward`. head: exit heads and the number of the one that predicts; None for the model's own.
     """
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: ModelRunner,
         rows: int,
         layers: int,
         skip: SkipSet | None = None,
-        drafting_model: LayeredModel | None = None,
+        drafting_model: ModelRunner | None = None,
         shortlist: Tensor | None = None,
         head: tuple[ExitHeads, int] | None = None,
     ) -> None:
@@ -85,21 +85,21 @@ class LayersDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return (self.layers, self.skip) if self.at_once else None
 
-    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
         if self.skip is not None:
-            return frontier.sketched_logits(self.skip)
-        frontier.advance(self.layers)
-        return self._head_logits(self.model, frontier.hidden[:, -1:])[:, 0]
+            return forward.sketched_logits(self.skip)
+        forward.advance(self.layers)
+        return self._head_logits(self.model, forward.hidden[:, -1:])[:, 0]
 
-    def _head_logits(self, model: LayeredModel, states: Tensor) -> Tensor:
+    def _head_logits(self, model: ModelRunner, states: Tensor) -> Tensor:
         """[B, n, d] -> [B, n, V] float32."""
         if self.head is None:
             return model.logits(states, self.shortlist)
         heads, number = self.head
         return heads.logits(model, number, states, self.shortlist)
 
-    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
-        return chain.draft(frontier, exit_layer=self.layers if self.skip is None else None)
+    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+        return chain.draft(forward, exit_layer=self.layers if self.skip is None else None)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """One pass over the tokens. It reads the target's keys and values before them and writes its own behind everything that
@@ -119,7 +119,7 @@ class SearchingDrafter(LayersDrafter):
     """A layer set that SWIFT's optimisation finds. While that goes on, shadows are its evaluations: a candidate is judged by
     the latest tokens, and what is learnt of it counts as the drafter's where it becomes the set in use."""
 
-    def __init__(self, optimisation: Optimisation, model: LayeredModel, rows: int, shortlist: Tensor | None) -> None:
+    def __init__(self, optimisation: Optimisation, model: ModelRunner, rows: int, shortlist: Tensor | None) -> None:
         self.optimisation, self._candidate = optimisation, optimisation.skipped
         super().__init__(model, rows, model.depth, optimisation.skip, shortlist=shortlist)
 

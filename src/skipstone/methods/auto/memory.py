@@ -12,9 +12,9 @@ from typing import Any
 from skipstone.control import learning
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import fetch, hub_name
 from skipstone.utils.files import cache_place, digest, write_json
-from skipstone.engines.model_runner import LayeredModel
 
 VERSION = 6
 """Of the file."""
@@ -23,7 +23,7 @@ NODE = "node"
 """The one entry of the key that may differ in a file which a user names: the machine's own name."""
 
 
-def key_of(model: LayeredModel) -> dict[str, Any]:
+def key_of(model: ModelRunner) -> dict[str, Any]:
     """What it was learnt of, one row at a time."""
     return {
         "model": model.fingerprint,
@@ -36,12 +36,12 @@ def key_of(model: LayeredModel) -> dict[str, Any]:
     }
 
 
-def place_of(model: LayeredModel) -> Path | None:
+def place_of(model: ModelRunner) -> Path | None:
     """The file; None where the user has no home."""
     return cache_place("auto", f"{digest(key_of(model))}.json")
 
 
-def remember(model: LayeredModel, state: State, identities: dict[str, str], about: dict[str, Any]) -> Path:
+def remember(model: ModelRunner, state: State, identities: dict[str, str], about: dict[str, Any]) -> Path:
     """Write what was learnt. identities: drafter -> what tells it from others of its name. about: what a reader may want to
     know of it, as plain JSON values. OSError where it cannot be written."""
     path = place_of(model)
@@ -52,7 +52,7 @@ def remember(model: LayeredModel, state: State, identities: dict[str, str], abou
     return path
 
 
-def recalled(model: LayeredModel, first: State, identities: dict[str, str], source: str | None = None) -> State | None:
+def recalled(model: ModelRunner, first: State, identities: dict[str, str], source: str | None = None) -> State | None:
     """What a file says of these drafters. source: the file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION);
     None for what this machine has kept of the model.
 
@@ -73,7 +73,7 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str], sour
     return None
 
 
-def named(source: str, model: LayeredModel) -> dict[str, Any]:
+def named(source: str, model: ModelRunner) -> dict[str, Any]:
     """What a file of `skipstone tune` holds that a user names. OSError where there is none; ValueError where it is none, is of
     another version, or was learnt of another model, device, dtype, engine or kind of machine."""
     path = Path(source).expanduser()

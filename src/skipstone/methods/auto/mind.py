@@ -12,9 +12,9 @@ from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
 from skipstone.control.state import Drafter as Known
-from skipstone.utils.limits import SMALL_STATE_BYTES
 from skipstone.methods.auto.drafters import Candidate
 from skipstone.methods.recycle import Kept
+from skipstone.utils.limits import SMALL_STATE_BYTES
 
 RECENT_PLAIN = 64
 """Plain steps whose times are kept for the interval that is told."""

@@ -6,9 +6,9 @@ from skipstone.control import learning
 from skipstone.control.state import Judged
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.request import Request
+from skipstone.methods.drafting.lookups import RowDraft
 from skipstone.methods.prompt_lookup import Index, IndexedDrafter
 from skipstone.methods.recycle import Kept
-from skipstone.methods.drafting.lookups import RowDraft
 
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""

@@ -14,14 +14,14 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
-from skipstone.methods.drafting.confidence import Confidence, SurvivalRule, Threshold
 from skipstone.engines import host
 from skipstone.engines.engine import Survival
-from skipstone.engines.partial_forward import Frontier
 from skipstone.engines.host import on_device
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.models.passes import SkipSet
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.engines.picks import NO_TOKEN
+from skipstone.methods.drafting.confidence import Confidence, SurvivalRule, Threshold
+from skipstone.models.passes import SkipSet
 
 LOOK_EVERY = 4
 """Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
@@ -60,7 +60,7 @@ class Chain:
 
     @property
     def newest(self) -> tuple[Tensor, Tensor | None]:
-        """The newest token of every row, as a frontier takes it: (tokens [B, 1], valid [B, 1] bool or None for all)."""
+        """The newest token of every row, as a forward takes it: (tokens [B, 1], valid [B, 1] bool or None for all)."""
         valid = self._valid[-1]
         return self._tokens[-1][:, None], None if valid is None else valid[:, None]
 
@@ -106,19 +106,19 @@ class Chain:
             return not bool((self._going & (self._most > len(self))).any())
         return look and len(self) % LOOK_EVERY == 0 and not any(self.open_rows())
 
-    def draft(self, frontier: Frontier, exit_layer: int | None = None) -> Draft:
+    def draft(self, forward: PartialForward, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""
         if not self._tokens:
-            return Draft.empty(frontier.rows, frontier.device, frontier)
+            return Draft.empty(forward.rows, forward.device, forward)
         tokens = torch.stack(self._tokens, 1)  # [B, n]
         everyone = torch.ones_like(self._tokens[0], dtype=torch.bool)
         valid = torch.stack([everyone if column is None else column for column in self._valid], 1)  # [B, n]
-        if frontier.valid is not None:
-            valid = valid & frontier.valid[:, :1]
+        if forward.valid is not None:
+            valid = valid & forward.valid[:, :1]
         drawn_from = [column for column in self._q if column is not None]
         q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, n, V]
         confidence = torch.stack(self._confidence, 1) if self._confidence else None
-        return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exit_layer)
+        return Draft(tokens, valid, forward, q=q, confidence=confidence, exit_layer=exit_layer)
 
 
 class ChainDrafter(Drafter):
@@ -134,9 +134,9 @@ class ChainDrafter(Drafter):
     looks = True  # whether an accelerator is asked now and then if every row has stopped
     transform: Tensor | None = None  # [d', d'], what states go through before the LM head; None for nothing
     shortlist: Tensor | None = None  # [S], the ids that drafts are picked from; None for all
-    drafting_model: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
+    drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, where these draft
 
-    def __init__(self, model: LayeredModel, rows: int, *, most: int, threshold: Threshold, coupled: bool) -> None:
+    def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, coupled: bool) -> None:
         self.model, self.coupled = model, coupled
         self.most = [most] * rows
         self.confidence = self.rule = Confidence(threshold, rows, model.device, most)  # the method's, and that of this step
@@ -154,14 +154,14 @@ class ChainDrafter(Drafter):
         self.rule = self.confidence
         if stop_rule is not None:
             self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
-        frontier = view.start_forward(most, self.shortlist, self.drafting_model)
-        if (draft := self.draft_at_once(most, frontier)) is not None:
+        forward = view.start_forward(most, self.shortlist, self.drafting_model)
+        if (draft := self.draft_at_once(most, forward)) is not None:
             return draft
         chain = Chain(most, view.alive, self.model.device)
-        position = frontier.positions[:, 0] + 1  # [B]
-        path = frontier.tokens[:, 1:]  # [B, k], empty here
+        position = forward.positions[:, 0] + 1  # [B]
+        path = forward.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
-            logits = self.next_logits(chain, frontier)
+            logits = self.next_logits(chain, forward)
             wanted = chain.open_rows() if self.sampler.processed else None
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
@@ -170,33 +170,33 @@ class ChainDrafter(Drafter):
                 nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
-            path = self.append(chain, frontier)
+            path = self.append(chain, forward)
             if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
                 break
             if self.rule.joint and chain.stop(self.rule.together(chain.going), look=self.looks):
                 break
-        return self.finish(chain, frontier)
+        return self.finish(chain, forward)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         """What drafts a greedy chain that an engine may compute in one call: (first so many layers, but for these sublayers).
         None where this drafter does more with a draft than to take its likeliest token."""
         return None
 
-    def draft_at_once(self, most: list[int], frontier: Frontier) -> Draft | None:
+    def draft_at_once(self, most: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain in one call of the engine; None where this drafter or the engine wants it token by token."""
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
         rule = self.rule
         thresholds = rule.thresholds if rule.active else None
-        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=rule.survival)
+        chain = forward.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=rule.survival)
         if chain is None:
             return None
-        valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]
+        valid = torch.ones_like(chain.tokens, dtype=torch.bool) if forward.valid is None else forward.valid[:, 1:]
         exit_layer = drafter[0] if drafter[1] is None else None
-        return Draft(chain.tokens, valid, frontier, confidence=chain.confidence, exit_layer=exit_layer)
+        return Draft(chain.tokens, valid, forward, confidence=chain.confidence, exit_layer=exit_layer)
 
-    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
         """Raw logits [B, V] float32 of what follows the newest token."""
         raise NotImplementedError
 
@@ -214,14 +214,14 @@ class ChainDrafter(Drafter):
         confidence = self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
-    def append(self, chain: Chain, frontier: Frontier) -> Tensor:
-        """Hand the newest token to what drafts, the target's own frontier. Returns all tokens drafted so far, [B, k]."""
-        frontier.append(*chain.newest)
-        return frontier.tokens[:, 1:]
+    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
+        """Hand the newest token to what drafts, the target's own forward. Returns all tokens drafted so far, [B, k]."""
+        forward.append(*chain.newest)
+        return forward.tokens[:, 1:]
 
-    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
-        """The draft, its tokens in the frontier that the target scores."""
-        return chain.draft(frontier)
+    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+        """The draft, its tokens in the forward that the target scores."""
+        return chain.draft(forward)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         self.confidence.update(verdicts)

@@ -15,16 +15,16 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
+from skipstone.engines.choose_engine import Setup, attach, attached
+from skipstone.engines.host import across, counting, on_device
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.fewer_bits import check_draft_quantize
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.engines.choose_engine import Setup, attach, attached
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.host import across, counting, on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.models.passes import Pass, SkipSet
 
@@ -32,9 +32,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 _LOADED: Memo["DraftModel"] = Memo()
 
 
-class DraftModel(LayeredModel):
+class DraftModel(ModelRunner):
     """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. asked:
-    as in `LayeredModel`."""
+    as in `ModelRunner`."""
 
     def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: Setup | None = None) -> None:
         asked = asked or Setup()
@@ -50,7 +50,7 @@ class DraftModel(LayeredModel):
 
     @property
     def draftable(self) -> int:
-        """As in `LayeredModel`, but none that the target has no logits of."""
+        """As in `ModelRunner`, but none that the target has no logits of."""
         return min(super().draftable, self._vocabulary_size)
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
 
 def draft_model_for(
     given: str | PreTrainedModel | None,
-    target: LayeredModel,
+    target: ModelRunner,
     device: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -120,7 +120,7 @@ def draft_model_for(
     return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype, quantize))
 
 
-def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: str | None, quantize: str | None) -> DraftModel:
+def _loaded(given: str | None, target: ModelRunner, device: str | None, dtype: str | None, quantize: str | None) -> DraftModel:
     name = given or _bundled_name(target)
     if name is None:
         raise ValueError(
@@ -138,7 +138,7 @@ def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: 
     return _checked(model, str(name), target)
 
 
-def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftModel:
+def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftModel:
     """The model as a draft model. ValueError where it cannot draft for the target, or skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -152,13 +152,13 @@ def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftMo
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
 
-def _bundled_name(target: LayeredModel) -> str | None:
+def _bundled_name(target: ModelRunner) -> str | None:
     """The name of the bundled draft model of a target's vocabulary; None where there is none."""
     own = _vocabulary_of(target.model)
     return next((name for name, folder in DRAFTS.items() if own is not None and own == vocabulary(str(folder))), None)
 
 
-def _check_vocabularies(model: PreTrainedModel, name: str, target: LayeredModel) -> None:
+def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) -> None:
     """ValueError where the two models do not mean the same by the same number, as far as their tokenizers can be found."""
     own, targets = _vocabulary_of(model), _vocabulary_of(target.model)
     head: Any = model.get_output_embeddings()
@@ -204,11 +204,11 @@ class DraftModelMethod(ShortlistMethod):
     )
     draft_vocabulary: int | str | None = vocabulary_setting()
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         self.shortlist(self.draft_model_for(model))
 
-    def draft_model_for(self, target: LayeredModel) -> DraftModel:
+    def draft_model_for(self, target: ModelRunner) -> DraftModel:
         """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
         return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype, self.draft_quantize)
 
@@ -228,7 +228,7 @@ class DraftModelDrafter(ChainDrafter):
     def __init__(
         self,
         method: DraftModelMethod,
-        model: LayeredModel,
+        model: ModelRunner,
         draft_model: DraftModel,
         rows: int,
         capacity: int,
@@ -237,19 +237,19 @@ class DraftModelDrafter(ChainDrafter):
     ) -> None:
         super().__init__(model, rows, most=most, threshold=threshold, coupled=method.rejection_sample_method == "coupled")
         self.draft_model = draft_model
-        self.store = KVStore(rows, draft_model.depth, capacity, draft_model.kv_dtype)
+        self.store = KVCache(rows, draft_model.depth, capacity, draft_model.kv_dtype)
         self.prompts = Prefill(draft_model, self.store)
         self.draft_shortlist = method.shortlist(draft_model)
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
-        self._ahead: Frontier | None = None  # what the draft model reads: committed tokens, then draft tokens
+        self._ahead: PartialForward | None = None  # what the draft model reads: committed tokens, then draft tokens
         self._committed = 0  # columns of it that hold committed tokens
         self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
         self._path: Tensor | None = None  # [B, width], draft tokens where the target is
 
     @property
-    def caches(self) -> list[tuple[LayeredModel, KVStore]]:
+    def caches(self) -> list[tuple[ModelRunner, KVCache]]:
         return [(self.draft_model, self.store)]
 
     @property
@@ -282,12 +282,12 @@ class DraftModelDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return self.draft_model.depth, None
 
-    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
         """What the draft model says once it has read the newest token. The last token of a chain is never read."""
         device = self.draft_model.device
         if not len(chain):
             self._ahead = self._ahead or self._what_is_lacking(chain.most)
-            self._path = frontier.tokens.new_empty((self.view.rows, chain.width))
+            self._path = forward.tokens.new_empty((self.view.rows, chain.width))
         else:
             assert self._ahead is not None
             tokens, valid = chain.newest
@@ -295,7 +295,7 @@ class DraftModelDrafter(ChainDrafter):
             self._ahead.append(tokens, None if valid is None else across(valid, device))
         return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
 
-    def draft_at_once(self, most: list[int], frontier: Frontier) -> Draft | None:
+    def draft_at_once(self, most: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
         if self.one_call() is None or not self.sampler.picks_only or not any(most):
             return None
@@ -308,11 +308,11 @@ class DraftModelDrafter(ChainDrafter):
         tokens = across(chain.tokens, self.model.device)
         even = min(chain.counts) == tokens.shape[1]
         valid = counting(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
-        frontier.append(tokens, None if even else valid)
+        forward.append(tokens, None if even else valid)
         confidence = None if chain.confidence is None else across(chain.confidence, self.model.device)
-        return Draft(tokens, valid, frontier, confidence=confidence)
+        return Draft(tokens, valid, forward, confidence=confidence)
 
-    def _what_is_lacking(self, most: list[int]) -> Frontier:
+    def _what_is_lacking(self, most: list[int]) -> PartialForward:
         """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
         lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
         for row in live:
@@ -324,7 +324,7 @@ class DraftModelDrafter(ChainDrafter):
         tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.view.alive, strict=True)]
         columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
         room = [count + lacking - 1 for count in most]
-        ahead = Frontier(self.draft_model, self.store, columns[:, 0], self.view.alive, room, self.draft_shortlist)
+        ahead = PartialForward(self.draft_model, self.store, columns[:, 0], self.view.alive, room, self.draft_shortlist)
         if lacking > 1:
             ahead.append(columns[:, 1:])
         return ahead
@@ -335,16 +335,16 @@ class DraftModelDrafter(ChainDrafter):
         while self.prompts.is_pending:
             self.prompts.run(PREFILL_CHUNK)
 
-    def append(self, chain: Chain, frontier: Frontier) -> Tensor:
+    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
         assert self._path is not None
         self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
         return self._path[:, : len(chain)]
 
-    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
+    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
         """The target reads all tokens of the draft at once."""
-        draft = chain.draft(frontier)
+        draft = chain.draft(forward)
         if draft.width:
-            frontier.append(draft.tokens, draft.valid if chain.ragged else None)
+            forward.append(draft.tokens, draft.valid if chain.ragged else None)
         return draft
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.host import on_device
-from skipstone.engines.kv_cache import KVStore
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree
 
 
 def states_behind(
-    store: KVStore, row: int, tokens: Sequence[int], model: LayeredModel, layers: int, skip: SkipSet | None
+    store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
 ) -> Tensor:
     """Hidden states [1, n, d] behind n committed tokens, the latest of a row that are in the store, in one pass of the first
     `layers` layers of a model, some sublayers left out (SWIFT, Eq. 3). The pass reads the target's keys and values before these

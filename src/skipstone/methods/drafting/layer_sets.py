@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import fetch, hub_name
-from skipstone.utils.files import write_json
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
+from skipstone.utils.files import write_json
 from skipstone.utils.settings_files import Part, read_json
 
 LayerMask = NDArray[np.bool_]
@@ -39,7 +39,7 @@ class Space:
             raise ValueError(f"skipping sublayers needs a model of at least 4 layers, found {self.layers}")
 
     @classmethod
-    def of(cls, model: LayeredModel) -> Self:
+    def of(cls, model: ModelRunner) -> Self:
         """All layer sets of a model. ValueError where its sublayers cannot be left out."""
         if reason := model.family.unskippable:
             raise ValueError(f"no sublayer of this {model.config.model_type} model can be skipped: it {reason}")

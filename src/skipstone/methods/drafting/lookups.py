@@ -73,7 +73,7 @@ class LookupDrafter(Drafter):
         valid = padded([[1] * len(row.tokens) for row in rows], 0).bool()
         parents = padded([row.parents for row in rows], -1) if tree else None
         candidate = padded([list(map(int, row.candidate)) for row in rows], 0).bool() if tree else None
-        frontier = view.start_forward([width if tree else len(row.tokens) for row in rows])
+        forward = view.start_forward([width if tree else len(row.tokens) for row in rows])
         even = all(len(row.tokens) == width for row in rows)
-        frontier.append(tokens, None if even else valid, parents)
-        return Draft(tokens, valid, frontier, parents=parents, candidate=candidate, levels=levels)
+        forward.append(tokens, None if even else valid, parents)
+        return Draft(tokens, valid, forward, parents=parents, candidate=candidate, levels=levels)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.settings import setting, whole_number
-from skipstone.engines.model_runner import LayeredModel
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.memo import Memo
 
 _MADE: Memo[Tensor | None] = Memo()
@@ -34,7 +34,7 @@ class ShortlistMethod(DraftingMethod):
 
     draft_vocabulary: int | str | None
 
-    def shortlist(self, drafter: LayeredModel) -> Tensor | None:
+    def shortlist(self, drafter: ModelRunner) -> Tensor | None:
         """[S] int64, the ids that a model's drafts are picked from, ascending, each once; None for all that it may draft.
         ValueError for a number of ids that it does not have and for a file that holds no list of its ids, OSError for a file
         that cannot be read."""
@@ -53,7 +53,7 @@ class ShortlistMethod(DraftingMethod):
         return _MADE.get(drafter.model, (wanted, size, str(drafter.device)), lambda: _made(range(wanted), drafter))
 
 
-def _made(ids: Iterable[int], drafter: LayeredModel) -> Tensor | None:
+def _made(ids: Iterable[int], drafter: ModelRunner) -> Tensor | None:
     listed = sorted(set(ids))
     whole = len(listed) == drafter.head.weight.shape[0]
     return None if whole else torch.tensor(listed, dtype=torch.int64, device=drafter.device)

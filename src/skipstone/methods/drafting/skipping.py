@@ -8,13 +8,13 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import layers_used
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
+from skipstone.engines.picks import NO_TOKEN
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.engines.engine import Survival
-from skipstone.engines.partial_forward import Frontier
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
-from skipstone.engines.picks import NO_TOKEN
 
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
@@ -29,7 +29,7 @@ class SkippingDrafter(ChainDrafter):
 
     skip: SkipSet
 
-    def __init__(self, model: LayeredModel, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
+    def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
         super().__init__(model, rows, most=most, threshold=threshold, coupled=True)
         self.ranks = ranks
         self._ranked: list[Tensor] = []  # one [B, ranks] per place
@@ -54,8 +54,8 @@ class SkippingDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet] | None:
         return (self.model.depth, self.skip) if self.ranks == 1 else None
 
-    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
-        return frontier.sketched_logits(self.skip)
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+        return forward.sketched_logits(self.skip)
 
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from skipstone.decoding.method import DraftingMethod, Method
-from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
-from skipstone.engines.model_runner import LayeredModel, unwrapped
+from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.models.memo import Memo
+from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
 
 
 class State(Protocol):
@@ -29,7 +29,7 @@ _STATES: Memo[Any] = Memo(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: s
 """Every other setting has a state of its own, and a server's clients may ask for many."""
 
 
-def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
+def of(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
     return _STATES.get(model.model, (_itself(method), rows, str(model.device), str(model.dtype), _engine(model), more), make)
@@ -40,7 +40,7 @@ def _itself(method: Method) -> Method:
     return method.unguarded if isinstance(method, DraftingMethod) else method
 
 
-def _engine(model: LayeredModel) -> tuple[str, str | None]:
+def _engine(model: ModelRunner) -> tuple[str, str | None]:
     """What tells engines apart that compute different numbers."""
     return model.engine.name, model.engine.quantize
 

@@ -3,12 +3,12 @@
 from collections import deque
 from typing import Any
 
-from skipstone.utils.limits import SMALL_STATE_BYTES
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import LayerMask, Objective, Space
 from skipstone.methods.swift.search import SEARCHES, Search
 from skipstone.methods.swift.settings import SwiftSettings
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.passes import SkipSet
+from skipstone.utils.limits import SMALL_STATE_BYTES
 
 HISTORY = 500
 NUMBER_BYTES = 64
@@ -23,7 +23,7 @@ class Optimisation:
     search goes on. steps: that drafted.
     """
 
-    def __init__(self, method: SwiftSettings, model: LayeredModel, profile: SkipSet | None = None) -> None:
+    def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:
         self.space, self.patience, self.target_matchness = Space.of(model), method.patience, method.target_matchness
         if profile is None:
             kind, count = SEARCHES[method.search], self.space.count(method.skip_ratio)

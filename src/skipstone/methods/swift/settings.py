@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from skipstone.decoding.settings import setting
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
-from skipstone.engines.model_runner import LayeredModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SwiftSettings(ShortlistMethod):
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
     draft_vocabulary: int | str | None = vocabulary_setting()
 
-    def check(self, model: LayeredModel) -> None:
+    def check(self, model: ModelRunner) -> None:
         super().check(model)
         space = Space.of(model)
         if not 0 < space.count(self.skip_ratio) < space.size:

@@ -23,6 +23,8 @@ from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter, Requirements, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
+from skipstone.engines.engine import Survival
+from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
@@ -30,8 +32,6 @@ from skipstone.methods.drafting.skipping import SkippingDrafter
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
-from skipstone.engines.engine import Survival
-from skipstone.engines.model_runner import LayeredModel, unwrapped
 
 Window = deque[tuple[int, Tensor]]
 
@@ -40,10 +40,10 @@ Window = deque[tuple[int, Tensor]]
 class Swift(SwiftSettings):
     """SWIFT: the target without sublayers that it finds while decoding drafts."""
 
-    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SwiftDrafter(self, model, rows, self.optimisation(model))
 
-    def optimisation(self, model: LayeredModel) -> Optimisation:
+    def optimisation(self, model: ModelRunner) -> Optimisation:
         """What it has found on a model, across requests."""
         skip = None if self.profile is None else load_profile(self.profile, model.model).skip
         return states.of(self, model, 1, skip, lambda: Optimisation(self, model, skip))
@@ -62,7 +62,7 @@ class Swift(SwiftSettings):
 class SwiftDrafter(SkippingDrafter):
     """Drafts with a layer set that is optimised across requests, by what is written."""
 
-    def __init__(self, method: SwiftSettings, model: LayeredModel, rows: int, optimisation: Optimisation) -> None:
+    def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: Optimisation) -> None:
         most = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
         super().__init__(model, rows, most=most, threshold=threshold, ranks=ranks)
@@ -103,8 +103,8 @@ class SwiftDrafter(SkippingDrafter):
         if tree.width == chain.width:
             return chain
         most = [tree.width if alive else 0 for alive in self.view.alive]
-        tree.frontier = self.view.start_forward(most, self.shortlist, self.drafting_model)
-        tree.frontier.append(tree.tokens, tree.valid, tree.parents)
+        tree.forward = self.view.start_forward(most, self.shortlist, self.drafting_model)
+        tree.forward.append(tree.tokens, tree.valid, tree.parents)
         return tree
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:

@@ -58,7 +58,7 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     return Draft(
         torch.cat([chain.tokens, tokens.gather(1, order)], 1),
         torch.cat([chain.valid, valid.gather(1, order)], 1),
-        chain.frontier,
+        chain.forward,
         parents=torch.cat([above.expand(rows, width), above[order // (ranks - 1)]], 1),
         draft_steps=chain.valid.sum(1),
         levels=width,

@@ -11,14 +11,14 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from skipstone.utils.files import digest
+from skipstone.serving import errors
 from skipstone.serving.batch_files.journal import SUCCESS, Answer
 from skipstone.serving.batch_files.lines import ID_DIGITS, Line
-from skipstone.serving import errors
 from skipstone.serving.jobs import Refused
 from skipstone.serving.responses import ResponseBody, Told
 from skipstone.serving.schemas import ChatBody, CompletionBody, Sampled, refuse_surrogates
 from skipstone.serving.server import Server
+from skipstone.utils.files import digest
 
 BODIES: dict[str, type[CompletionBody | ChatBody | ResponseBody]] = {
     "/v1/completions": CompletionBody,

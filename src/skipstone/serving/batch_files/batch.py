@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from skipstone.engines import loading
 from skipstone.decoding.method import Method
+from skipstone.engines import loading
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import resolve_for
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.fingerprint import fingerprint
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.serving.batch_files.answering import Died, answered, by_defect
 from skipstone.serving.batch_files.journal import Answer, Journal
 from skipstone.serving.batch_files.lines import Line, Lines
@@ -67,10 +67,10 @@ class Chosen:
         more |= {"generation_config": loading.generation_defaults(self.name, self.generation_config, self.overrides)}
         model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable(self.device), **more)
         replace_defaults(model, self.generation_config, self.overrides)
-        layered = LayeredModel(model)
+        runner = ModelRunner(model)
         method = resolve_for(model, self.method)
-        method.check(layered)
-        expect_usable_defaults(layered, tokenizer)
+        method.check(runner)
+        expect_usable_defaults(runner, tokenizer)
         return Loaded(self, model, tokenizer, method)
 
     def about(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skipstone.utils.extras import installed
 from skipstone.serving.batch_files.answering import Died, answered
 from skipstone.serving.batch_files.batch import Chosen, Numbered, Tell, answers
 from skipstone.serving.batch_files.journal import Answer, Journal
@@ -26,6 +25,7 @@ from skipstone.serving.batch_files.lines import Line, Lines, parsed
 from skipstone.serving.batch_files.tries import Tries
 from skipstone.serving.ray.cluster import Share, connect, places, weights
 from skipstone.serving.server import Server
+from skipstone.utils.extras import installed
 
 NEED = "--ray needs Ray Data"
 LINES_A_ROW = 4

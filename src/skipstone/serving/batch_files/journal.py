@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from skipstone.utils.files import LineFile, json_line, plain, publish
 from skipstone.serving.batch_files.lines import Lines
+from skipstone.utils.files import LineFile, json_line, plain, publish
 
 KIND, VERSION = "skipstone-batch", 1
 """What the first line of a journal says."""

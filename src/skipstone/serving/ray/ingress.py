@@ -6,10 +6,10 @@ from typing import Any
 
 from starlette.types import Message
 
-from skipstone.utils.extras import installed
 from skipstone.serving.guard import Guard
 from skipstone.serving.ray.cluster import NEED
 from skipstone.serving.ray.front import Front, Full, Lost
+from skipstone.utils.extras import installed
 
 NAME, REPLICA = "skipstone", "replica"
 """Of the application, and of the replicas in it."""

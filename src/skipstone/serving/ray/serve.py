@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.utils.extras import installed
 from skipstone.serving.ray.cluster import NEED, Share, check_room, connect, reason
 from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
 from skipstone.serving.settings import Settings
 from skipstone.serving.sockets import bound_socket
+from skipstone.utils.extras import installed
 
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
 REPLICA_CLASS = "skipstone.serving.ray.replica.Replica"

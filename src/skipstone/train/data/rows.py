@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from skipstone.utils.files import digest, file_digest, first_folder, write_json
 from skipstone.engines.loading import bos_prefix
-from skipstone.utils.settings_files import Part
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
+from skipstone.utils.files import digest, file_digest, first_folder, write_json
+from skipstone.utils.settings_files import Part
 
 BATCH = 256  # documents that are tokenised in one call
 FORMAT = 2  # part of every cached result's key: raise it when the same documents give other rows

@@ -27,18 +27,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from skipstone.hf import api
 from skipstone.decoding.method import Method
-from skipstone.utils.files import LineFile, digest, install, read_lines
-from skipstone.methods import resolve
 from skipstone.engines.exits import watched
+from skipstone.engines.host import left_padded
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf import api
+from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.host import left_padded
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.train import Say
 from skipstone.train.heads.prompts import Asked
 from skipstone.train.heads.recipe import Answers
+from skipstone.utils.files import LineFile, digest, install, read_lines
 
 BATCH = 16  # answers of one forward
 BYTES = 2  # of a number in the file, bfloat16 or float16
@@ -120,7 +120,7 @@ class _Writer:
     def __init__(self, model: PreTrainedModel, wish: Answers, eos: set[int], done: list[Answer], seconds: float) -> None:
         self.model, self.wish, self.done, self.seconds = model, wish, done, seconds
         self._options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
-        self.room = LayeredModel(model).max_positions - wish.max_new_tokens
+        self.room = ModelRunner(model).max_positions - wish.max_new_tokens
         self._methods = _methods(model, wish)
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
@@ -182,7 +182,7 @@ class Features:
 
 
 def extract(
-    model: LayeredModel,
+    model: ModelRunner,
     answers: Sequence[Answer],
     layers: Sequence[int],
     folder: Path,
@@ -223,7 +223,7 @@ def _there(folder: Path, about: dict[str, Any]) -> bool:
 
 
 def _make(
-    model: LayeredModel, answers: Sequence[Answer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
+    model: ModelRunner, answers: Sequence[Answer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
 ) -> None:
     made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
@@ -258,7 +258,7 @@ def _make(
 
 
 @torch.inference_mode()
-def _states(model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int]) -> Tensor:
+def _states(model: ModelRunner, answers: Sequence[Answer], layers: Sequence[int]) -> Tensor:
     """[n, k + 1, d] of a batch: of every position whose next token is the answer's."""
     texts = [torch.tensor(one.prompt + one.tokens[:-1]) for one in answers]
     ids = pad_sequence(texts, batch_first=True).to(model.device)

@@ -9,8 +9,8 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.hf import api
-from skipstone.utils.records import json_lines
 from skipstone.train.data.sources import HubDataset, JsonLines, Records, Script, TextFiles, resolve
+from skipstone.utils.records import json_lines
 
 USER = "user"  # the role whose turns are answered
 KEYS = ("messages", "prompt", "turns")  # of a record of Chats, the first that it has counts

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from skipstone.methods.adadecode.heads import Kind
-from skipstone.utils.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import from_folder
 from skipstone.train.heads.prompts import Prompts
+from skipstone.utils.settings_files import Part, first_fault, mapping
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""

@@ -26,15 +26,15 @@ from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from skipstone.utils.files import digest
 from skipstone.engines.loading import BUNDLED, COMMIT, load, usable
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Answer, Features
 from skipstone.train.heads.prompts import asked_of
 from skipstone.train.heads.recipe import HeadsRecipe, Schedule
+from skipstone.utils.files import digest
 
 HEADS = "heads"  # folder in that of the run: the finished heads
 ANSWERS = "answers.jsonl"  # file in the folder of the run: the model's own answers
@@ -68,8 +68,8 @@ def run(
     place = place if processes.num_processes == 1 else processes.device or place
     dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
     model, tokenizer = load(None if recipe.model is None else beside(recipe.model, base), dtype=dtype, device=place)
-    layered = LayeredModel(model.eval().requires_grad_(False), "eager")  # gradients go through its LM head
-    heads, spectrum = _untrained(recipe, layered), singular_values(layered.head.weight)
+    runner = ModelRunner(model.eval().requires_grad_(False), "eager")  # gradients go through its LM head
+    heads, spectrum = _untrained(recipe, runner), singular_values(runner.head.weight)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
     say("the LM head is {} x {}, of rank {}, its singular values {:.3g} to {:.3g}".format(*spectrum.values()))
     asked = asked_of(recipe.prompts, base, recipe.answers.chat)
@@ -79,17 +79,17 @@ def run(
             model, asked, tokenizer, recipe.answers, folder / ANSWERS, _ends(model, tokenizer), say
         )
         began = time.perf_counter()
-        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say, _mixed(recipe))
+        features = answering.extract(runner, written, heads.card.layers, folder, max_disk, say, _mixed(recipe))
     extracted = time.perf_counter()
     if heads.shortlist is not None:
-        heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), layered.head.weight.shape[0]))
-    state = _Run(heads, layered, features, recipe.training, recipe.seed)
+        heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), runner.head.weight.shape[0]))
+    state = _Run(heads, runner, features, recipe.training, recipe.seed)
     metrics = state.train(folder, _fingerprint(recipe, heads, written), say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
     account = {**_account(recipe, state, seconds), "lm_head": spectrum}
     heads.card = heads.card.model_copy(update={"training": account, "metrics": metrics})
     if processes.is_main_process:
-        heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
+        heads.save(folder / HEADS, runner.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
     processes.wait_for_everyone()
     _tell(metrics, say)
     return folder / HEADS
@@ -120,7 +120,7 @@ def _ends(model: Any, tokenizer: Any) -> set[int]:
     return {one for one in (tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])) if isinstance(one, int)}
 
 
-def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
+def _untrained(recipe: HeadsRecipe, model: ModelRunner) -> ExitHeads:
     layers = recipe.heads.layers or usual_layers(model.depth)
     name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
     set_seed(recipe.seed)
@@ -146,7 +146,7 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
     }
 
 
-def _commit(model: LayeredModel) -> dict[str, str]:
+def _commit(model: ModelRunner) -> dict[str, str]:
     """The commit that a model of the hub was loaded from; nothing for a folder."""
     found = getattr(model.model.config, COMMIT, None)
     return {} if found is None else {"model_revision": found}
@@ -178,7 +178,7 @@ def commonest(answers: Iterable[Sequence[int]], count: int, vocabulary: int) -> 
 class Divergence(nn.Module):
     """Heads under training: states -> the divergence of every head, over the tokens that they predict."""
 
-    def __init__(self, heads: ExitHeads, model: LayeredModel) -> None:
+    def __init__(self, heads: ExitHeads, model: ModelRunner) -> None:
         super().__init__()
         self.heads = heads
         self._model = [model]  # in a list, so that its parameters are none of this module's
@@ -206,7 +206,7 @@ class Divergence(nn.Module):
 
 
 @torch.no_grad()
-def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
+def quality(heads: ExitHeads, model: ModelRunner, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
     """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is what
     the last layer chooses of all tokens), sure (share where it gives its choice more than SURE) and right (share of those
     where it agrees)."""
@@ -233,7 +233,7 @@ def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int
     return sorted(order[count:]), sorted(order[:count])
 
 
-def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
+def _chunks(states: Tensor, model: ModelRunner) -> list[Tensor]:
     """States in parts whose logits fit, on the model's device and in its dtype."""
     rows = max(1, LOGITS // model.head.weight.shape[0])
     return [part.to(model.device, model.dtype) for part in states.split(rows)]
@@ -247,7 +247,7 @@ class _Run:
     each head's from then. before: figures of the untrained heads, by layer.
     """
 
-    def __init__(self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, seed: int) -> None:
+    def __init__(self, heads: ExitHeads, model: ModelRunner, features: Features, schedule: Schedule, seed: int) -> None:
         self.heads, self.model, self.features, self.schedule, self.seed = heads, model, features, schedule, seed
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
         place = model.device.type

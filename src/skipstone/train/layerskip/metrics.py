@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from skipstone.utils.files import json_line, write_whole
 from skipstone.engines.exits import ExitTally, watched
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK
+from skipstone.utils.files import json_line, write_whole
 
 EXIT_FIGURE = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""

@@ -15,15 +15,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skipstone.utils.files import digest, whole_folder, write_json
-from skipstone.hf.defaults import saved_field
 from skipstone.engines.loading import load_model, load_tokenizer
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.defaults import saved_field
 from skipstone.methods import resolve
 from skipstone.methods.drafting.shortlist import read_ids
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.engines.model_runner import LayeredModel
 from skipstone.models.modules import DecoderModules
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
@@ -33,6 +32,7 @@ from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, argu
 from skipstone.train.layerskip.layout import layout_of
 from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
+from skipstone.utils.files import digest, whole_folder, write_json
 
 TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
 MADE_FROM = "made_from.json"  # file beside that tokenizer: what it was made from
@@ -65,7 +65,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     distillation_ids = _distillation_ids(recipe, path.parent, model)
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
-        resolve(recipe.decoding).check(LayeredModel(model.eval()))
+        resolve(recipe.decoding).check(ModelRunner(model.eval()))
     with settings.main_process_first(local=False):
         prepared = _prepared(recipe, documents, folder, settings, tokenizer)
     if settings.eval_strategy != "no" and not prepared.held_out:

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from skipstone.assets import DRAFTS
-from skipstone.lab.bench.peers.peer import Peer
 from skipstone.decoding.settings import whole_number
-from skipstone.hf.defaults import neutral_defaults
 from skipstone.engines.loading import load_model
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.defaults import neutral_defaults
+from skipstone.lab.bench.peers.peer import Peer
+from skipstone.lab.timing.measure import Emitted, Skipstone, synchronise
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.draft_model import draft_model_for
 from skipstone.models.families import text_config
-from skipstone.engines.model_runner import LayeredModel
-from skipstone.lab.timing.measure import Emitted, Skipstone, synchronise
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class HFEarlyExit(Transformers):
     def refusal(self, model: PreTrainedModel) -> str | None:
         """Transformers sets `config.num_hidden_layers`; whether that cuts the stack is tried out with a forward over one
         token."""
-        layers, ran = LayeredModel(model).layers, []
+        layers, ran = ModelRunner(model).layers, []
         wanted = len(layers) - 1
         if not wanted:
             return "the model has one layer"
@@ -164,10 +164,10 @@ class DraftAlone(Peer):
         return False
 
     def check(self, model: PreTrainedModel) -> None:
-        draft_model_for(self.draft_model, LayeredModel(model))
+        draft_model_for(self.draft_model, ModelRunner(model))
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        helper: Any = draft_model_for(self.draft_model, LayeredModel(model)).model
+        helper: Any = draft_model_for(self.draft_model, ModelRunner(model)).model
         stop: Any = model.generation_config
         with neutral_defaults(helper, stop.eos_token_id is not None):
             return Skipstone(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)

@@ -11,8 +11,8 @@ from typing import Any
 from skipstone.lab.bench.plan import BASELINE
 from skipstone.lab.bench.report.groups import PARTS, Group, tokens_per_second
 from skipstone.lab.bench.report.tables import learnt, rates
-from skipstone.utils.extras import installed
 from skipstone.methods.adadecode.adadecode import AdaDecode
+from skipstone.utils.extras import installed
 
 SIZE = (6.4, 3.6)  # inches
 NAME = 20  # longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time

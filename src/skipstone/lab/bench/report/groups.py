@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from skipstone.decoding.stats import Stats
 from skipstone.lab.bench import predictions
 from skipstone.lab.bench.journal import CELL, Line
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import added, calm
-from skipstone.decoding.stats import Stats
-from skipstone.methods import stored_settings
 from skipstone.lab.tasks.scores import pass_at_k
 from skipstone.lab.timing.statistics import Rate, pooled, predicted_speedup, rate
+from skipstone.methods import stored_settings
 
 EARLY_EXIT = "hf-early-exit"
 VANILLA = "speculative"  # speculative decoding with drafts of one length, AdaSD's baseline

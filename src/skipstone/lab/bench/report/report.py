@@ -17,9 +17,9 @@ from skipstone.lab.bench.journal import Line
 from skipstone.lab.bench.report.charts import charts
 from skipstone.lab.bench.report.groups import Group, groups
 from skipstone.lab.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
-from skipstone.utils.files import plain, write_whole
 from skipstone.lab.tasks import protocols
 from skipstone.lab.timing import machine
+from skipstone.utils.files import plain, write_whole
 
 WIDTH = 150  # columns of letters, where the output is no terminal
 IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")  # columns for which a terminal has no room

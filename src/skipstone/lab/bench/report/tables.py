@@ -11,9 +11,9 @@ from typing import Any
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import added
 from skipstone.lab.bench.report.groups import EARLY_EXIT, PARTS, VANILLA, Group
+from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.drafting.layer_sets import measured_speedup
-from skipstone.lab.timing.statistics import LOOPING, NGRAM
 
 NONE = "-"  # stands where there is no figure
 Figures = Mapping[str, Any]  # what `Group.figures` says of a method
