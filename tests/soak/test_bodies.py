@@ -31,7 +31,7 @@ def checked(status: int, kind: str, text: str) -> None:
     if status >= 400:
         error = json.loads(text)["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert error["code"] == status
+        assert error["code"] == status or (status == 400 and error["code"] == "context_length_exceeded")
         assert error["message"]
     elif kind.startswith("text/event-stream"):
         chunks = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data: {")]
