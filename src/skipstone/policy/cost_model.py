@@ -1,0 +1,275 @@
+"""What a step takes, and the speed-up that follows.
+
+One record, `StepCosts`, holds what a step of one drafter takes. Calibration fills it before decoding, and `LearnedCosts`
+fills it from the steps of the loop. The speed-up is computed here and nowhere else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+
+FIRST_SLOPE = 0.04
+"""Plain steps that scoring one token more takes, before any was measured: 25 tokens double a pass on two CPU cores."""
+FIRST_START = 0.1
+"""Plain steps that drafting takes beside its draft steps, before any was measured."""
+RELATIVE_NOISE, START_DEVIATION = 0.1, 0.2
+"""Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
+MEMORY, PLAIN_MEMORY = 50.0, 4.0
+"""Measurements after which one counts 1/e: of drafting and scoring, and of a plain step or a replay, which are measured
+seldom."""
+MAX_CHANGE = 0.25
+"""Share of a belief by which one measurement may differ from it. A stall takes longer and says nothing of the next step."""
+PLACE_DOUBT = 4.0
+"""Measurements of one number of tokens that count as much as the line through all numbers."""
+TABLE = 64
+"""Numbers of tokens for which V is worked out beforehand: a tree of recycled tokens has at most 63 nodes."""
+MIN_DRAFTS = 8
+"""Drafts of a row that are allowed before any were scored. Later it is twice as many as were scored: further away nothing is
+known of V."""
+WELL_KNOWN = 24
+"""Measurements after which steps are planned several at once: the belief then differs by 2 % from the mean (.1 / sqrt(24))."""
+MAX_TYPICAL = 1.5
+"""Multiple of the median that one of several equal steps counts as at most."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Times of the parts of one step, all in one unit: seconds, or plain steps.
+
+    plain: a step of plain decoding. start, draft_step: a chain of k drafts takes start + k draft_step. scoring: n -> a pass
+    over n tokens of every row, V(n). fixed: the rest of a step that drafts.
+    """
+
+    plain: float
+    draft_step: float
+    scoring: Callable[[float], float]
+    start: float = 0.0
+    fixed: float = 0.0
+
+    def step(self, drafts: float, scored: float | None = None) -> float:
+        """A step with so many draft steps. scored: tokens of each row that are scored, drafts + 1 if None."""
+        chain = self.start + drafts * self.draft_step if drafts else 0.0
+        return chain + self.scoring(drafts + 1 if scored is None else scored) + self.fixed
+
+    def speedup(self, tokens: float, drafts: float, scored: float | None = None, drafting: float = 1.0) -> float:
+        """Tokens per time over those of plain decoding: M / (d c + v). tokens: M, committed by a mean step, plain ones
+        included. drafting: share of the steps that draft; the others are plain."""
+        return tokens * self.plain / (drafting * self.step(drafts, scored) + (1 - drafting) * self.plain)
+
+
+def expected_tokens(survivals: Sequence[float]) -> float:
+    """M of a step: the drafts that are accepted and one token of the target."""
+    return 1 + sum(survivals)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """What one of several equal steps takes: their mean, without what stalls take more. 0 of none."""
+    if not seconds:
+        return 0.0
+    limit = MAX_TYPICAL * median_low(seconds)
+    return sum([min(one, limit) for one in seconds]) / len(seconds)
+
+
+@dataclass(slots=True)
+class MeanTime:
+    """A belief about one time. measurements: 0 for a guess, which the first measurement replaces."""
+
+    value: float
+    measurements: float = 0
+
+    def observe(self, time: float) -> None:
+        if not self.measurements:
+            self.value = time
+        self.measurements = min(self.measurements + 1, PLAIN_MEMORY)
+        self.value += (min(time, 2 * self.value) - self.value) / self.measurements
+
+
+@dataclass(slots=True)
+class LineTime:
+    """A belief about times that grow with a length: start + step x length, by regularised least squares around a guess.
+
+    weight .. length_error: discounted sums over measurements, of 1, length, length^2, error and length x error, where the error
+    is the distance from the guess. Each measurement counts by its relative error.
+    """
+
+    start: float
+    step: float
+    measurements: int = 0
+    guess: tuple[float, float] = (0.0, 0.0)
+    weight: float = 0.0
+    length: float = 0.0
+    square: float = 0.0
+    error: float = 0.0
+    length_error: float = 0.0
+
+    def __call__(self, length: float) -> float:
+        return self.start + self.step * length
+
+    def doubt(self) -> None:
+        """What was measured is no more than a guess: the next measurement far from it replaces it."""
+        self.measurements, self.weight = 0, 0.0
+
+    def observe(self, length: float, time: float) -> None:
+        believed, keep = self(length), 1 - 1 / MEMORY
+        if not self.measurements:
+            scale = time / believed
+            if abs(scale - 1) > MAX_CHANGE:
+                self.start, self.step, believed = self.start * scale, self.step * scale, time
+            self.guess = self.start, self.step
+            self.weight = self.length = self.square = self.error = self.length_error = 0.0
+        self.measurements += 1
+        start, step = self.guess
+        change = min(max(time - believed, -MAX_CHANGE * believed), MAX_CHANGE * believed)
+        error, weight = believed + change - start - step * length, 1 / believed**2
+        self.weight = self.weight * keep + weight
+        self.length = self.length * keep + weight * length
+        self.square = self.square * keep + weight * length * length
+        self.error = self.error * keep + weight * error
+        self.length_error = self.length_error * keep + weight * length * error
+        w = self.weight + (RELATIVE_NOISE / START_DEVIATION) ** 2
+        s = self.square + (RELATIVE_NOISE / max(step, FIRST_SLOPE)) ** 2
+        determinant = w * s - self.length**2
+        self.step = step + (w * self.length_error - self.length * self.error) / determinant
+        self.start = start + (s * self.error - self.length * self.length_error) / determinant
+        if self.step <= 0:  # the start gives way
+            self.step = step / MEMORY
+            self.start = start + (self.error - self.length * (self.step - step)) / w
+        if self.start < 0:
+            self.start = 0.0
+            self.step = max(step + (self.length_error + self.length * start) / s, step / MEMORY)
+
+
+def _first_table() -> list[float]:
+    return [0.0, *(1 + FIRST_SLOPE * n for n in range(TABLE + 1))]
+
+
+@dataclass(slots=True)
+class ScoringTime:
+    """V(n), what a pass takes that scores n tokens of every row: a line, and what was measured of single numbers of tokens.
+
+    One outlier among them makes no wall that drafts never cross again, and a step in the times of longer passes is learnt. V(1)
+    is 1. From 2 on V never falls. It may be below 1 there, if drafting has run a part of the layers.
+
+    line: over n - 1. places: n -> (mean, measurements). table: V(0), V(1), ...
+    """
+
+    line: LineTime = field(default_factory=lambda: LineTime(1.0, FIRST_SLOPE))
+    places: dict[int, tuple[float, float]] = field(default_factory=dict)
+    table: list[float] = field(default_factory=_first_table)
+
+    def __call__(self, tokens: float) -> float:
+        low = int(tokens)
+        if low >= TABLE:
+            return self.table[TABLE] + self.line.step * (tokens - TABLE)
+        return self.table[low] + (self.table[low + 1] - self.table[low]) * (tokens - low)
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a row."""
+        return min(max(MIN_DRAFTS, 2 * max(self.places, default=0)), TABLE - 1)
+
+    def copy(self) -> "ScoringTime":
+        """The same as a guess."""
+        return ScoringTime(LineTime(self.line.start, self.line.step), {}, list(self.table))
+
+    def doubt(self) -> None:
+        """As of a line."""
+        self.line.doubt()
+
+    def observe(self, tokens: float, time: float) -> None:
+        """A pass over so many tokens of every row took so long."""
+        if tokens <= 1:
+            return
+        if not self.line.measurements:
+            self.places = {}
+        n, believed = max(round(tokens), 2), self(tokens)
+        self.line.observe(tokens - 1, time)
+        mean, count = self.places.get(n, (believed, 0.0))
+        count = min(count + 1, MEMORY)
+        near = min(max(time, believed * (1 - MAX_CHANGE)), believed * (1 + MAX_CHANGE)) if self.line.measurements > 1 else time
+        self.places[n] = mean + (near - mean) / count, count
+        self.draw()
+
+    def draw(self) -> None:
+        """Works the table out."""
+        table, last, value, slope = [0.0, 1.0], 1, 0.0, self.line.step
+        known = {n: (count / (count + PLACE_DOUBT)) * (mean - self.line(n - 1)) for n, (mean, count) in self.places.items()}
+        ordered = sorted(known)
+        for n in range(2, TABLE + 2):
+            while ordered and ordered[0] < n:
+                last = ordered.pop(0)
+            if n in known:
+                offset = known[n]
+            elif last in known and ordered:
+                offset = known[last] + (known[ordered[0]] - known[last]) * (n - last) / (ordered[0] - last)
+            else:
+                offset = known.get(last, known[ordered[0]] if ordered else 0.0)
+            value = max(value, self.line.start + slope * (n - 1) + offset)
+            table.append(value)
+        self.table = table
+
+
+HOST = ""
+"""The drafter of tokens that no model drafts: looked up, or recycled."""
+
+
+@dataclass(slots=True)
+class LearnedCosts:
+    """What steps take, as far as the loop has measured. All times but `plain_seconds` are in plain steps, so that they stay
+    right while the whole machine is slower.
+
+    plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
+    scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
+    -> a whole step. replays: drafter -> a replay. lookup: finding a draft in the text.
+    """
+
+    plain: MeanTime
+    fixed: float = 0.02
+    drafting: dict[str, LineTime] = field(default_factory=dict)
+    scoring: dict[str, ScoringTime] = field(default_factory=lambda: {HOST: ScoringTime()})
+    schedules: dict[str, MeanTime] = field(default_factory=dict)
+    replays: dict[str, MeanTime] = field(default_factory=dict)
+    lookup: float = 0.01
+
+    def scoring_of(self, drafter: str) -> ScoringTime:
+        return self.scoring.get(drafter) or self.scoring[HOST]
+
+    def of(self, drafter: str) -> StepCosts:
+        """The record of one drafter, in plain steps."""
+        if drafter in self.schedules:
+            return StepCosts(1.0, 0.0, lambda _: self.schedules[drafter].value)
+        if drafter not in self.drafting:
+            return StepCosts(1.0, 0.0, self.scoring[HOST], fixed=self.fixed + self.lookup)
+        line = self.drafting[drafter]
+        return StepCosts(1.0, line.step, self.scoring_of(drafter), line.start, self.fixed)
+
+    def well_known(self, drafter: str) -> bool:
+        """Whether many measurements say the same."""
+        return drafter in self.drafting and self.drafting[drafter].measurements >= WELL_KNOWN
+
+    def doubt(self, drafter: str) -> None:
+        """A drafter's times are guesses again."""
+        for belief in (self.drafting.get(drafter), self.scoring.get(drafter)):
+            if belief is not None:
+                belief.doubt()
+        if drafter in self.schedules:
+            self.schedules[drafter].measurements = 0
+
+    def observe_scoring(self, drafter: str, tokens: float, time: float, teaches_host: bool) -> None:
+        """Scoring so many tokens of every row took so long. teaches_host: nothing else has told what HOST's drafts take."""
+        if drafter not in self.scoring:
+            self.scoring[drafter] = self.scoring[HOST].copy()
+        self.scoring[drafter].observe(tokens, time)
+        if teaches_host and drafter != HOST:
+            self.scoring[HOST].observe(tokens, time)
+
+    def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
+        """A chain of so many draft steps took so long. Drafters that are still guesses were guessed as wrongly."""
+        line = self.drafting[drafter]
+        before, was_guess = line(passes), not line.measurements
+        line.observe(passes, time)
+        if was_guess:
+            scale = line(passes) / before
+            for other in self.drafting.values():
+                if not other.measurements:
+                    other.start, other.step = other.start * scale, other.step * scale
