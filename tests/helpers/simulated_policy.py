@@ -29,7 +29,9 @@ def first_policy(
         fixed=fixed * machine.fixed,
         drafting={name: LineTime(0.0, drafting * machine.drafts[name], measurements) for name in chains},
         scoring={HOST: table},
-        schedules={name: MeanTime(drafting * machine.schedules[name][1], measurements) for name in drafters if name not in chains},
+        schedules={
+            name: MeanTime(drafting * machine.schedules[name][1], measurements) for name in drafters if name not in chains
+        },
         replays={name: MeanTime(replays * machine.replays[name], measurements) for name in chains},
         lookup=LOOKUP_TIME,
     )

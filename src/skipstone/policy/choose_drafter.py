@@ -46,7 +46,7 @@ UNKNOWN_STEPS = 3
 """Steps up to which next to nothing is known of a drafter."""
 REPLAY_AGAIN, TIME_AGAIN = 1500, 1000
 """Tokens after which a drafter is replayed, or timed, again, whatever is believed of it."""
-COST_DOUBT, OLD_COST_DOUBT = 3.0, 1.5
+COST_DOUBT, OLD_COST_DOUBT = 4.0, 1.5
 """Factors by which costs may be too high that this process has not measured, and that it measured long ago. A drafter that is
 worth drafting if they are is timed: one that is believed to be slow would otherwise never be tried again."""
 TRIAL_STEPS, MAX_TRIAL_STEPS = 3, 8
@@ -243,7 +243,7 @@ class Policy:
         return best.name if best is not None and best.kind == "replay" and self._can_pay(best.cost) else None
 
     def _can_pay(self, cost: float) -> bool:
-        return self.exploration >= min(cost, MAX_EXPLORATION)
+        return self.exploration >= min(cost, FIRST_EXPLORATION)
 
     def _names(self) -> list[str]:
         recycles = self.recycled is not None and self.recycled.tree is not None
@@ -389,7 +389,8 @@ class Policy:
             if (hopes and not replayed) or (self._is_old(one.timed_at) and self._potential(name) > best):
                 since = REPLAY_AGAIN + self.position if one.timed_at is None else self.position - one.timed_at
                 cost = self._trial_cost(name, price)
-                yield Exploration(max(since, 0 if replayed else age) / cost, "trial", name, cost)
+                is_first = one.timed_at is None and not is_unknown
+                yield Exploration(math.inf if is_first else max(since, 0 if replayed else age) / cost, "trial", name, cost)
 
     def _trial_cost(self, name: str, price: float) -> float:
         """Plain steps that an exploration by drafting is expected to lose."""
@@ -408,8 +409,9 @@ class Policy:
             return one.rate.upper_bound
         survivals, best = [one.acceptance.mean**n for n in range(1, LOOKAHEAD + 1)], 0.0
         for drafts in range(1, LOOKAHEAD + 1):
-            extra = costs.step(drafts) - 1
-            best = max(best, expected_tokens(survivals[:drafts]) / (1 + extra / doubt if extra > 0 else 1 + extra))
+            scoring = costs.scoring(drafts + 1)
+            rest = costs.step(drafts) - scoring
+            best = max(best, expected_tokens(survivals[:drafts]) / (rest / doubt + max(scoring / doubt, min(scoring, 1.0))))
         return best
 
     # ------------------------------------------------------------------------------------------------- learning
