@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from skipstone.policy.acceptance import RankAcceptance
 from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, DrafterState, Policy, StepResult
 from skipstone.policy.cost_model import HOST, LearnedCosts, LineTime, MeanTime, ScoringTime, typical
-from tests.helpers.simulated_worlds import LOOKUP as LOOKUP_TIME
 from tests.helpers.simulated_worlds import Machine, Outcome, Simulation, Workload
 
 
@@ -33,7 +32,6 @@ def first_policy(
             name: MeanTime(drafting * machine.schedules[name][1], measurements) for name in drafters if name not in chains
         },
         replays={name: MeanTime(replays * machine.replays[name], measurements) for name in chains},
-        lookup=LOOKUP_TIME,
     )
     for line in costs.drafting.values():
         line.guess = line.start, line.step

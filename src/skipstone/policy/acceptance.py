@@ -7,33 +7,29 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from skipstone.policy.draft_length import RankTree, best_tree
+from skipstone.policy.draft_length import MAX_DRAFTS, RankTree, best_tree
 
 PRIOR_SLOPE, PRIOR_OFFSET = 0.7, -0.3
 """Logit of acceptance = slope x logit of confidence + offset, before anything was seen: drafters are overconfident."""
 PRIOR_VARIANCES = (0.25, 1.0)
 """Variances of slope and offset around these. No later belief is less certain."""
-CONFIDENCE_MEMORY = 400.0
-"""Judged drafts after which one counts 1/e."""
 CLOSEST = 3e-4
 """Confidences closer than this to 0 or 1 count as this close. The native engine's chain clamps by the same number."""
-MAX_CORRELATION = 0.95
-"""Between the errors of slope and offset: rounding may not make the two look like one."""
-PRIOR_ACCEPTANCE, PRIOR_DRAFTS = 0.6, 10.0
-"""Mean acceptance before anything was seen, and the number of drafts that it counts as."""
+PRIOR_ACCEPTANCE = 0.6
+"""Mean acceptance before anything was seen: the middle of .42 to .86, the means of the drafters in docs/lab."""
 MATCH_DOUBT = 3.0
-"""A match of m tokens continues rightly with probability m / (m + 3), before anything was seen."""
-MATCH_PRIOR, MATCH_MEMORY = 4.0, 300.0
-"""Judged places that this counts as, and after which one counts 1/e."""
-MATCH_BUCKETS, MATCH_PLACES = 4, 24
-"""Matches of 1, 2 to 3, 4 to 7 and at least 8 tokens are told apart, and this many tokens of their continuations."""
-FIRST_RANK, RANKS, RANK_PRIOR = 0.4, 5, 20.0
+"""A match of m tokens continues rightly with probability m / (m + 3), before anything was seen: .25 at 1, .77 at 10."""
+PRIOR_WEIGHT = 10.0
+"""Judged drafts or tokens that each of these priors counts as."""
+MEMORY = 400.0
+"""Judged drafts or tokens after which one counts 1/e: a request or two."""
+MATCH_BUCKETS = 4
+"""Matches of 1, 2 to 3, 4 to 7 and at least 8 tokens are told apart."""
+FIRST_RANK, RANKS = 0.4, 5
 """Probability that the token kept first for a token follows it, half as often the second, and so on for five ranks, before
-anything was seen, and the number of tokens that this counts as."""
-RANK_MEMORY = 500.0
-"""Tokens after which one counts 1/e."""
-TREE_TOKENS, TREE_NODES, TREE_DEPTH = 200, 63, 6
-"""Tokens after which the tree is built anew, and its largest size."""
+anything was seen (docs/lab: .38 to .52 on text that is not poetry)."""
+TREE_TOKENS, TREE_DEPTH = 200, 6
+"""Tokens after which the tree is built anew, and its depth: seven tokens in a row are hardly ever kept."""
 
 
 @dataclass(slots=True)
@@ -50,7 +46,7 @@ class ConfidenceAcceptance:
     offset_variance: float = PRIOR_VARIANCES[1]
     covariance: float = 0.0
     mean: float = PRIOR_ACCEPTANCE
-    weight: float = PRIOR_DRAFTS
+    weight: float = PRIOR_WEIGHT
 
     def predict(self, confidence: float) -> float:
         """The probability that a draft of this confidence, 0 to 1, is accepted."""
@@ -58,7 +54,7 @@ class ConfidenceAcceptance:
 
     def observe(self, drafts: Iterable[tuple[float, bool]]) -> None:
         """Drafts were judged: (confidence, accepted)."""
-        keep = 1 - 1 / CONFIDENCE_MEMORY
+        keep = 1 - 1 / MEMORY
         for confidence, accepted in drafts:
             place = _logit(confidence)
             predicted = _sigmoid(self.slope * place + self.offset)
@@ -68,7 +64,7 @@ class ConfidenceAcceptance:
             shrink = 1 / (1 / curvature + slope_gain * place + offset_gain)
             self.slope_variance = min((self.slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
             self.offset_variance = min((self.offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
-            limit = MAX_CORRELATION * math.sqrt(max(self.slope_variance * self.offset_variance, 0.0))
+            limit = math.sqrt(max(self.slope_variance * self.offset_variance, 0.0))
             self.covariance = min(max((self.covariance - shrink * slope_gain * offset_gain) / keep, -limit), limit)
             error = accepted - predicted
             self.slope = max(self.slope + (self.slope_variance * place + self.covariance) * error, 0.0)
@@ -84,10 +80,8 @@ class MatchAcceptance:
     accepted, judged: [bucket][place], discounted counts.
     """
 
-    accepted: list[list[float]] = field(
-        default_factory=lambda: [[_match_prior(b)] * MATCH_PLACES for b in range(MATCH_BUCKETS)]
-    )
-    judged: list[list[float]] = field(default_factory=lambda: [[MATCH_PRIOR] * MATCH_PLACES for _ in range(MATCH_BUCKETS)])
+    accepted: list[list[float]] = field(default_factory=lambda: [[_match_prior(b)] * MAX_DRAFTS for b in range(MATCH_BUCKETS)])
+    judged: list[list[float]] = field(default_factory=lambda: [[PRIOR_WEIGHT] * MAX_DRAFTS for _ in range(MATCH_BUCKETS)])
 
     def predict(self, match: int, max_drafts: int) -> list[float]:
         """Survivals: the probabilities that the first 1, 2, ... tokens of the continuation are all right."""
@@ -100,8 +94,8 @@ class MatchAcceptance:
     def observe(self, match: int, right: int, told: int) -> None:
         """The text behind a match is known. right: tokens of the continuation that it has, up to the first that it has not.
         told: tokens of the continuation that it tells of."""
-        accepted, judged, keep = self.accepted[_bucket(match)], self.judged[_bucket(match)], 1 - 1 / MATCH_MEMORY
-        for place in range(min(right + 1, told, MATCH_PLACES)):
+        accepted, judged, keep = self.accepted[_bucket(match)], self.judged[_bucket(match)], 1 - 1 / MEMORY
+        for place in range(min(right + 1, told, MAX_DRAFTS)):
             accepted[place] = accepted[place] * keep + (place < right)
             judged[place] = judged[place] * keep + 1
 
@@ -113,23 +107,23 @@ class RankAcceptance:
     pending: ranks of committed tokens that the tree has not virtually decoded yet.
     """
 
-    hits: list[float] = field(default_factory=lambda: [RANK_PRIOR * FIRST_RANK / 2**rank for rank in range(RANKS)])
-    tokens: float = RANK_PRIOR
+    hits: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * FIRST_RANK / 2**rank for rank in range(RANKS)])
+    tokens: float = PRIOR_WEIGHT
     tree: RankTree | None = None
     built_at: int | None = None
     pending: list[int] = field(default_factory=list)
 
     def observe(self, ranks: Sequence[int]) -> None:
         """Tokens were committed. ranks: of each, from 0; any larger number for a token that was not kept."""
-        keep = (1 - 1 / RANK_MEMORY) ** len(ranks)
+        keep = (1 - 1 / MEMORY) ** len(ranks)
         self.tokens = self.tokens * keep + len(ranks)
         self.hits = [one * keep + ranks.count(rank) for rank, one in enumerate(self.hits)]
-        self.pending = [*self.pending, *ranks][-TREE_NODES:]
+        self.pending = [*self.pending, *ranks][-TREE_TOKENS:]
 
     def build(self, position: int, price: float, scoring: "Sequence[float]") -> None:
         """Builds the tree anew where it is old. scoring: V(0), V(1), ..., as far as is known."""
         if self.built_at is None or position - self.built_at > TREE_TOKENS:
-            chances, nodes = [one / self.tokens for one in self.hits], min(TREE_NODES, len(scoring) - 2)
+            chances, nodes = [one / self.tokens for one in self.hits], len(scoring) - 2
             tree = best_tree(chances, price, scoring.__getitem__, max_nodes=nodes, max_depth=TREE_DEPTH)
             self.tree, self.built_at = (tree if tree.parents else None), position
 
@@ -150,7 +144,7 @@ class RankAcceptance:
 
 def _match_prior(bucket: int) -> float:
     length = 2**bucket
-    return MATCH_PRIOR * length / (length + MATCH_DOUBT)
+    return PRIOR_WEIGHT * length / (length + MATCH_DOUBT)
 
 
 def _bucket(match: int) -> int:

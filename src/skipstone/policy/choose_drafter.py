@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
-from skipstone.policy.cost_model import HOST, LearnedCosts, expected_tokens
-from skipstone.policy.draft_length import LOOKAHEAD, RankTree, best_drafts, stop_thresholds
+from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, expected_tokens
+from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
 from skipstone.policy.regret_budget import RegretBudget
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
@@ -28,47 +28,37 @@ MARGIN = 0.02
 """Share by which another drafter's rate must be larger: noise of a rate over 300 tokens."""
 CHOOSE_EVERY = 16
 """Tokens between two choices of a drafter."""
-MAX_DRAFTS = 25
-"""Drafts of a chain: with acceptance .9 the next one survives in 7 % of the steps."""
 WINDOW = 32
 """Tokens of a replay. One pass over them takes hardly longer than one over eight."""
-EXPLORATION_SHARE, FIRST_EXPLORATION_SHARE, FIRST_TOKENS = 0.005, 0.01, 500.0
-"""Share of the time that exploration may lose; and the share that is added at first, half of it after so many tokens."""
-FIRST_EXPLORATION, MAX_EXPLORATION = 3.0, 4.0
-"""Plain steps on the exploration account at first, and at most."""
-PROBE_EVERY, COLD_STEPS, PROBE_STEPS = 160, 2, 4
-"""Tokens between two probes; plain steps behind a draft that are slow because it filled the caches; steps of a probe."""
-COLD_LOSS = 0.5
-"""Plain steps that a plain step behind a draft counts as lost at most."""
-SPREAD = 1.5
-"""Relative standard deviation of the tokens of one step, for the upper confidence bound of a rate."""
-UNKNOWN_STEPS = 3
-"""Steps up to which next to nothing is known of a drafter."""
-REPLAY_AGAIN, TIME_AGAIN = 1500, 1000
-"""Tokens after which a drafter is replayed, or timed, again, whatever is believed of it."""
-COST_DOUBT, OLD_COST_DOUBT = 4.0, 1.5
-"""Factors by which costs may be too high that this process has not measured, and that it measured long ago. A drafter that is
-worth drafting if they are is timed: one that is believed to be slow would otherwise never be tried again."""
-TRIAL_STEPS, MAX_TRIAL_STEPS = 3, 8
-"""Steps of an exploration by drafting. Only the last one is timed: the first ones find other weights in the caches."""
-TRIAL_THRESHOLDS = (0.0, 0.0, *(0.6,) * 6)
-"""Of such a step: two drafts, and more while the drafter is sure."""
-EXPENSIVE_REPLAY = 1.5
-"""Plain steps above which a drafter is explored by drafting instead: two such steps lose less, and they commit tokens."""
-CHANGED = 1.25
-"""Factor by which two steps in a row must differ from what was expected before a plain step is measured."""
-AGREES = 1.12
-"""Factor by which the plain step must then differ for the whole machine to be slower or faster."""
-STALL, STALLS_APART = 2.0, 200
-"""Multiple of its expected time that a step is charged at most, once in so many tokens: other processes cause stalls."""
-STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
-"""Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes time."""
 COPIED = 8
 """Tokens that a lookup commits in a copied passage, which says nothing of other drafters."""
-LOOKUPS_KEPT = 0.97
-"""Share that one lookup leaves of the rate of those before it: the latest 30 count."""
-FIRST_LOOKUPS = (24.0, 10.0)
-"""Tokens and time that this rate begins with."""
+EXPLORATION_SHARE = 0.005
+"""Share of the time that exploration may lose; at first three times as much, and less with every HALF_LIFE tokens."""
+MAX_EXPLORATION = 4.0
+"""Plain steps on the exploration account at first, and at most: an exploration of a drafter that fails costs up to three."""
+SPREAD = 1.5
+"""Relative standard deviation of the tokens of one step, for the upper confidence bound of a rate."""
+TRIAL_STEPS = 3
+"""Steps of an exploration by drafting, and steps up to which next to nothing is known of a drafter. Only the last step is
+timed: the first ones find other weights in the caches."""
+TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))
+"""Of such a step: two drafts, and more while the drafter is sure."""
+AGAIN = 1000
+"""Tokens after which a drafter is replayed, and timed, again."""
+COST_DOUBT = 4.0
+"""Factor by which costs may be too high that this process has not measured: a saved profile may be wrong by 3. Those that were
+measured long ago may be by its root. A drafter that is worth drafting if they are is timed. One that is believed to be slow
+would otherwise never be tried again."""
+CHANGED = 1.25
+"""Factor by which two steps in a row must differ from what was expected before a plain step is measured. The plain step must
+differ by its root for the whole machine to be slower or faster."""
+COLD_STEPS, COLD_LOSS = 2, 0.5
+"""Plain steps behind a draft that are slow because it filled the caches, and what each counts as lost at most."""
+PROBE_STEPS = COLD_STEPS + 2
+"""Plain steps of a probe, of which the last two are measured."""
+STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
+"""Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes about 2 % of
+the shortest steps there are (1.6 ms). Also the tokens between two probes."""
 
 
 class Decision(NamedTuple):
@@ -201,15 +191,15 @@ class Policy:
     recycled: RankAcceptance | None = None
     tree_rate: Rate = field(default_factory=Rate)
     matches: MatchAcceptance = field(default_factory=MatchAcceptance)
-    lookups: tuple[float, float] = FIRST_LOOKUPS
+    lookups: tuple[float, float] = (2 * PRIOR_TIME, PRIOR_TIME)
     rows: int = 1
     current: str | None = None
     position: int = 0
     chosen_at: int | None = None
     probed_at: int = 0
     host_timed_at: int | None = None
-    stalled_at: int = -STALLS_APART
-    exploration: float = FIRST_EXPLORATION
+    stalled_at: int | None = None
+    exploration: float = MAX_EXPLORATION
     trial: tuple[str, int] | None = None
     surprises: int = 0
     surprised: str = HOST
@@ -223,7 +213,7 @@ class Policy:
         price = max(1.0, self._rate(current).value) if current is not None else 1.0
         if current is not None and self._is_hopeless(current):
             price = 1.0
-        if self.costs.plain.measurements < UNKNOWN_STEPS:
+        if self.costs.plain.measurements < TRIAL_STEPS:
             return Decision(PLAIN, current=current, reason="plain decoding is timed")
         if abs(self.surprises) > 1:
             return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
@@ -243,7 +233,7 @@ class Policy:
         return best.name if best is not None and best.kind == "replay" and self._can_pay(best.cost) else None
 
     def _can_pay(self, cost: float) -> bool:
-        return self.exploration >= min(cost, FIRST_EXPLORATION)
+        return self.exploration >= min(cost, MAX_EXPLORATION)
 
     def _names(self) -> list[str]:
         recycles = self.recycled is not None and self.recycled.tree is not None
@@ -281,7 +271,7 @@ class Policy:
     def _draft(self, current: str | None, price: float) -> Decision:
         """What the best drafter does."""
         if current is None:
-            steps = PLAIN_AT_ONCE if self.exploration < EXPENSIVE_REPLAY else WINDOW
+            steps = PLAIN_AT_ONCE if self.exploration < 1.5 else WINDOW
             return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=steps)
         if self._is_hopeless(current):
             return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=COLD_STEPS + 2)
@@ -296,7 +286,7 @@ class Policy:
             own = self.drafters[current]
             later = [one * price for one in own.thresholds[1:]]
             shared = tuple([one * price for one in own.shared])
-            steps = STEPS_AT_ONCE if self.costs.well_known(current) else 1
+            steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
             wanted = Decision(current, price, current, reason, (*own.thresholds[:1], *later), shared, steps=steps)
         return self._affordable(wanted) or self._wait(current, price, self._stake(wanted, 1))
 
@@ -317,7 +307,7 @@ class Policy:
             kept = decision._replace(drafts=tuple(drafts))
         else:
             drafts = len(decision.thresholds)
-            least = UNKNOWN_STEPS - 1 if decision.explores else 1
+            least = TRIAL_STEPS - 1 if decision.explores else 1
             while (stake := self._stake(decision, drafts)) > remaining and drafts > least:
                 drafts -= 1
             kept = decision._replace(thresholds=decision.thresholds[:drafts], shared=decision.shared[:drafts])
@@ -348,9 +338,12 @@ class Policy:
         """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
         if self.trial is not None:
             return self._affordable(self._try(self.trial[0], current, price))
-        if any(matches) and self._is_old(self.host_timed_at) and self.exploration >= COLD_LOSS:
-            drafts = tuple(min(match, 1) * (UNKNOWN_STEPS - 1) for match in matches)
-            return self._affordable(Decision(LOOKUP, price, current, "a lookup is timed", drafts=drafts, explores=True))
+        if (
+            self.exploration >= COLD_LOSS
+            and self._is_old(HOST)
+            and (trial := self._try_host(current, price, matches)) is not None
+        ):
+            return self._affordable(trial)
         best = self._best_exploration(current, {})
         if best is None or best.kind == "replay" or not self._can_pay(best.cost):
             return None
@@ -362,8 +355,21 @@ class Policy:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
         return Decision(name, price, current, f"{name} is tried", thresholds, explores=True)
 
-    def _is_old(self, timed_at: int | None) -> bool:
-        return timed_at is None or self.position - timed_at > TIME_AGAIN
+    def _try_host(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
+        """A short lookup, or a short tree of recycled tokens if nothing is looked up."""
+        reason = "the scoring of lookups and recycled tokens is timed"
+        if any(matches):
+            drafts = tuple(2 * min(match, 1) for match in matches)
+            return Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True)
+        if self.recycled is None or matches or self.position < CHOOSE_EVERY:
+            return None
+        return Decision(RECYCLE, price, current, reason, tree=RankTree((-1, 0), (0, 0), 1.0), explores=True)
+
+    def _is_old(self, name: str) -> bool:
+        """Whether a drafter was timed long ago, or not in this process."""
+        timed_at = self.host_timed_at if name == HOST else self.drafters[name].timed_at
+        few = self.costs.measurements(name) < TRIAL_STEPS
+        return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int]) -> Exploration | None:
         """What is worth most for its cost: the tokens since it was measured last, for each plain step that measuring takes."""
@@ -372,29 +378,29 @@ class Policy:
     def _explorations(self, current: str | None, lag: Mapping[str, int]) -> Iterable[Exploration]:
         best = max([1.0, *(self._rate(name).value for name in self._names())])
         price = 1.0 if current is None else max(1.0, self._rate(current).value)
-        if current is not None and self.position - self.probed_at > PROBE_EVERY:
+        if current is not None and self.position - self.probed_at > PLAIN_AT_ONCE:
             cost = PROBE_STEPS * (1 - 1 / price) + COLD_LOSS
             yield Exploration((self.position - self.probed_at) / cost, PROBE, PLAIN, cost)
         for name, one in self.drafters.items():
             if name == current and not one.is_hopeless:
                 continue
-            age = REPLAY_AGAIN + self.position if one.seen_at is None else self.position - one.seen_at
-            is_unknown = one.rate.steps < UNKNOWN_STEPS
+            age = AGAIN + self.position if one.seen_at is None else self.position - one.seen_at
+            is_unknown = one.rate.steps < TRIAL_STEPS
             replay = self.costs.replays.get(name)
-            replayed = replay is not None and (replay.value < EXPENSIVE_REPLAY or one.searches)
-            hopes = (one.rate.upper_bound > best or age > REPLAY_AGAIN) and age >= (WINDOW / 2 if is_unknown else WINDOW)
+            replayed = replay is not None and (replay.value < 1.5 or one.searches)
+            hopes = (one.rate.upper_bound > best or age > AGAIN) and age >= (WINDOW / 2 if is_unknown else WINDOW)
             if replay is not None and replayed and hopes:
                 cost = replay.value * max(lag.get(name, 0) / WINDOW, 1.0)
-                yield Exploration(age * (UNKNOWN_STEPS if is_unknown else 1) / cost, "replay", name, cost)
-            if (hopes and not replayed) or (self._is_old(one.timed_at) and self._potential(name) > best):
-                since = REPLAY_AGAIN + self.position if one.timed_at is None else self.position - one.timed_at
+                yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
+            if (hopes and not replayed) or (self._is_old(name) and self._potential(name) > best):
+                since = AGAIN + self.position if one.timed_at is None else self.position - one.timed_at
                 cost = self._trial_cost(name, price)
                 is_first = one.timed_at is None and not is_unknown
                 yield Exploration(math.inf if is_first else max(since, 0 if replayed else age) / cost, "trial", name, cost)
 
     def _trial_cost(self, name: str, price: float) -> float:
         """Plain steps that an exploration by drafting is expected to lose."""
-        costs, drafts = self.costs.of(name), UNKNOWN_STEPS
+        costs, drafts = self.costs.of(name), TRIAL_STEPS
         if name in self.costs.schedules:
             return max(costs.step(0) - 1, COLD_LOSS / 2)
         accepted = self.drafters[name].acceptance.mean
@@ -404,7 +410,7 @@ class Policy:
     def _potential(self, name: str) -> float:
         """The speed-up of a drafter whose costs are believed to be too high."""
         costs, one = self.costs.of(name), self.drafters[name]
-        doubt = COST_DOUBT if one.timed_at is None else OLD_COST_DOUBT
+        doubt = COST_DOUBT if one.timed_at is None else math.sqrt(COST_DOUBT)
         if name in self.costs.schedules:
             return one.rate.upper_bound
         survivals, best = [one.acceptance.mean**n for n in range(1, LOOKAHEAD + 1)], 0.0
@@ -444,7 +450,7 @@ class Policy:
         if self.recycled is not None:
             self._observe_ranks(kind, [rank for one in results for rank in one.ranks], tokens, time)
         lost = (time - tokens / decision.price) if decision.explores else 0.0
-        share = EXPLORATION_SHARE + FIRST_EXPLORATION_SHARE / (1 + self.position / FIRST_TOKENS)
+        share = EXPLORATION_SHARE + 2 * EXPLORATION_SHARE / (1 + self.position / HALF_LIFE)
         self.exploration = min(self.exploration + share * time - lost, MAX_EXPLORATION)
         self.position += round(tokens)
         self.starts_request = False
@@ -463,9 +469,10 @@ class Policy:
         first step of a request finds caches that the prompt has filled, as a plain one would."""
         if preparing or self.starts_request:
             return min(time, max(expected, 1.0))
-        if time > STALL * expected and self.position - self.stalled_at > STALLS_APART:
+        is_rare = self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE
+        if time > 2 * expected and is_rare:
             self.stalled_at = self.position
-            return STALL * expected
+            return 2 * expected
         return time
 
     def _observe_plain(self, decision: Decision, results: Sequence[StepResult]) -> float:
@@ -473,7 +480,7 @@ class Policy:
         steps, warm = sum([one.steps for one in results]), [one for one in results if one.warm_steps]
         cold = steps - sum([one.warm_steps for one in warm])
         excess = sum([one.seconds - one.warm_steps * one.warm_seconds for one in results]) / self.costs.plain.value - cold
-        if self.costs.plain.measurements < UNKNOWN_STEPS:
+        if self.costs.plain.measurements < TRIAL_STEPS:
             self.costs.plain.observe(sum([one.seconds for one in results]) / steps)
             return float(steps)
         if warm:
@@ -490,7 +497,7 @@ class Policy:
         plain = self.costs.plain
         factor = seconds / plain.value
         if abs(self.surprises) > 1:
-            agrees = factor > AGREES if self.surprises > 0 else factor < 1 / AGREES
+            agrees = factor**2 > CHANGED if self.surprises > 0 else factor**2 < 1 / CHANGED
             if agrees:
                 plain.value = seconds
             else:
@@ -510,7 +517,8 @@ class Policy:
             if abs(self.surprises) < 2:
                 self._time(kind, last)
         if kind == LOOKUP:
-            self.lookups = self.lookups[0] * LOOKUPS_KEPT + tokens, self.lookups[1] * LOOKUPS_KEPT + time
+            keep = 1 - 1 / WINDOW
+            self.lookups = self.lookups[0] * keep + tokens, self.lookups[1] * keep + time
         if kind in self.drafters:
             one = self.drafters[kind]
             for result in results:
@@ -540,6 +548,8 @@ class Policy:
     def _time(self, kind: str, result: StepResult) -> None:
         """What a step says of costs."""
         costs, plain, name = self.costs, self.costs.plain.value, kind if kind in self.drafters else HOST
+        if (self.host_timed_at if name == HOST else self.drafters[name].timed_at) is None:
+            costs.doubt(name)
         if kind in costs.schedules:
             costs.schedules[kind].observe(result.seconds / plain)
         else:

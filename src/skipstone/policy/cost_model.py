@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
+from skipstone.policy.draft_length import LOOKAHEAD
+
 FIRST_SLOPE = 0.04
 """Plain steps that scoring one token more takes, before any was measured: 25 tokens double a pass on two CPU cores."""
 FIRST_START = 0.1
 """Plain steps that drafting takes beside its draft steps, before any was measured."""
-RELATIVE_NOISE, START_DEVIATION = 0.1, 0.2
+RELATIVE_NOISE, START_DEVIATION = 0.1, 2 * FIRST_START
 """Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
 MEMORY, PLAIN_MEMORY = 50.0, 4.0
 """Measurements after which one counts 1/e: of drafting and scoring, and of a plain step or a replay, which are measured
@@ -23,13 +25,8 @@ PLACE_DOUBT = 4.0
 """Measurements of one number of tokens that count as much as the line through all numbers."""
 TABLE = 64
 """Numbers of tokens for which V is worked out beforehand: a tree of recycled tokens has at most 63 nodes."""
-MIN_DRAFTS = 8
-"""Drafts of a row that are allowed before any were scored. Later it is twice as many as were scored: further away nothing is
-known of V."""
 WELL_KNOWN = 24
 """Measurements after which steps are planned several at once: the belief then differs by 2 % from the mean (.1 / sqrt(24))."""
-MAX_TYPICAL = 1.5
-"""Multiple of the median that one of several equal steps counts as at most."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,10 @@ def expected_tokens(survivals: Sequence[float]) -> float:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """What one of several equal steps takes: their mean, without what stalls take more. 0 of none."""
+    """What one of several equal steps takes: their mean, in which a stall counts as twice the median at most. 0 of none."""
     if not seconds:
         return 0.0
-    limit = MAX_TYPICAL * median_low(seconds)
+    limit = 2 * median_low(seconds)
     return sum([min(one, limit) for one in seconds]) / len(seconds)
 
 
@@ -165,8 +162,8 @@ class ScoringTime:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a row."""
-        return min(max(MIN_DRAFTS, 2 * max(self.places, default=0)), TABLE - 1)
+        """Drafts of a row at most: twice as many tokens as were scored. Further away nothing is known of V."""
+        return min(max(LOOKAHEAD, 2 * max(self.places, default=0)), TABLE - 1)
 
     def copy(self) -> "ScoringTime":
         """The same as a guess."""
@@ -220,16 +217,15 @@ class LearnedCosts:
 
     plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
     scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
-    -> a whole step. replays: drafter -> a replay. lookup: finding a draft in the text.
+    -> a whole step. replays: drafter -> a replay.
     """
 
     plain: MeanTime
-    fixed: float = 0.02
+    fixed: float = 0.0
     drafting: dict[str, LineTime] = field(default_factory=dict)
     scoring: dict[str, ScoringTime] = field(default_factory=lambda: {HOST: ScoringTime()})
     schedules: dict[str, MeanTime] = field(default_factory=dict)
     replays: dict[str, MeanTime] = field(default_factory=dict)
-    lookup: float = 0.01
 
     def scoring_of(self, drafter: str) -> ScoringTime:
         return self.scoring.get(drafter) or self.scoring[HOST]
@@ -239,13 +235,15 @@ class LearnedCosts:
         if drafter in self.schedules:
             return StepCosts(1.0, 0.0, lambda _: self.schedules[drafter].value)
         if drafter not in self.drafting:
-            return StepCosts(1.0, 0.0, self.scoring[HOST], fixed=self.fixed + self.lookup)
+            return StepCosts(1.0, 0.0, self.scoring[HOST], fixed=self.fixed)
         line = self.drafting[drafter]
         return StepCosts(1.0, line.step, self.scoring_of(drafter), line.start, self.fixed)
 
-    def well_known(self, drafter: str) -> bool:
-        """Whether many measurements say the same."""
-        return drafter in self.drafting and self.drafting[drafter].measurements >= WELL_KNOWN
+    def measurements(self, drafter: str) -> float:
+        """How many there are of a drafter."""
+        if drafter in self.schedules:
+            return self.schedules[drafter].measurements
+        return self.drafting[drafter].measurements if drafter in self.drafting else self.scoring[HOST].line.measurements
 
     def doubt(self, drafter: str) -> None:
         """A drafter's times are guesses again."""
