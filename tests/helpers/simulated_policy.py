@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skipstone.policy.acceptance import RankAcceptance
 from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, DrafterState, Policy, StepResult
 from skipstone.policy.cost_model import HOST, LearnedCosts, LineTime, MeanTime, ScoringTime, typical
 from tests.helpers.simulated_worlds import Machine, Outcome, Simulation, Workload
@@ -35,8 +34,8 @@ def first_policy(
     )
     for line in costs.drafting.values():
         line.guess = line.start, line.step
-    known = {name: DrafterState() for name in drafters}
-    return Policy(costs, known, recycled=RankAcceptance() if recycles else None, rows=machine.rows)
+    known = {name: DrafterState() for name in (*drafters, *([RECYCLE] if recycles else []))}
+    return Policy(costs, known, rows=machine.rows)
 
 
 def result_of(out: Outcome, machine: Machine, looks_up: bool) -> StepResult:

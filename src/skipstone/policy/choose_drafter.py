@@ -9,7 +9,8 @@ Times are in plain steps unless a name says seconds. Positions count the committ
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
@@ -32,6 +33,8 @@ WINDOW = 32
 """Tokens of a replay. One pass over them takes hardly longer than one over eight."""
 COPIED = 8
 """Tokens that a lookup commits in a copied passage, which says nothing of other drafters."""
+MAX_REPLAY = 1.5
+"""Plain steps above which a drafter is tried instead of replayed: two steps of it lose less, and they commit tokens."""
 EXPLORATION_SHARE = 0.005
 """Share of the time that exploration may lose; at first three times as much, and less with every HALF_LIFE tokens."""
 MAX_EXPLORATION = 4.0
@@ -147,14 +150,12 @@ class Rate:
 
 @dataclass(slots=True)
 class DrafterState:
-    """What is known of a drafter. seen_at, timed_at: positions at which it was replayed or drafted, and timed; None for not in
-    this process. thresholds, shared: at price 1, from the position `priced_at`. searches: its replays are evaluations of a
-    search, so they are cast whatever they cost."""
+    """What is known of a drafter. seen_at: position at which it was replayed or drafted, None for never. thresholds, shared: at
+    price 1, from the position `priced_at`. searches: its replays are evaluations of a search, whatever they cost."""
 
     rate: Rate = field(default_factory=Rate)
     acceptance: ConfidenceAcceptance = field(default_factory=ConfidenceAcceptance)
     seen_at: int | None = None
-    timed_at: int | None = None
     thresholds: tuple[float, ...] = ()
     shared: tuple[float, ...] = ()
     priced_at: int = 0
@@ -165,9 +166,14 @@ class DrafterState:
         """Whether not even its first draft is worth its time."""
         return bool(self.thresholds) and self.thresholds[0] > 1
 
+    @property
+    def is_unknown(self) -> bool:
+        return self.rate.steps < TRIAL_STEPS
+
 
 class Exploration(NamedTuple):
-    """Something to measure. kind: PROBE, "replay" or "trial". value: tokens since it was measured, for each plain step."""
+    """Something to measure. value: tokens since it was measured, for each plain step that measuring is expected to lose. kind:
+    PROBE, "replay" or "trial", some steps of a drafter."""
 
     value: float
     kind: str
@@ -177,19 +183,18 @@ class Exploration(NamedTuple):
 
 @dataclass(slots=True)
 class Policy:
-    """All that decisions rest on. `decide` and `next_replay` only read it; `observe`, `observe_replay`, `begin_request` and
-    `resize` change it. So a list of events makes every decision again.
+    """All that decisions rest on. `decide`, `stands` and `next_replay` only read it; `begin_request`, `observe` and
+    `observe_replay` change it. So a list of events makes every decision again.
 
-    rows: that decode. tree_rate: of recycled tokens. lookups: discounted tokens and time of lookups. current: the best drafter.
-    trial: (drafter, steps left) of an exploration by drafting. surprises: steps in a row that took longer (or less long, if
-    negative) than expected; surprised: whose steps these were.
+    drafters: RECYCLE among them if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode.
+    current: the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: steps in a row that took
+    longer (less long: below 0) than expected; surprised: their drafter. starts_request: no step of it was taken yet.
     """
 
     costs: LearnedCosts
     drafters: dict[str, DrafterState]
     budget: RegretBudget = field(default_factory=RegretBudget)
-    recycled: RankAcceptance | None = None
-    tree_rate: Rate = field(default_factory=Rate)
+    recycled: RankAcceptance = field(default_factory=RankAcceptance)
     matches: MatchAcceptance = field(default_factory=MatchAcceptance)
     lookups: tuple[float, float] = (2 * PRIOR_TIME, PRIOR_TIME)
     rows: int = 1
@@ -197,7 +202,6 @@ class Policy:
     position: int = 0
     chosen_at: int | None = None
     probed_at: int = 0
-    host_timed_at: int | None = None
     stalled_at: int | None = None
     exploration: float = MAX_EXPLORATION
     trial: tuple[str, int] | None = None
@@ -210,11 +214,9 @@ class Policy:
     def decide(self, matches: Sequence[int] = ()) -> Decision:
         """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up."""
         current = self._choose()
-        price = max(1.0, self._rate(current).value) if current is not None else 1.0
-        if current is not None and self._is_hopeless(current):
-            price = 1.0
+        price = self._price_of(current)
         if self.costs.plain.measurements < TRIAL_STEPS:
-            return Decision(PLAIN, current=current, reason="plain decoding is timed")
+            return Decision(PLAIN, reason="plain decoding is timed")
         if abs(self.surprises) > 1:
             return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
@@ -225,40 +227,41 @@ class Policy:
         """Whether a decision for several steps still holds, although there are matches now."""
         return not any(matches) or self._look_up(decision.current, decision.price, matches) is None
 
-    def next_replay(self, lag: Mapping[str, int] | None = None) -> str | None:
+    def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0 or self.trial is not None:
+        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0:
             return None
-        best = self._best_exploration(self._choose(), lag or {})
-        return best.name if best is not None and best.kind == "replay" and self._can_pay(best.cost) else None
-
-    def _can_pay(self, cost: float) -> bool:
-        return self.exploration >= min(cost, MAX_EXPLORATION)
-
-    def _names(self) -> list[str]:
-        recycles = self.recycled is not None and self.recycled.tree is not None
-        return [*self.drafters, RECYCLE] if recycles else list(self.drafters)
-
-    def _rate(self, name: str) -> Rate:
-        return self.tree_rate if name == RECYCLE else self.drafters[name].rate
-
-    def _is_hopeless(self, name: str) -> bool:
-        return name in self.drafters and self.drafters[name].is_hopeless
+        current = self._choose()
+        best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
+        return best.name if best is not None and best.kind == "replay" else None
 
     def _choose(self) -> str | None:
         """The best drafter, None for plain decoding."""
-        names = self._names()
-        current = self.current if self.current in names else None
-        if self.current == current and self.chosen_at is not None and self.position - self.chosen_at < CHOOSE_EVERY:
+        rates = self._rates()
+        current = self.current if self.current in rates else None
+        if current == self.current and not self._may_choose:
             return current
-        best = max(names, key=lambda name: self._rate(name).value, default=None)
-        rate = 1.0 if current is None else self._rate(current).value
-        if best is not None and self._rate(best).value > max(rate, 1.0) * (1 + MARGIN):
+        best = max(rates, key=rates.__getitem__, default=None)
+        rate = 1.0 if current is None else rates[current]
+        if best is not None and rates[best] > max(rate, 1.0) * (1 + MARGIN):
             return best
         if current is None:
             return None
-        limit = 1 + MARGIN if self._is_hopeless(current) else 1 - MARGIN
-        return current if rate > limit else None
+        return current if rate > (1 + MARGIN if self.drafters[current].is_hopeless else 1 - MARGIN) else None
+
+    @property
+    def _may_choose(self) -> bool:
+        return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
+
+    def _rates(self) -> dict[str, float]:
+        """Of all drafters that could draft now."""
+        return {name: one.rate.value for name, one in self.drafters.items() if name != RECYCLE or self.recycled.tree}
+
+    def _price_of(self, current: str | None) -> float:
+        """Tokens that a plain step is worth."""
+        if current is None or self.drafters[current].is_hopeless:
+            return 1.0
+        return max(1.0, self.drafters[current].rate.value)
 
     def _probe(self, current: str | None, price: float, reason: str) -> Decision:
         return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
@@ -271,50 +274,46 @@ class Policy:
     def _draft(self, current: str | None, price: float) -> Decision:
         """What the best drafter does."""
         if current is None:
-            steps = PLAIN_AT_ONCE if self.exploration < 1.5 else WINDOW
+            steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
             return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=steps)
-        if self._is_hopeless(current):
-            return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=COLD_STEPS + 2)
-        reason = f"{current}: {price:.2f} x plain decoding"
-        if current == RECYCLE:
-            assert self.recycled is not None
-            assert self.recycled.tree is not None
-            wanted = Decision(RECYCLE, price, current, reason, tree=self.recycled.tree)
-        elif current in self.costs.schedules:
-            wanted = Decision(current, price, current, reason)
-        else:
-            own = self.drafters[current]
-            later = [one * price for one in own.thresholds[1:]]
-            shared = tuple([one * price for one in own.shared])
-            steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
-            wanted = Decision(current, price, current, reason, (*own.thresholds[:1], *later), shared, steps=steps)
-        return self._affordable(wanted) or self._wait(current, price, self._stake(wanted, 1))
+        own = self.drafters[current]
+        if own.is_hopeless:
+            return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
+        thresholds = (*own.thresholds[:1], *[one * price for one in own.thresholds[1:]])
+        wanted = Decision(
+            current,
+            price,
+            current,
+            f"{current}: {price:.2f} x plain decoding",
+            thresholds,
+            tuple([one * price for one in own.shared]),
+            tree=self.recycled.tree if current == RECYCLE else None,
+            steps=STEPS_AT_ONCE if current != RECYCLE and self.costs.measurements(current) >= WELL_KNOWN else 1,
+        )
+        return self._affordable(wanted) or self._wait(current, price, self._stake(current, 1))
 
-    def _stake(self, decision: Decision, drafts: float) -> float:
+    def _stake(self, kind: str, drafts: float) -> float:
         """Plain steps that a step loses if none of so many drafts is accepted."""
-        costs = self.costs.of(decision.kind)
-        return costs.step(drafts if decision.kind in self.drafters else 0, drafts + 1) - 1
+        return self.costs.of(kind).step(drafts) - 1
 
-    def _affordable(self, decision: Decision) -> Decision | None:
+    def _affordable(self, decision: Decision, min_drafts: int = 1) -> Decision | None:
         """The same with no more drafts and steps than the budget pays for, None if that is none."""
-        remaining, kept = self.budget.remaining, decision
+        remaining, kind, drafts = self.budget.remaining, decision.kind, list(decision.drafts)
         if decision.tree is not None:
-            stake = self._stake(decision, len(decision.tree.ranks))
-        elif decision.drafts:
-            drafts = list(decision.drafts)
-            while (stake := self._stake(decision, sum(drafts) / len(drafts))) > remaining and max(drafts) > 1:
+            stake = self._stake(kind, len(decision.tree.ranks))
+        elif drafts:
+            while (stake := self._stake(kind, sum(drafts) / len(drafts))) > remaining and max(drafts) > 1:
                 drafts[drafts.index(max(drafts))] -= 1
-            kept = decision._replace(drafts=tuple(drafts))
+            decision = decision._replace(drafts=tuple(drafts))
         else:
-            drafts = len(decision.thresholds)
-            least = TRIAL_STEPS - 1 if decision.explores else 1
-            while (stake := self._stake(decision, drafts)) > remaining and drafts > least:
-                drafts -= 1
-            kept = decision._replace(thresholds=decision.thresholds[:drafts], shared=decision.shared[:drafts])
+            count = len(decision.thresholds)
+            while (stake := self._stake(kind, count)) > remaining and count > min_drafts:
+                count -= 1
+            decision = decision._replace(thresholds=decision.thresholds[:count], shared=decision.shared[:count])
         if stake > remaining:
             return None
         steps = decision.steps if stake * decision.steps <= remaining else int(remaining / stake)
-        return kept._replace(steps=steps, stake=stake)
+        return decision._replace(steps=steps, stake=stake)
 
     def _look_up(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
         """A lookup that gains more than the current drafter does in the same time. A longer one is worth its scoring at the
@@ -325,9 +324,9 @@ class Policy:
         survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
         length_price = max(price, self.lookups[0] / self.lookups[1])
         drafts = best_drafts(survivals, length_price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
-        accepted = [one for chain, kept in zip(survivals, drafts, strict=True) for one in chain[:kept]]
-        tokens, scored = expected_tokens(accepted) if rows == 1 else 1 + sum(accepted) / rows, 1 + sum(drafts) / rows
-        if tokens <= price * self.costs.of(LOOKUP).step(0, scored):
+        accepted = [one / rows for chain, kept in zip(survivals, drafts, strict=True) for one in chain[:kept]]
+        tokens = expected_tokens(accepted)
+        if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
             return None
         reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
         return self._affordable(Decision(LOOKUP, price, current, reason, drafts=tuple(drafts)))
@@ -336,205 +335,190 @@ class Policy:
 
     def _explore(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
         """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
-        if self.trial is not None:
-            return self._affordable(self._try(self.trial[0], current, price))
-        if (
-            self.exploration >= COLD_LOSS
-            and self._is_old(HOST)
-            and (trial := self._try_host(current, price, matches)) is not None
-        ):
-            return self._affordable(trial)
+        if (decision := self._continue_trial(current, price)) is not None:
+            return decision
+        if self.exploration >= COLD_LOSS and self._is_old(HOST):
+            reason, drafts = "the scoring of what no model drafts is timed", tuple(2 * min(match, 1) for match in matches)
+            if any(matches):
+                return self._affordable(Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True))
+            if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
+                short = RankTree((-1, 0), (0, 0), 1.0)
+                return self._affordable(Decision(RECYCLE, price, current, reason, tree=short, explores=True))
         best = self._best_exploration(current, {})
-        if best is None or best.kind == "replay" or not self._can_pay(best.cost):
+        if best is None or best.kind == "replay":
             return None
-        if best.kind == PROBE:
-            return self._probe(current, price, "a plain step is measured")
-        return self._affordable(self._try(best.name, current, price))
+        return (
+            self._probe(current, price, "a plain step is measured")
+            if best.kind == PROBE
+            else self._try(best.name, current, price)
+        )
 
-    def _try(self, name: str, current: str | None, price: float) -> Decision:
+    def _try(self, name: str, current: str | None, price: float) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
-        return Decision(name, price, current, f"{name} is tried", thresholds, explores=True)
+        return self._affordable(Decision(name, price, current, f"{name} is tried", thresholds, explores=True), min_drafts=2)
 
-    def _try_host(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
-        """A short lookup, or a short tree of recycled tokens if nothing is looked up."""
-        reason = "the scoring of lookups and recycled tokens is timed"
-        if any(matches):
-            drafts = tuple(2 * min(match, 1) for match in matches)
-            return Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True)
-        if self.recycled is None or matches or self.position < CHOOSE_EVERY:
-            return None
-        return Decision(RECYCLE, price, current, reason, tree=RankTree((-1, 0), (0, 0), 1.0), explores=True)
+    def _continue_trial(self, current: str | None, price: float) -> Decision | None:
+        return None if self.trial is None else self._try(self.trial[0], current, price)
 
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
-        timed_at = self.host_timed_at if name == HOST else self.drafters[name].timed_at
+        timed_at = self.costs.timed_at.get(name)
         few = self.costs.measurements(name) < TRIAL_STEPS
         return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int]) -> Exploration | None:
-        """What is worth most for its cost: the tokens since it was measured last, for each plain step that measuring takes."""
-        return max(self._explorations(current, lag), default=None)
+        """What is worth most, if the exploration account pays for it; otherwise that is saved for. None for nothing."""
+        found = max(self._explorations(current, lag), default=None)
+        return found if found is not None and self.exploration >= min(found.cost, MAX_EXPLORATION) else None
 
     def _explorations(self, current: str | None, lag: Mapping[str, int]) -> Iterable[Exploration]:
-        best = max([1.0, *(self._rate(name).value for name in self._names())])
-        price = 1.0 if current is None else max(1.0, self._rate(current).value)
-        if current is not None and self.position - self.probed_at > PLAIN_AT_ONCE:
+        """All that the budget pays for."""
+        best, price, remaining = max([1.0, *self._rates().values()]), self._price_of(current), self.budget.remaining
+        since_probe = self.position - self.probed_at
+        if current is not None and since_probe > PLAIN_AT_ONCE and remaining > COLD_STEPS * COLD_LOSS:
             cost = PROBE_STEPS * (1 - 1 / price) + COLD_LOSS
-            yield Exploration((self.position - self.probed_at) / cost, PROBE, PLAIN, cost)
+            yield Exploration(since_probe / cost, PROBE, PLAIN, cost)
         for name, one in self.drafters.items():
-            if name == current and not one.is_hopeless:
+            if name == RECYCLE or (name == current and not one.is_hopeless):
                 continue
             age = AGAIN + self.position if one.seen_at is None else self.position - one.seen_at
-            is_unknown = one.rate.steps < TRIAL_STEPS
-            replay = self.costs.replays.get(name)
-            replayed = replay is not None and (replay.value < 1.5 or one.searches)
-            hopes = (one.rate.upper_bound > best or age > AGAIN) and age >= (WINDOW / 2 if is_unknown else WINDOW)
-            if replay is not None and replayed and hopes:
-                cost = replay.value * max(lag.get(name, 0) / WINDOW, 1.0)
-                yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
-            if (hopes and not replayed) or (self._is_old(name) and self._potential(name) > best):
-                since = AGAIN + self.position if one.timed_at is None else self.position - one.timed_at
-                cost = self._trial_cost(name, price)
-                is_first = one.timed_at is None and not is_unknown
-                yield Exploration(math.inf if is_first else max(since, 0 if replayed else age) / cost, "trial", name, cost)
+            hopes = age >= (WINDOW / 2 if one.is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
+            replay = self.costs.replays[name].value if name in self.costs.replays else math.inf
+            is_replayed = replay < MAX_REPLAY or one.searches
+            if is_replayed and hopes and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining:
+                yield Exploration(age * (TRIAL_STEPS if one.is_unknown else 1) / cost, "replay", name, cost)
+            if (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best):
+                cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -AGAIN)
+                is_first = timed_at < 0 and not one.is_unknown
+                value = math.inf if is_first else max(self.position - timed_at, 0 if is_replayed else age) / cost
+                if self._stake(name, 2) <= remaining:
+                    yield Exploration(value, "trial", name, cost)
 
     def _trial_cost(self, name: str, price: float) -> float:
-        """Plain steps that an exploration by drafting is expected to lose."""
-        costs, drafts = self.costs.of(name), TRIAL_STEPS
+        """Plain steps that a trial is expected to lose."""
+        costs, survivals = self.costs.of(name), self._survivals(name, TRIAL_STEPS)
         if name in self.costs.schedules:
-            return max(costs.step(0) - 1, COLD_LOSS / 2)
-        accepted = self.drafters[name].acceptance.mean
-        tokens = expected_tokens([accepted**n for n in range(1, drafts + 1)])
-        return max(TRIAL_STEPS * (costs.step(drafts) - tokens / price), COLD_LOSS / 2)
+            return max(costs.step(0) - 1, COLD_LOSS)
+        return max(TRIAL_STEPS * (costs.step(TRIAL_STEPS) - expected_tokens(survivals) / price), COLD_LOSS)
 
     def _potential(self, name: str) -> float:
-        """The speed-up of a drafter whose costs are believed to be too high."""
+        """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
+        several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
         costs, one = self.costs.of(name), self.drafters[name]
-        doubt = COST_DOUBT if one.timed_at is None else math.sqrt(COST_DOUBT)
         if name in self.costs.schedules:
             return one.rate.upper_bound
-        survivals, best = [one.acceptance.mean**n for n in range(1, LOOKAHEAD + 1)], 0.0
-        for drafts in range(1, LOOKAHEAD + 1):
-            scoring = costs.scoring(drafts + 1)
-            rest = costs.step(drafts) - scoring
-            best = max(best, expected_tokens(survivals[:drafts]) / (rest / doubt + max(scoring / doubt, min(scoring, 1.0))))
-        return best
+        doubt = COST_DOUBT if name not in self.costs.timed_at else math.sqrt(COST_DOUBT)
+        survivals = self._survivals(name, LOOKAHEAD)
+        doubted = replace(costs, draft_step=costs.draft_step / doubt, start=costs.start / doubt, fixed=costs.fixed / doubt)
+        doubted = replace(doubted, scoring=lambda n: max(costs.scoring(n) / doubt, min(costs.scoring(n), 1.0)))
+        return max(doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1))
+
+    def _survivals(self, name: str, drafts: int) -> list[float]:
+        return [self.drafters[name].acceptance.mean ** n for n in range(1, drafts + 1)]
 
     # ------------------------------------------------------------------------------------------------- learning
 
     def begin_request(self) -> None:
         """A request begins where none is running: what was learnt of others counts half."""
         self.budget.begin_request()
-        self.tree_rate.halve()
+        self.starts_request = True
         for one in self.drafters.values():
             one.rate.halve()
-        self.starts_request = True
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
-        """The steps of a decision were taken. kind: PLAIN if there was nothing to draft."""
-        kind, plain = decision.kind, self.costs.plain.value
-        tokens, seconds = sum([one.tokens for one in results]), sum([one.seconds for one in results])
-        self.chosen_at = self.position if self.current != decision.current or self._chooses else self.chosen_at
-        self.current = decision.current
-        time = seconds / plain
-        if kind in (PLAIN, PROBE):
-            time = self._observe_plain(decision, results)
-        else:
-            expected = sum([self._expected(kind, one) for one in results])
-            time = self._charged(time, expected, any(one.preparing for one in results))
-            self._observe_drafting(decision, results, seconds / plain, expected, time)
+        """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
+        kind, tokens = decision.kind, sum([one.tokens for one in results])
+        if self.current != decision.current or self._may_choose:
+            self.chosen_at, self.current = self.position, decision.current
+            for one in self.drafters.values():
+                one.rate.fade(self.position)
+        time = self._observe_plain(decision, results) if kind in (PLAIN, PROBE) else self._observe_drafting(decision, results)
         self.budget.charge(time, tokens)
-        for one in results:
-            for match in one.matches:
-                self.matches.observe(*match)
-        if self.recycled is not None:
-            self._observe_ranks(kind, [rank for one in results for rank in one.ranks], tokens, time)
-        lost = (time - tokens / decision.price) if decision.explores else 0.0
+        for match in [match for one in results for match in one.matches]:
+            self.matches.observe(*match)
+        if RECYCLE in self.drafters and not (kind == LOOKUP and tokens >= COPIED):
+            self._observe_ranks(decision, [rank for one in results for rank in one.ranks])
         share = EXPLORATION_SHARE + 2 * EXPLORATION_SHARE / (1 + self.position / HALF_LIFE)
+        lost = time - tokens / decision.price if decision.explores else 0.0
         self.exploration = min(self.exploration + share * time - lost, MAX_EXPLORATION)
         self.position += round(tokens)
         self.starts_request = False
-        self._price()
-
-    @property
-    def _chooses(self) -> bool:
-        return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
-
-    def _expected(self, kind: str, result: StepResult) -> float:
-        costs = self.costs.of(kind)
-        return costs.step(result.passes if kind in self.drafters else 0, result.drafts + 1)
-
-    def _charged(self, time: float, expected: float, preparing: bool) -> float:
-        """The time of steps that is charged. What the engine compiled is no step's fault, and a stall is seldom one's; the
-        first step of a request finds caches that the prompt has filled, as a plain one would."""
-        if preparing or self.starts_request:
-            return min(time, max(expected, 1.0))
-        is_rare = self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE
-        if time > 2 * expected and is_rare:
-            self.stalled_at = self.position
-            return 2 * expected
-        return time
+        if self.current is not None and self.current in self.costs.drafting:
+            own = self.drafters[self.current]
+            if not own.thresholds or self.position - own.priced_at > min(2 * WINDOW, own.rate.steps):
+                self._set_thresholds(self.current)
 
     def _observe_plain(self, decision: Decision, results: Sequence[StepResult]) -> float:
-        """After plain steps: one each, but what those behind a draft take more. Returns their time."""
-        steps, warm = sum([one.steps for one in results]), [one for one in results if one.warm_steps]
-        cold = steps - sum([one.warm_steps for one in warm])
-        excess = sum([one.seconds - one.warm_steps * one.warm_seconds for one in results]) / self.costs.plain.value - cold
-        if self.costs.plain.measurements < TRIAL_STEPS:
-            self.costs.plain.observe(sum([one.seconds for one in results]) / steps)
+        """After plain steps. They are charged as one each, and those behind a draft also what they take more."""
+        plain, steps, seconds = self.costs.plain, sum([one.steps for one in results]), sum([one.seconds for one in results])
+        if plain.measurements < TRIAL_STEPS:
+            plain.observe(seconds / steps)
             return float(steps)
+        warm, warm_seconds = (
+            sum([one.warm_steps for one in results]),
+            sum([one.warm_steps * one.warm_seconds for one in results]),
+        )
+        excess = (seconds - warm_seconds) / plain.value - (steps - warm)
         if warm:
-            seconds = sum([one.warm_steps * one.warm_seconds for one in warm]) / (steps - cold)
-            self._observe_plain_step(seconds)
-            if decision.kind == PROBE:
-                self.probed_at = self.position
-        if decision.current in self.drafters and self.drafters[decision.current].is_hopeless:
+            self._observe_plain_step(warm_seconds / warm)
+            self.probed_at = self.position
+        if decision.current is not None and self.drafters[decision.current].is_hopeless:
             self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
-        return steps + min(max(excess, 0.0), COLD_LOSS * cold)
+        return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm))
 
     def _observe_plain_step(self, seconds: float) -> None:
-        """A warm plain step takes so long. It tells whether the machine or the drafter has surprised."""
+        """A warm plain step takes so long. It tells whether the machine or a drafter has surprised."""
         plain = self.costs.plain
-        factor = seconds / plain.value
         if abs(self.surprises) > 1:
-            agrees = factor**2 > CHANGED if self.surprises > 0 else factor**2 < 1 / CHANGED
-            if agrees:
+            factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
+            if factor**2 > CHANGED:
                 plain.value = seconds
             else:
                 self.costs.doubt(self.surprised)
             self.surprises = 0
         plain.observe(seconds)
 
-    def _observe_drafting(
-        self, decision: Decision, results: Sequence[StepResult], taken: float, expected: float, time: float
-    ) -> None:
-        """After steps that drafted. taken, expected: their time. time: that is charged."""
-        kind, last, tokens = decision.kind, results[-1], sum([one.tokens for one in results])
-        preparing = any(one.preparing for one in results)
-        timed = not decision.explores or self._counts(kind)
-        if timed and not preparing:
+    def _observe_drafting(self, decision: Decision, results: Sequence[StepResult]) -> float:
+        """After steps that drafted. Returns the time that is charged."""
+        kind, tokens, preparing = decision.kind, sum([one.tokens for one in results]), any(one.preparing for one in results)
+        costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
+        expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
+        time = self._charged(taken, expected, preparing)
+        if not self._is_warming_up(decision, taken > 2 * expected) and not preparing:
             self._watch(kind, taken / expected)
             if abs(self.surprises) < 2:
-                self._time(kind, last)
-        if kind == LOOKUP:
+                self._time(kind, results[-1])
+        if kind == LOOKUP and not decision.explores:
             keep = 1 - 1 / WINDOW
             self.lookups = self.lookups[0] * keep + tokens, self.lookups[1] * keep + time
-        if kind in self.drafters:
+        if kind in self.drafters and (kind != RECYCLE or not decision.explores):
             one = self.drafters[kind]
             for result in results:
                 one.acceptance.observe(result.confidences)
             one.rate.add(self.position, tokens, time, len(results))
             one.seen_at = self.position + round(tokens)
-        if decision.explores and kind in self.drafters:
+        if decision.explores:
             self.chosen_at = None
+        return time
 
-    def _counts(self, kind: str) -> bool:
-        """Whether this step of an exploration is the last one, and counts down."""
-        if kind not in self.drafters or kind in self.costs.schedules:
-            return True
-        left = self.trial[1] if self.trial is not None and self.trial[0] == kind else TRIAL_STEPS
-        self.trial = (kind, left - 1) if left > 1 else None
-        return left <= 1
+    def _charged(self, time: float, expected: float, preparing: bool) -> float:
+        """The time of steps that is charged. Compiling is no step's fault, and a stall is seldom one's. The first step of a
+        request finds caches that the prompt has filled, as a plain one would."""
+        if preparing or self.starts_request:
+            return min(time, max(expected, 1.0))
+        if time > 2 * expected and (self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE):
+            self.stalled_at = self.position
+            return 2 * expected
+        return time
+
+    def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
+        """Whether this is a step of a trial, but not the last one. Counts them. A slow one ends the trial."""
+        kind = decision.kind
+        if not decision.explores or kind not in self.costs.drafting:
+            return False
+        left = (self.trial[1] if self.trial is not None and self.trial[0] == kind else TRIAL_STEPS) - 1
+        self.trial = (kind, left) if left and not is_slow else None
+        return self.trial is not None
 
     def _watch(self, kind: str, factor: float) -> None:
         """Two surprises in a row ask for a probe. factor: of the time that was expected."""
@@ -542,54 +526,37 @@ class Policy:
             self.surprises = 0
         else:
             sign = 1 if factor > 1 else -1
-            self.surprises = self.surprises + sign if self.surprises * sign > 0 else sign
-            self.surprised = kind if kind in self.drafters else HOST
+            self.surprises, self.surprised = (self.surprises + sign if self.surprises * sign > 0 else sign), kind
 
     def _time(self, kind: str, result: StepResult) -> None:
         """What a step says of costs."""
-        costs, plain, name = self.costs, self.costs.plain.value, kind if kind in self.drafters else HOST
-        if (self.host_timed_at if name == HOST else self.drafters[name].timed_at) is None:
+        costs, plain = self.costs, self.costs.plain.value
+        name = kind if kind in costs.drafting or kind in costs.schedules else HOST
+        if name not in costs.timed_at:
             costs.doubt(name)
-        if kind in costs.schedules:
-            costs.schedules[kind].observe(result.seconds / plain)
+        if name in costs.schedules:
+            costs.schedules[name].observe(result.seconds / plain)
         else:
+            costs.fixed += (result.fixed / plain - costs.fixed) / CHOOSE_EVERY
             if result.scoring and result.drafts:
-                costs.observe_scoring(name, result.drafts + 1, result.scoring / plain, self.host_timed_at is None)
+                costs.observe_scoring(name, result.drafts + 1, result.scoring / plain)
             if result.drafting and result.passes:
                 costs.observe_drafting(name, result.passes, result.drafting / plain)
-            costs.fixed += (result.fixed / plain - costs.fixed) / CHOOSE_EVERY
-        if name == HOST:
-            self.host_timed_at = self.position
-        else:
-            self.drafters[name].timed_at = self.position
+        costs.timed_at[name] = self.position
 
-    def _observe_ranks(self, kind: str, ranks: Sequence[int], tokens: float, time: float) -> None:
-        """What steps say of recycled tokens. Copied text is not theirs to draft."""
-        assert self.recycled is not None
-        if kind == LOOKUP and tokens >= COPIED:
-            return
+    def _observe_ranks(self, decision: Decision, ranks: Sequence[int]) -> None:
+        """What steps say of recycled tokens."""
+        tree, rate, scoring = self.recycled.tree, self.drafters[RECYCLE].rate, self.costs.scoring[HOST]
         self.recycled.observe(ranks)
-        if kind == RECYCLE:
-            self.tree_rate.add(self.position, tokens, time)
+        if decision.kind == RECYCLE:
             self.recycled.pending.clear()
-        elif self.recycled.tree is not None:
-            of_tree = self.costs.of(RECYCLE).step(0, len(self.recycled.tree.ranks) + 1)
-            for virtual in self.recycled.decode_virtually():
-                self.tree_rate.add(self.position, virtual, of_tree)
+        elif tree is not None:
+            for tokens in self.recycled.decode_virtually():
+                rate.add(self.position, tokens, self.costs.of(RECYCLE).step(len(tree.ranks)))
         if self.position >= CHOOSE_EVERY:
-            table = self.costs.scoring[HOST].table[: self.costs.scoring[HOST].max_drafts + 2]
-            self.recycled.build(self.position, max(1.0, self.tree_rate.value), table)
+            self.recycled.build(self.position, max(1.0, rate.value), scoring.table[: scoring.max_drafts + 2])
 
-    def _price(self) -> None:
-        """The current drafter's thresholds, where they are old."""
-        name = self.current
-        if name not in self.drafters or name in self.costs.schedules:
-            return
-        own = self.drafters[name]
-        if not own.thresholds or self.position - own.priced_at > min(2 * WINDOW, own.rate.steps):
-            self._price_drafter(name)
-
-    def _price_drafter(self, name: str) -> None:
+    def _set_thresholds(self, name: str) -> None:
         own, costs, scoring = self.drafters[name], self.costs.of(name), self.costs.scoring_of(name)
         mean, most = own.acceptance.mean, min(MAX_DRAFTS, scoring.max_drafts)
         own.thresholds = tuple(stop_thresholds(costs.draft_step, costs.fixed + costs.start, scoring, mean, 1.0, most))
@@ -604,17 +571,17 @@ class Policy:
         confidences, right: of every token; none where they say nothing of what it drafts now. seconds: that it took, 0 if
         unknown. read: tokens that it had to read.
         """
-        one, windows = self.drafters[name], max(read / WINDOW, 1.0)
+        one = self.drafters[name]
         if seconds:
             time = seconds / self.costs.plain.value
-            self.costs.replays[name].observe(time / windows)
+            self.costs.replays[name].observe(time / max(read / WINDOW, 1.0))
             self.exploration -= time
             self.budget.charge(time, 0.0)
         one.seen_at, self.chosen_at = self.position, None
         if not right:
             return
         one.acceptance.observe(zip(confidences, right, strict=True))
-        self._price_drafter(name)
+        self._set_thresholds(name)
         price, costs, place = max(1.0, one.rate.value), self.costs.of(name), 0
         thresholds = (*one.thresholds[:1], *[each * price for each in one.thresholds[1:]])
         while place < len(right):

@@ -218,6 +218,7 @@ class LearnedCosts:
     plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
     scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
     -> a whole step. replays: drafter -> a replay.
+    timed_at: drafter -> position at which this process timed it.
     """
 
     plain: MeanTime
@@ -226,6 +227,7 @@ class LearnedCosts:
     scoring: dict[str, ScoringTime] = field(default_factory=lambda: {HOST: ScoringTime()})
     schedules: dict[str, MeanTime] = field(default_factory=dict)
     replays: dict[str, MeanTime] = field(default_factory=dict)
+    timed_at: dict[str, int] = field(default_factory=dict)
 
     def scoring_of(self, drafter: str) -> ScoringTime:
         return self.scoring.get(drafter) or self.scoring[HOST]
@@ -253,13 +255,12 @@ class LearnedCosts:
         if drafter in self.schedules:
             self.schedules[drafter].measurements = 0
 
-    def observe_scoring(self, drafter: str, tokens: float, time: float, teaches_host: bool) -> None:
-        """Scoring so many tokens of every row took so long. teaches_host: nothing else has told what HOST's drafts take."""
+    def observe_scoring(self, drafter: str, tokens: float, time: float) -> None:
+        """Scoring so many tokens of every row took so long. HOST learns from others until its own drafts were timed."""
         if drafter not in self.scoring:
             self.scoring[drafter] = self.scoring[HOST].copy()
-        self.scoring[drafter].observe(tokens, time)
-        if teaches_host and drafter != HOST:
-            self.scoring[HOST].observe(tokens, time)
+        for name in {drafter} if HOST in self.timed_at else {drafter, HOST}:
+            self.scoring[name].observe(tokens, time)
 
     def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
         """A chain of so many draft steps took so long. Drafters that are still guesses were guessed as wrongly."""
