@@ -18,7 +18,8 @@ CLOSEST = 3e-4
 PRIOR_ACCEPTANCE = 0.6
 """Mean acceptance before anything was seen: the middle of .42 to .86, the means of the drafters in docs/lab."""
 MATCH_DOUBT = 3.0
-"""A match of m tokens continues rightly with probability m / (m + 3), before anything was seen: .25 at 1, .77 at 10."""
+"""A match of m tokens continues rightly with probability m / (m + 3), before anything was seen: .25 at 1, .77 at 10. After i
+right tokens it is m + i long."""
 PRIOR_WEIGHT = 10.0
 """Judged drafts or tokens that each of these priors counts as."""
 MEMORY = 400.0
@@ -80,7 +81,9 @@ class MatchAcceptance:
     accepted, judged: [bucket][place], discounted counts.
     """
 
-    accepted: list[list[float]] = field(default_factory=lambda: [[_match_prior(b)] * MAX_DRAFTS for b in range(MATCH_BUCKETS)])
+    accepted: list[list[float]] = field(
+        default_factory=lambda: [[_match_prior(2**b + i) for i in range(MAX_DRAFTS)] for b in range(MATCH_BUCKETS)]
+    )
     judged: list[list[float]] = field(default_factory=lambda: [[PRIOR_WEIGHT] * MAX_DRAFTS for _ in range(MATCH_BUCKETS)])
 
     def predict(self, match: int, max_drafts: int) -> list[float]:
@@ -142,8 +145,7 @@ class RankAcceptance:
         return found
 
 
-def _match_prior(bucket: int) -> float:
-    length = 2**bucket
+def _match_prior(length: int) -> float:
     return PRIOR_WEIGHT * length / (length + MATCH_DOUBT)
 
 
