@@ -177,9 +177,9 @@ class ScoringTime:
         """A pass over so many tokens of every row took so long."""
         if tokens <= 1:
             return
-        if not self.line.measurements:
-            self.places = {}
         n, believed = max(round(tokens), 2), self(tokens)
+        if not self.line.measurements and abs(time / believed - 1) > MAX_CHANGE:
+            self.places = {}
         self.line.observe(tokens - 1, time)
         mean, count = self.places.get(n, (believed, 0.0))
         count = min(count + 1, MEMORY)
