@@ -70,7 +70,7 @@ def measured(decoder: Decoder, watch: Watch) -> tuple[float, float, float]:
 def relaxed(target: Any, draft: Any, vocab: int) -> None:
     """The share of AdaSD's own figures."""
     method = AdaSD(draft, adaptive_length=False, fixed_window=WINDOW)
-    figures = Watch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDSession, "_update"))
+    figures = Watch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDDrafter, "observe_scores"))
     decoder = started(LayeredModel(target), method, [random.randrange(vocab) for _ in range(64)])
     whole, own, nodes = measured(decoder, figures)
     print(
@@ -89,7 +89,7 @@ def lookups(target: Any) -> None:
     plain = 0.0
     for method in (Autoregressive(), PromptLookup(), Lookahead()):
         decoder = started(model, method, prompt)
-        whole, own, nodes = measured(decoder, Watch((decoder.session, "draft"), (decoder.session, "commit")))
+        whole, own, nodes = measured(decoder, Watch((decoder.session.drafter, "propose_draft"), (decoder.session, "commit")))
         plain = own if method.name == "autoregressive" else plain
         print(
             f"| {method.name} | {nodes:.0f} | {1000 * whole:.1f} | {1000 * (own - plain):.2f} | {(own - plain) / whole:.1%} |"

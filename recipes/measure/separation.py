@@ -24,24 +24,25 @@ from skipstone.bench.plan import read, resolved
 from skipstone.bench.prompts import conversations
 from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.methods.adasd import adasd
-from skipstone.methods.adasd.adasd import AdaSDSession
+from skipstone.methods.adasd.adasd import AdaSDDrafter
 from skipstone.tasks.dialogue import Reader
 
 Tokens = list[tuple[bool, float, float]]
 """(accepted, entropy in bits, distance) of every draft token that was judged."""
 
 
-class Looking(AdaSDSession):
+class Looking(AdaSDDrafter):
     """Keeps what was computed, and waives nothing."""
 
-    seen: Tokens = []  # noqa: RUF012 - one list for all sessions of this script
+    seen: Tokens = []  # noqa: RUF012 - one list for all drafters of this script
 
-    def waived(self, draft: Draft, scores: Any) -> None:
-        super().waived(draft, scores)
+    def waive_tokens(self, draft: Draft, scores: Any) -> None:
+        super().waive_tokens(draft, scores)
 
-    def _update(self, draft: Draft, verdict: Verdict | Picked) -> None:
-        super()._update(draft, verdict)
-        assert self._distances is not None
+    def observe_scores(self, draft: Draft, scores: Any, verdict: Verdict | Picked) -> None:
+        super().observe_scores(draft, scores, verdict)
+        if self._distances is None:
+            return
         entropies, kept = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])
         for place in range(min(kept + 1, int(draft.valid.sum()))):
             self.seen.append((place < kept, float(entropies[0, place]), float(self._distances[0, place])))
@@ -101,7 +102,7 @@ def main() -> None:
     ((task, settings),) = resolved(plan)
     _, asked = conversations(task, settings, plan, given.data_dir)
     reader = Reader(tokenizer, settings.chat, 2048 - given.max_new_tokens)
-    adasd.AdaSDSession = Looking  # type: ignore[misc]
+    adasd.AdaSDDrafter = Looking  # type: ignore[misc]
     sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
     samples: list[Tokens] = []
     for seed, one in enumerate(asked):

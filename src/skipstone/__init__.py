@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skipstone.api import generate as generate
     from skipstone.api import stream as stream
-    from skipstone.decoding.batch import Request as Request
     from skipstone.decoding.draft import Draft as Draft
     from skipstone.decoding.draft import Step as Step
     from skipstone.decoding.loop import Decoder as Decoder
     from skipstone.decoding.method import Method as Method
+    from skipstone.decoding.request import Request as Request
     from skipstone.decoding.sampling import Sampling as Sampling
     from skipstone.decoding.session import Session as Session
     from skipstone.decoding.stats import Stats as Stats
@@ -47,7 +47,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "api": ("generate", "stream"),
-    "decoding.batch": ("Request",),
+    "decoding.request": ("Request",),
     "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder",),
     "decoding.method": ("Method",),

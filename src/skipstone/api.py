@@ -114,22 +114,28 @@ def _single(inputs: Any) -> bool:
     return isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping))
 
 
-def token_ids(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened. tools: that the chat
-    may call, as transformers' templates take them."""
+def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
         raise ValueError(f"a prompt is a text or a chat (a list of {{'role', 'content'}}), found {type(prompt).__name__}")
+    return tokenizer(chat_text(prompt, tokenizer), add_special_tokens=False)["input_ids"]
+
+
+def chat_text(messages: Sequence[Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What the tokenizer's template makes of a chat, with the assistant's turn opened. tools: that the chat may call, as
+    transformers' templates take them."""
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template; pass the prompt as text")
     installed("jinja2", "a chat template needs jinja2", "serve")
     offered = {"tools": list(tools)} if tools else {}
     try:
-        encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **offered)
+        text = str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **offered))
+        text.encode()  # no tokenizer takes an unpaired surrogate
+        return text
     except Exception as error:  # a template is a program of the model's: it may refuse the messages, or fail in any way
         raise ValueError(f"the model's chat template refuses the messages: {_said(error)}") from error
-    return list(encoded["input_ids"])
 
 
 def _said(error: Exception) -> str:

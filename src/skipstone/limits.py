@@ -15,6 +15,16 @@ METHOD_STATE_BYTES = 256 << 20
 """What these states may take together. The one that is in use is kept in any case."""
 SMALL_STATE_BYTES = 1 << 16
 """What a state counts as that has a few hundred numbers."""
+WEIGHT_COPIES_SHARE = 0.5
+"""Share of the machine's memory that a model's weights in fewer bits may take, which drafting reads."""
+GRAMMAR_BYTES = 512 << 20
+"""What the compiled grammars of all requests may take together."""
+SMALL_GRAMMAR_BYTES = 1 << 20
+"""What a grammar counts as at least that is compiled once."""
+MAX_LEXER_STATES = 50_000
+"""States that llguidance may add to one compiled grammar while a text is written. They take about 700 bytes each."""
+UNREAD_BYTES = 64 << 20
+"""What all events may take together that clients have not read yet."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Where Linux says how much memory a container has."""
 ASSUMED_MEMORY_BYTES = 8 << 30

@@ -2,17 +2,16 @@
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
-from json import JSONDecodeError
 from pathlib import Path
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -31,20 +30,24 @@ from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
-from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config
+from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
 from skipstone.models.host import out_of_memory
 from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
-from skipstone.models.refusals import refuse_heads
+from skipstone.models.refusals import refuse_sizes
 
 BUNDLED = "skipstone-nano"
 COMMIT = "_commit_hash"
 """Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
 EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
-UNREADABLE = (SafetensorError, StrictDataclassError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What transformers raises on its way through files that do not hold what it expects."""
+LONGEST_CAUSE = 200
+"""Characters that are told of a library's message."""
+OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights as safetensors"
+OF_CONFIG = "correct it, or fetch it again"
+OF_TOKENIZER = "fetch its tokenizer.json and tokenizer_config.json again"
+"""What to do about files that cannot be loaded."""
 KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
 """Generation defaults that are facts of the model and no wishes: a replacement without them leaves them as they are."""
 DeviceMap = str | Mapping[str, Any] | None
@@ -131,17 +134,10 @@ def load_model(  # noqa: PLR0913
         auto = _auto_class(name, said, trust_remote_code)
         options |= _defaults_option(name, revision, generation_config)
     expect_loadable(said.get("quantization_config"))
-    try:
-        with gguf.reading(name, options), torch_defaults.loading():
-            loaded: Any = auto.from_pretrained(
-                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-    except UNREADABLE as error:
-        if (reason := out_of_memory(error)) is not None:
-            raise type(error)(f"{name} cannot be loaded: {reason}") from error
-        raise ValueError(
-            f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {_named(error)}"
-        ) from error
+    with _reading(f"the checkpoint {name}", OF_CHECKPOINT, said), gguf.reading(name, options), torch_defaults.loading():
+        loaded: Any = auto.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     model, report = loaded
     expect_fit(name, said.get("model_type"), model, report)
     if (commit := commit_of(name, revision, "config.json")) is not None:
@@ -149,9 +145,44 @@ def load_model(  # noqa: PLR0913
     return (model if placed else model.to(place)).eval()
 
 
-def _named(error: BaseException) -> str:
-    """An error of a library with its kind, without which a missing key says nothing."""
-    return f"{type(error).__name__}: {error}"
+@contextmanager
+def _reading(what: str, remedy: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Whatever a library raises while it reads files becomes one sentence, an OSError or a ValueError.
+
+    what: that is read, with its name. remedy: what to do if its files are not whole. config: its values, for the cause. An
+    OSError of the system's, which names the file, and a missing package stay as they are.
+    """
+    try:
+        yield
+    except (ImportError, gguf.UnreadableFile):
+        raise
+    except Exception as error:  # files that do not hold what is expected make a library fail in any way
+        if (reason := out_of_memory(error)) is not None:
+            raise type(error)(f"{what} cannot be loaded: {reason}") from error
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        guess = "if no option is wrong," if type(error) is ValueError else "a file is corrupt, missing or does not fit:"
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{what} cannot be loaded ({_cause(error, config or {})}): {guess} {remedy}") from error
+
+
+def _cause(error: Exception, config: Mapping[str, Any]) -> str:
+    """What a library says, with the kind of its error, without which a missing key says nothing; or the field of the config
+    that has the missing key."""
+    if isinstance(error, KeyError):
+        for field, value in _fields(config):
+            if value == error.args[0]:
+                return f"transformers {transformers.__version__} does not know {field} = {value!r}"
+    kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
+    return shorten(f"{kind}{error}", LONGEST_CAUSE, placeholder="...")
+
+
+def _fields(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and the values of a config and of the objects inside it."""
+    for name, value in config.items():
+        yield before + name, value
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{before}{name}.")
 
 
 def _placement(
@@ -198,17 +229,16 @@ def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
 def _said(name: str, revision: str | None) -> dict[str, Any]:
     """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
     try:
-        said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+        with _reading(f"the config.json of {name}", OF_CONFIG):
+            said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+            if not isinstance(said, dict):  # transformers may as well have failed to find settings in it
+                raise TypeError(f"expected a JSON object of settings, found {said!r}")
     except OSError as error:
         if Path(name).exists():
             raise
         raise refused(name if revision is None else f"{name}@{revision}", error, "config.json") from error
-    except (AttributeError, TypeError):  # transformers looks for settings in whatever the file holds
-        said = None
-    if not isinstance(said, dict):
-        raise ValueError(f"the config.json of {name} must hold a JSON object of settings: it is damaged, or another file")
     text = said.get("text_config")
-    refuse_heads(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
+    refuse_sizes(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
     return said
 
 
@@ -235,7 +265,7 @@ def generation_defaults(
     if replacement is not None:
         said = _said(place, revision)
         own = {**{field: own.get(field, said.get(field)) for field in KEPT_DEFAULTS}, **replacement}
-    return _config_of({**own, **overrides}, "the chosen generation config")
+    return config_of({**own, **overrides}, "the chosen generation config")
 
 
 def _read_defaults(name: str, revision: str | None) -> dict[str, Any] | None:
@@ -251,30 +281,32 @@ def _defaults_option(name: str, revision: str | None, chosen: GenerationConfig |
     if chosen is not None:
         return {"generation_config": chosen}
     if (values := _read_defaults(name, revision)) is not None:
-        _config_of(values, f"{FILE} of {name}")
+        config_of(values, f"{FILE} of {name}")
     return {}
 
 
-def _config_of(values: dict[str, Any], source: str) -> GenerationConfig:
+def config_of(values: dict[str, Any], source: str) -> GenerationConfig:
     """The GenerationConfig of some fields. ValueError, with the remedy, for values that it cannot hold."""
     try:
+        refuse_small_values(values)
         return GenerationConfig.from_dict(values)
     except (ValueError, TypeError) as error:
         remedy = "correct it, or choose other defaults with --generation-config or --override-generation-config"
-        raise ValueError(f"{source} cannot be used ({error}): {remedy}") from error
+        raise ValueError(f"{source} cannot be used ({str(error).rstrip('.')}): {remedy}") from error
 
 
 def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
     """transformers' class that loads a checkpoint. said: its config. ValueError for one of a type that skipstone cannot
     decode, before its weights are loaded."""
     kind = said.get("model_type")
-    if kind in REFUSED:
-        raise ValueError(f"{kind} {REFUSED[kind]}")
-    if kind is None:
+    if not isinstance(kind, str):
+        found = "no model_type" if kind is None else f"the model_type {kind!r}"
         raise ValueError(
-            f'the config.json of {name} has no model_type, expected a type that `skipstone families` lists, such as "llama": '
+            f'the config.json of {name} has {found}, expected a type that `skipstone families` lists, such as "llama": '
             "it is no transformers model, or its config.json is not whole"
         )
+    if kind in REFUSED:
+        raise ValueError(f"{kind} {REFUSED[kind]}")
     if kind in CONFIG_MAPPING:
         return auto_class(kind)
     if said.get("auto_map") and not trust_remote_code:
@@ -291,13 +323,8 @@ def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     place, options = _located(name)
-    try:
-        with gguf.reading(place, options):
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
-    except (*UNREADABLE, JSONDecodeError) as error:
-        if "gguf_file" in options:  # all is said already
-            raise
-        raise ValueError(f"the tokenizer of {name} cannot be loaded, a file is corrupt or missing: {_named(error)}") from error
+    with _reading(f"the tokenizer of {name}", OF_TOKENIZER), gguf.reading(place, options):
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
 def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
@@ -320,13 +347,13 @@ def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
 def look_up(name: str | Path) -> None:
     """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
     place, options = _located(name)
-    with gguf.reading(place, options):
-        try:
+    try:
+        with _reading(f"the config of {name}", OF_CONFIG), gguf.reading(place, options):
             AutoConfig.from_pretrained(place, **options)
-        except OSError as error:
-            if Path(place).exists():
-                raise
-            raise refused(str(name), error, "config.json") from error
+    except OSError as error:
+        if Path(place).exists():
+            raise
+        raise refused(str(name), error, "config.json") from error
 
 
 def _located(name: str | Path) -> tuple[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import skipstone
 from skipstone import LayerSkip
 from skipstone.models.checkpoints import expect_fit
+from skipstone.models.layered import LayeredModel
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import alone, tokenizer
@@ -130,26 +131,62 @@ class TestLoad:
 
     @pytest.mark.parametrize(
         "change",
-        [{"num_key_value_heads": 3}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}, {"num_attention_heads": -4}],
+        [
+            *({"num_key_value_heads": 3}, {"num_key_value_heads": 0}, {"num_attention_heads": -4}, {"vocab_size": 0}),
+            *({"hidden_size": -32}, {"hidden_size": "32"}, {"num_hidden_layers": "24"}, {"num_hidden_layers": 0}),
+            *({"max_position_embeddings": -5}, {"hidden_act": "wobble"}, {"rope_parameters": {"rope_type": "wobble"}}),
+            *({"model_type": ["llama"]}, {"model_type": 3}, {"rope_parameters": 3}, {"dtype": "wobble"}),
+        ],
         ids=str,
     )
-    def test_heads_that_no_attention_can_have(self, change: dict[str, int], folder: Path) -> None:
+    def test_a_wrong_value_of_the_config_is_named(self, change: dict[str, Any], folder: Path) -> None:
         said = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(said | change))
-        (field, count), refusal = *change.items(), self.refusal(folder)
-        assert field in refusal
-        assert str(count) in refusal
+        ((field, value),), refusal = change.items(), self.refusal(folder)
+        value = value["rope_type"] if isinstance(value, dict) else value
+        assert field in refusal or str(value) in refusal
         assert "config" in refusal
 
+    @pytest.mark.parametrize("field", ["hidden_act", "rope_parameters"])
+    def test_a_value_that_transformers_does_not_know_is_told_with_its_field(self, field: str, folder: Path) -> None:
+        said = json.loads((folder / "config.json").read_text())
+        change = {"hidden_act": "wobble"} if field == "hidden_act" else {field: {"rope_type": "wobble", "rope_theta": 1e4}}
+        (folder / "config.json").write_text(json.dumps(said | change))
+        refusal = self.refusal(folder)
+        assert field in refusal
+        assert "wobble" in refusal
+        assert "correct its config.json" in refusal
+
     @pytest.mark.parametrize(
-        "change",
-        [{"hidden_size": "32"}, {"num_hidden_layers": 2.5}, {"hidden_act": "foo"}, {"vocab_size": 0}, {"rope_parameters": 3}],
+        "damage",
+        [{"pad_token_id": 10**6}, {"quantization_config": "x"}, {"text_config": "x"}, {"rms_norm_eps": -1.0}, {"head_dim": -8}],
         ids=str,
     )
-    def test_a_config_of_wrong_values(self, change: dict[str, Any], folder: Path) -> None:
+    def test_what_makes_a_library_fail_in_any_way_is_a_sentence(self, damage: dict[str, Any], folder: Path) -> None:
         said = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(said | change))
-        self.refusal(folder)
+        (folder / "config.json").write_text(json.dumps(said | damage))
+        with pytest.raises(ValueError, match="correct"):
+            LayeredModel(skipstone.load(folder)[0])
+
+    @pytest.mark.parametrize("held", ["", '{"model_type": "lla', '{"a":' * 100_000])
+    def test_a_config_that_cannot_be_read_is_to_be_corrected(self, held: str, folder: Path) -> None:
+        (folder / "config.json").write_text(held)
+        with pytest.raises((OSError, ValueError), match=r"config\.json of .*correct it, or fetch it again"):
+            skipstone.load(folder)
+
+    @pytest.mark.parametrize(
+        "held", ["[]", "{}", '{"weight_map": {"a"', '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}']
+    )
+    def test_an_index_that_is_none_or_names_missing_shards(self, held: str, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(held)
+        with pytest.raises((OSError, ValueError), match=rf"{folder.name}.*fetch its files again"):
+            skipstone.load(folder)
+
+    def test_a_missing_tokenizer_is_told_as_such(self, folder: Path) -> None:
+        for file in folder.glob("*token*"):
+            file.unlink()
+        assert "tokenizer.json" in self.refusal(folder)
 
     @pytest.mark.parametrize("held", ["[1]", '{"a"', ""])
     def test_a_tokenizer_that_is_none(self, held: str, folder: Path) -> None:

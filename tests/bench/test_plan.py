@@ -216,8 +216,8 @@ class Chatting:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
-        return self("".join(f"<{turn['role'][0]}>{turn['content']}" for turn in turns) + "<a>")
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"<{turn['role'][0]}>{turn['content']}" for turn in turns) + "<a>"
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))

@@ -18,7 +18,7 @@ import pytest
 
 import skipstone
 from skipstone.cli import chat, runs
-from skipstone.decoding.session import Session
+from skipstone.decoding.prefill import Prefill
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.conversation import Conversation, plain_text
 from skipstone.serving.lanes import Lane
@@ -61,13 +61,13 @@ def endless(variant: Callable[..., Path]) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens that every prefill runs."""
     counted: list[int] = []
-    own = Session._prefill_pass
+    own = Prefill._pass
 
-    def counting(session: Session, rows: range, counts: list[int]) -> Any:
+    def counting(prompts: Prefill, rows: range, counts: list[int]) -> Any:
         counted.append(sum(counts))
-        return own(session, rows, counts)
+        return own(prompts, rows, counts)
 
-    monkeypatch.setattr(Session, "_prefill_pass", counting)
+    monkeypatch.setattr(Prefill, "_pass", counting)
     return counted
 
 

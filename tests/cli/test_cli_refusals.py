@@ -54,6 +54,15 @@ def _no_weights(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
+def _unknown_activation(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_act": "wobble"}))
+
+
+def _only_a_gguf(path: Path) -> None:
+    (path / "config.json").rename(path / "model.gguf")
+
+
 def _broken_config(path: Path) -> None:
     (path / "config.json").write_text("{")
 
@@ -69,6 +78,8 @@ def _broken_config(path: Path) -> None:
         (_wider, "has shape [32, 64], expected [32, 128]"),
         (_no_weights, "no file named model.safetensors"),
         (_broken_config, "not a valid JSON file"),
+        (_unknown_activation, "hidden_act = 'wobble'"),
+        (_only_a_gguf, "it has no config.json; a model is such a folder, a .gguf file or a hub id; did you mean"),
         (shutil.rmtree, "no such folder"),
     ],
 )
@@ -76,6 +87,17 @@ def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: C
     path = variant()
     damage(path)
     assert_refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _broken_config, _unknown_activation])
+def test_a_server_of_such_a_checkpoint_ends_with_the_same_code(
+    variant: Callable[..., Path], damage: Callable[[Path], None]
+) -> None:
+    path = variant()
+    damage(path)
+    result = run("serve", path, "--port", "0")
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
 
 
 CONFIG = "--prompt x --speculative-config"

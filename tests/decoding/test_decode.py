@@ -272,12 +272,12 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
     decoder.step()
     for _ in range(4):
         listed.clear()
-        tested = session.tallies.tests if isinstance(method, AdaDecode) else 0
+        tested = session.drafter.tallies.tests if isinstance(method, AdaDecode) else 0
         with Transfers() as counted:
             decoder.step()
         assert counted.found == []
         assert listed.count("verdict") == 1
-        asked = (session.tallies.tests - tested) if isinstance(method, AdaDecode) else 0
+        asked = (session.drafter.tallies.tests - tested) if isinstance(method, AdaDecode) else 0
         assert (asked > 0) == isinstance(method, AdaDecode)
         looks = (method.window - 1) // LOOK_EVERY if isinstance(method, AdaSD) else 0
         assert listed.count("tensor") == 1 + asked + looks

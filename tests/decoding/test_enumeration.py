@@ -20,9 +20,10 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from skipstone import Autoregressive, Draft, LayerSkip, Sampling, Session
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone import Autoregressive, Draft, LayerSkip, Sampling
+from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.methods.shared.confidence import Confidence
+from skipstone.models.engines.engine import Survival
 from skipstone.models.engines.native import library
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
@@ -195,13 +196,13 @@ def test_the_law_is_exact_where_supports_differ(p: tuple[float, ...], q: tuple[f
 class Literal(LayerSkip):
     """AdaDecode's Equation 1 read literally: the drawn token's own probability is tested, and a token that fails is dropped."""
 
-    def start(self, model: Any, rows: int, capacity: int, state: Any = None) -> Session:
-        return LiteralSession(self, model, rows, capacity)
+    def create_drafter(self, model: Any, rows: int, capacity: int) -> LayerSkipDrafter:
+        return LiteralDrafter(self, model, rows)
 
 
-class LiteralSession(LayerSkipSession):
-    def draft(self, limit: list[int]) -> Draft:
-        draft = super().draft(limit)
+class LiteralDrafter(LayerSkipDrafter):
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        draft = super().propose_draft(limits, stop_rule)
         if draft.q is not None:
             drawn = draft.q.gather(2, draft.tokens[:, :, None]).squeeze(2)
             draft.valid = draft.valid & (drawn >= 0.75).long().cumprod(1).bool()

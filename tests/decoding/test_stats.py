@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from skipstone import Autoregressive, Draft, Method, Request, Sampling, Session, Stats, Step
+from skipstone import Autoregressive, Draft, Method, Request, Sampling, Stats, Step
+from skipstone.decoding.drafter import Drafter
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 
@@ -23,20 +25,20 @@ class Scripted(Method):
 
     chains: tuple[tuple[int, ...], ...] = ()
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return ScriptedSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return ScriptedDrafter(self)
 
 
-class ScriptedSession(Session):
-    def __init__(self, method: Scripted, model: LayeredModel, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity)
+class ScriptedDrafter(Drafter):
+    def __init__(self, method: Scripted) -> None:
         self.chains = deque(method.chains)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        view = self.view
         chain = self.chains.popleft() if self.chains else ()
-        frontier = self.frontier([len(chain)] * self.rows)
+        frontier = view.start_forward([len(chain)] * view.rows)
         if not chain:
-            return Draft.empty(self.rows, self.root.device, frontier)
+            return Draft.empty(view.rows, view.root.device, frontier)
         tokens = torch.tensor([chain])
         frontier.append(tokens)
         return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), frontier, draft_steps=torch.tensor([len(chain) + 1]))

@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from skipstone.assets import NANO
 from skipstone.decoding.stop_strings import StopStrings
+from tests.helpers import text_tokenizers
 from tests.helpers.support import tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -42,6 +43,7 @@ TOKENIZERS: dict[str, Any] = {
     "letters": tokenizer,
     "sentencepiece": sentencepiece,
     "wordpiece": wordpiece,
+    **{kind: text_tokenizers.TOKENIZERS[kind] for kind in ("added", "mixed", "gemma")},
 }
 
 
@@ -93,6 +95,12 @@ def test_a_token_costs_no_walk_over_the_vocabulary() -> None:
     for count in range(1, len(tokens) + 1):
         ours.completed_by_last(prompt, tokens[:count])
     assert len(converted) <= 4
+
+
+def test_a_token_that_only_looks_like_a_byte_is_text() -> None:
+    words = sentencepiece()
+    words.add_tokens(["<0xZZ>"])
+    assert StopStrings(["0xZ"], words).completed_by_last(torch.tensor([1]), [len(words) - 1])
 
 
 def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:

@@ -46,20 +46,6 @@ def files() -> dict[str, tuple[str, ast.Module]]:
     return {path: (text, ast.parse(text)) for path, text in texts.items()}
 
 
-def test_no_file_has_more_than_500_lines() -> None:
-    assert {path: lines for path, (text, _) in files().items() if (lines := len(text.splitlines())) > 500} == {}
-
-
-def test_no_function_has_more_than_50_lines() -> None:
-    functions = {
-        f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path, (_, tree) in files().items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    assert {name: lines for name, lines in functions.items() if lines > 50} == {}
-
-
 def test_every_file_documents_itself_and_everything_public() -> None:
     undocumented = [
         f"{path}: {node.name}"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel, only

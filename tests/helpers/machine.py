@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet

@@ -18,9 +18,10 @@ from skipstone.decoding.noise import DRAFT
 from skipstone.decoding.sampling import Sampler, Scores, Warping
 from skipstone.decoding.session import Session
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.methods.shared.confidence import Confidence
 from skipstone.models import frontier
+from skipstone.models.engines.engine import Survival
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass
 
@@ -64,15 +65,15 @@ def bonus_from_raw_logits(patch: Patch) -> None:
 
 
 def drawn_token_dropped(patch: Patch) -> None:
-    own = LayerSkipSession.draft
+    own = LayerSkipDrafter.propose_draft
 
-    def draft(self: LayerSkipSession, limit: list[int]) -> Draft:
-        found = own(self, limit)
+    def propose_draft(self: LayerSkipDrafter, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        found = own(self, limits, stop_rule)
         if found.q is not None:
             found.valid = found.valid & (found.q.gather(2, found.tokens[:, :, None]).squeeze(2) > 0.5)
         return found
 
-    patch.setattr(LayerSkipSession, "draft", draft)
+    patch.setattr(LayerSkipDrafter, "propose_draft", propose_draft)
 
 
 def q_before_warpers(patch: Patch) -> None:

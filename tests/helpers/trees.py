@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
-from skipstone.decoding.session import Session
+from skipstone.decoding.request import Request
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 
 ROOT = -1
@@ -40,33 +41,32 @@ class Trees(Method):
     seed: int = 0
     references: tuple[tuple[int, ...], ...] = ()
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return TreeSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return TreeDrafter(self, model, rows)
 
 
-class TreeSession(Session):
+class TreeDrafter(Drafter):
     """Proposes one random tree per row and step."""
 
-    def __init__(self, method: Trees, model: LayeredModel, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity, scratch=method.nodes)
-        self.method = method
+    def __init__(self, method: Trees, model: LayeredModel, rows: int) -> None:
+        self.requirements = Requirements(method.nodes)
+        self.method, self.model = method, model
         self.texts: list[list[int]] = [[] for _ in range(rows)]
 
-    def admit(self, row: int, request: Request, known: int = 0) -> None:
-        super().admit(row, request, known)
+    def add_request(self, row: int, request: Request) -> None:
         self.texts[row] = request.prompt.tolist()
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         for row, verdict in enumerate(verdicts):
             self.texts[row] += verdict.tokens
 
-    def draft(self, limit: list[int]) -> Draft:
-        trees = [self._tree(row, limit[row] if alive else 0) for row, alive in enumerate(self.alive)]
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        view = self.view
+        trees = [self._tree(row, limits[row] if alive else 0) for row, alive in enumerate(view.alive)]
         width = max(len(tree) for tree in trees)
         if width == 0:
-            return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
-        tokens = torch.zeros((self.rows, width), dtype=torch.long)
+            return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
+        tokens = torch.zeros((view.rows, width), dtype=torch.long)
         parents = torch.full_like(tokens, ROOT)
         valid, candidate = torch.zeros_like(tokens, dtype=torch.bool), torch.ones_like(tokens, dtype=torch.bool)
         for row, tree in enumerate(trees):
@@ -76,7 +76,7 @@ class TreeSession(Session):
                 place = places[node + 1]
                 tokens[row, place], parents[row, place], valid[row, place] = token, places[parent + 1], True
                 candidate[row, place] = dice.random() >= self.method.barred
-        frontier = self.frontier([width] * self.rows)
+        frontier = view.start_forward([width] * view.rows)
         frontier.append(tokens, valid, parents)
         draft = Draft(tokens, valid, frontier, parents=parents, candidate=candidate if self.method.barred else None)
         draft.check()

@@ -81,6 +81,18 @@ def test_settings_that_cannot_work_are_named_before_any_request(name: str) -> No
     expect_usable_defaults(LayeredModel(model), tokenizer())
 
 
+@pytest.mark.parametrize("values", [{"max_new_tokens": -1}, {"max_length": -3}, {"prefill_chunk_size": 0}], ids=str)
+def test_a_number_that_is_too_small_is_named_with_the_file_and_the_remedy(values: dict[str, int], tmp_path: Path) -> None:
+    folder, ((name, value),) = nano(tmp_path, json.dumps(values)), values.items()
+    remedy = "correct it.*--override-generation-config"
+    with pytest.raises(ValueError, match=rf"generation_config\.json of .*{name}.*{value}.*{remedy}"):
+        skipstone.load(folder)
+    with pytest.raises(ValueError, match=rf"{name}.*{remedy}"):
+        replace_defaults(families.build("llama"), None, values)
+    model, _ = options.load(str(folder), "auto", "cpu", override_generation_config={name: None})
+    assert getattr(model.generation_config, name) is None
+
+
 HARMFUL = {
     "no JSON": "{",
     "a wrong type": '{"temperature": "hot"}',

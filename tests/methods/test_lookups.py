@@ -14,9 +14,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import skipstone
 from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
-from skipstone.decoding.batch import Request
 from skipstone.decoding.loop import run
-from skipstone.methods.lookahead import LookaheadSession, Pool, Window
+from skipstone.decoding.request import Request
+from skipstone.methods.lookahead import LookaheadDrafter, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape
 from skipstone.methods.shared.lookups import RowDraft
@@ -102,10 +102,10 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         decoder.step()
         index = Index((1, 2, 3), "recent")
         index.extend(asked.tolist())
-        session.index[0], session.alive[0] = index, True
-        assert len(session._row_draft(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
-        assert session._row_draft(0, 1).tokens == [7]
-        assert session._row_draft(0, 0).tokens == []
+        session.drafter.index[0], session.alive[0] = index, True
+        assert len(session.drafter._row_draft(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
+        assert session.drafter._row_draft(0, 1).tokens == [7]
+        assert session.drafter._row_draft(0, 0).tokens == []
 
 
 def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -> None:
@@ -139,9 +139,9 @@ def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(
     for prediction, least, most in ((plain, 20, 60), (edited, 15, 58), (other, 0, 6)):
         decoder = start(method, LayeredModel(raw), [Request(asked, new, sampling=own, prediction=prediction)])
         assert [token for step in run(decoder) for token in step.tokens[0]] == plain
-        assert decoder.session.predicted(0) <= most
+        assert decoder.session.drafter.accepted_predictions(0) <= most
         if isinstance(method, PromptLookup):  # `auto` goes by the clock
-            assert decoder.session.predicted(0) >= least
+            assert decoder.session.drafter.accepted_predictions(0) >= least
 
 
 def test_a_prediction_is_refused_where_nothing_is_looked_up() -> None:
@@ -218,14 +218,14 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
     session: Any = decoder.session
     text = asked.tolist()
     text += decoder.step().tokens[0]
-    first = session.first_guesses[0]
+    first = session.drafter.first_guesses[0]
     guesses, accepted = list(first), 0
     assert set(guesses) <= set(asked.tolist())
     while decoder.busy:
         room = min(block, new - (len(text) - len(asked)) - 1)
         said = argmax(model, text + guesses[:room])[len(text) - 1 :]
         kept = next((at for at in range(room) if guesses[at] != said[at]), room)
-        assert session.guesses[0].tolist() == guesses
+        assert session.drafter.guesses[0].tolist() == guesses
         step = decoder.step()
         assert step.tokens[0] == said[: kept + 1]
         assert step.drafted[0] == room
@@ -287,28 +287,28 @@ def test_one_mask_serves_both_branches(build: Callable[[], Any], monkeypatch: py
     requests = [Request(prompt(20, 3, vocab=50), 24), Request(prompt(6, 4, vocab=50), 24)]
     decoder = start(Lookahead(4, 4, 3), LayeredModel(model), requests)
     session: Any = decoder.session
-    assert isinstance(session, LookaheadSession)
+    assert isinstance(session.drafter, LookaheadDrafter)
     trees: dict[int, Any] = {}
-    real = session._row_draft
-    monkeypatch.setattr(session, "_row_draft", lambda row, allowed: trees.setdefault(row, real(row, allowed)))
+    real = session.drafter._row_draft
+    monkeypatch.setattr(session.drafter, "_row_draft", lambda row, allowed: trees.setdefault(row, real(row, allowed)))
     texts, checked, tried = [request.prompt.tolist() for request in requests], 0, 0
     while decoder.busy:
         trees.clear()
-        before = [[list(level) for level in window.levels] for window in session.windows]
+        before = [[list(level) for level in window.levels] for window in session.drafter.windows]
         prefilling = session.prefilling
         step = decoder.step()
         for row, nodes in trees.items():
-            if prefilling or row in step.finished or session.windows[row].bottom is None:
+            if prefilling or row in step.finished or session.drafter.windows[row].bottom is None:
                 continue
-            first = session.windows[row].bottom
+            first = session.drafter.windows[row].bottom
             said = [argmax(model, texts[row] + branch(nodes, first + column))[-1] for column in range(4)]
             levels = [*before[row], said]
-            assert session.windows[row].levels == (levels[1:] if len(levels) == 4 else levels)
+            assert session.drafter.windows[row].levels == (levels[1:] if len(levels) == 4 else levels)
             if len(levels) == 4:
                 columns = list(zip(*levels, strict=True))
                 alike = [column[1:] for column in columns if column[0] == columns[0][0]]
                 latest = list(dict.fromkeys(reversed(alike)))[:3]  # a pool keeps three n-grams a token
-                assert {*latest} <= {*session.pools[row].after(columns[0][0])}
+                assert {*latest} <= {*session.drafter.pools[row].after(columns[0][0])}
             children = [(nodes.parents[at], nodes.tokens[at]) for at in range(len(nodes.tokens)) if nodes.candidate[at]]
             assert len(children) == len(set(children))
             tried += len(children)
@@ -406,7 +406,7 @@ def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> 
                 tokens.append(said[rank])
                 paths.append([*path, said[rank]])
         step = decoder.step()
-        assert session._drafts[0].tokens == tokens
+        assert session.drafter._drafts[0].tokens == tokens
         assert step.verified_nodes == len(tokens)
         scored = [[], *paths]
         likeliest = [logits_after(model, text + path).topk(3).indices.tolist() for path in scored]
@@ -414,7 +414,7 @@ def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> 
         order = [*range(len(scored)), 0, *(scored.index(accepted_path[: n + 1]) for n in range(len(accepted_path)))]
         for place in order:
             kept[scored[place][-1] if scored[place] else root] = likeliest[place]
-        assert session.kept.continuations == kept
+        assert session.drafter.kept.continuations == kept
         text += step.tokens[0]
         accepted += step.accepted[0]
     assert accepted > 5

@@ -99,7 +99,7 @@ def decode(
     layered.engine = engine(model, Facts(model))
     decoder, drafts = start(method, layered, requests), []
     session: Any = decoder.session
-    own = session.draft
+    own = session.drafter.propose_draft
 
     def draft(limit: list[int]) -> Draft:
         layered.engine.asked.clear()
@@ -108,7 +108,7 @@ def decode(
         drafts[-1].most = [max(0, count) for count in layered.engine.asked[0].most] if layered.engine.asked else None
         return found
 
-    session.draft = draft
+    session.drafter.propose_draft = draft
     texts: list[list[int]] = [[] for _ in requests]
     while decoder.busy and (steps is None or len(drafts) < steps):
         for row, more in enumerate(decoder.step().tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 import skipstone
 from skipstone import SelfSpeculative
 from skipstone.bench import predictions
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
+from skipstone.methods.auto.candidates import usual
 from skipstone.methods.speculative import Speculative
+from skipstone.models.engines import choice
 from skipstone.models.engines.native import library
-from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.engines.native.engine import MAX_SKIP_SETS, NativeEngine
+from skipstone.models.engines.native.weights import quantised_bytes
 from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
 from tests.helpers.machine import decode, llama, prompt, start
 
@@ -83,7 +88,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: p
         texts, stats, _ = decode(method, layered, requests)
         decoder = start(method, layered, requests)
         decoder.step()
-        confidence = decoder.session.draft([DRAFTS] * 2).confidence
+        confidence = decoder.session.drafter.propose_draft([DRAFTS] * 2).confidence
         found.append((texts, stats.drafted, stats.draft_steps, stats.accepted, confidence))
     assert found[0][:4] == found[1][:4]
     assert torch.allclose(found[0][4], found[1][4], rtol=1e-4)
@@ -131,3 +136,43 @@ def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:
     assert predictions.described(SelfSpeculative((1,)), layered) is not None
     assert predictions.described(Speculative("nowhere", draft_quantize="int8"), layered) is None
     assert predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), layered) is None
+
+
+def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = families.build("llama", hidden_size=64)
+    model = LayeredModel(raw, "native")
+    before, int4 = model.in_fewer_bits("int4"), SelfSpeculative(draft_quantize="int4")
+    size = before.engine._weights.bytes  # type: ignore[attr-defined]
+    monkeypatch.setattr(choice, "device_memory_bytes", lambda _: int(1.2 * size / choice.WEIGHT_COPIES_SHARE))
+    for _ in range(3):
+        assert model.in_fewer_bits("int4").engine is before.engine
+    int4.check(model)
+    with pytest.raises(ValueError, match=r"draft_quantize=int8 needs .* bytes .* load the model with quantize"):
+        SelfSpeculative(draft_quantize="int8").check(model)
+    monkeypatch.setattr(choice, "device_memory_bytes", lambda _: size // 2)
+    assert int4 not in usual(model, None), "auto does without the copy"
+    monkeypatch.undo()
+    assert int4 in usual(model, None)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_copies_take_about_what_was_expected(name: str, kind: str) -> None:
+    raw = families.build(name, hidden_size=64, intermediate_size=256)
+    taken = LayeredModel(raw, "native").in_fewer_bits(kind).engine._weights.bytes  # type: ignore[attr-defined]
+    assert 0.9 * taken < quantised_bytes(raw, kind) < 1.1 * taken
+
+
+def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
+    """A model of n layers has 4 ** n of them. What was forgotten is made again, and drafts the same."""
+    model = LayeredModel(llama(layers=12), "native")
+    sets = [tuple(one for one in range(1, 11) if number >> one & 1) for number in range(2, 702, 2)]
+    first = [decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0]]
+    gc.collect()
+    before = sum(isinstance(one, SkipSet) for one in gc.get_objects())
+    for skip in sets:
+        decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 4)])
+    first.append(decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0])
+    gc.collect()
+    assert sum(isinstance(one, SkipSet) for one in gc.get_objects()) - before <= MAX_SKIP_SETS
+    assert first[0] == first[1]

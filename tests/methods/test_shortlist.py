@@ -78,14 +78,14 @@ def texts_and_drafts(method: Method, layered: LayeredModel, requests: list[Reque
     """The texts, all tokens that were drafted, and how many of them were accepted."""
     decoder, drafted, accepted = start(method, layered, requests), [], 0
     session: Any = decoder.session
-    own = session.draft
+    own = session.drafter.propose_draft
 
     def noting(limit: list[int]) -> Draft:
         found = own(limit)
         drafted.extend(found.tokens[found.valid].tolist())
         return found
 
-    session.draft = noting
+    session.drafter.propose_draft = noting
     texts: list[list[int]] = [[] for _ in requests]
     while decoder.busy:
         step = decoder.step()
@@ -157,7 +157,7 @@ def test_the_likeliest_listed_token_is_drafted(model: Any, listed: str) -> None:
         first = decoder.step().tokens[0]
         session: Any = decoder.session
         with torch.inference_mode():
-            found = int(session.draft([1]).tokens[0, 0])
+            found = int(session.drafter.propose_draft([1]).tokens[0, 0])
             ids = torch.cat([request.prompt, torch.tensor(first)])[None]
             states = model.model(ids, output_hidden_states=True).hidden_states[2][:, -1]
             logits = model.lm_head(model.model.norm(states))[0]

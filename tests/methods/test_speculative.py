@@ -16,13 +16,13 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
-from skipstone.decoding.batch import Request
 from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter
 from skipstone.models.engines.choice import attach
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
@@ -93,14 +93,14 @@ def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: p
 # ------------------------------------------------------------------------------------------------- the second store
 
 
-def check_side(session: DraftModelSession, row: int, text: list[int]) -> int:
+def check_side(drafter: DraftModelDrafter, row: int, text: list[int]) -> int:
     """The draft model's store holds what a fresh forward over the row's text gives. Returns how many tokens it lacks."""
-    assert session.text[row] == text
-    known = session.side.store.length[row]
-    fresh = Session(session.draft_model, 1, len(text) + 1)
+    assert drafter.text[row] == text
+    known = drafter.store.length[row]
+    fresh = Session(drafter.draft_model, 1, len(text) + 1)
     fresh.admit(0, Request(torch.tensor(text), 1))
     fresh.prefill(len(text))
-    session.side.store.check(fresh.store, row)
+    drafter.store.check(fresh.store, row)
     return len(text) - known
 
 
@@ -115,7 +115,7 @@ def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(mo
         for row, tokens in enumerate(step.tokens):
             texts[row] += tokens
             if tokens and row not in step.finished and not step.prefill:
-                lags.add(check_side(decoder.session, row, texts[row]))  # type: ignore[arg-type]
+                lags.add(check_side(decoder.session.drafter, row, texts[row]))  # type: ignore[arg-type]
     assert lags == {1, 2}
 
 
@@ -124,8 +124,9 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
     method, layered = Speculative(draft, 3), LayeredModel(model)
     decoder = start(method, layered, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
     alone = [start(method, layered, [Request(prompt(5), 40)]), start(method, layered, [Request(prompt(8, 1), 40)])]
-    drafts, turn = decoder.session.draft, 0
-    decoder.session.draft = lambda limit: drafts([0 if turn % 5 else limit[0], limit[1]])  # type: ignore[method-assign]
+    drafter: Any = decoder.session.drafter
+    drafts, turn = drafter.propose_draft, 0
+    drafter.propose_draft = lambda limits: drafts([0 if turn % 5 else limits[0], limits[1]])
     texts: list[list[int]] = [[], []]
     behind: set[int] = set()
     while decoder.busy:
@@ -133,11 +134,11 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
         session: Any = decoder.session
         for row in range(2):
             if session.alive[row]:
-                behind.add(len(session.text[row]) - session.side.store.length[row])
+                behind.add(len(drafter.text[row]) - drafter.store.length[row])
         for row, tokens in enumerate(decoder.step().tokens):
             texts[row] += tokens
             if session.alive[row]:
-                check_side(session, row, session.text[row])
+                check_side(drafter, row, drafter.text[row])
     for row, other in enumerate(alone):
         mine: list[int] = []
         while other.busy:

@@ -271,8 +271,9 @@ def test_buffers_that_fit_are_handed_on_without_a_copy() -> None:
 
 def test_values_of_the_host_keep_their_kind() -> None:
     """A drafter of a user's makes its mask of valid drafts by `on_device`, as docs/add-a-method.md shows."""
-    kinds = {torch.bool: [[True], [False]], torch.int64: [[1, 2]], torch.float32: [0.5, 1]}
-    for dtype, values in kinds.items():
+    kinds = [(torch.bool, [[True], [False]]), (torch.int64, [[1, 2]]), (torch.float32, [0.5, 1]), (torch.float32, [1, 0.5])]
+    kinds += [(torch.int64, [True, 2]), (torch.int64, [[]]), (torch.int64, [2**62 + 1])]
+    for dtype, values in kinds:
         made = on_device(values, torch.device("cpu"))
         assert made.dtype is dtype
         assert made.tolist() == values

@@ -82,13 +82,13 @@ def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool,
         decoder.admit(row, skipstone.Request(prompt, 4 - row // 2, frozenset({3}), sampling))
     found = Run([[] for _ in range(rows)], [])
     while decoder.busy:
-        tests = session.tallies.tests if method.name == "adadecode" else 0
+        tests = session.drafter.tallies.tests if method.name == "adadecode" else 0
         waits = len(device.waits) if device else 0
         step = decoder.step()
         for text, tokens in zip(found.texts, step.tokens, strict=True):
             text += tokens
         if device:
-            tests = session.tallies.tests - tests if method.name == "adadecode" else 0
+            tests = session.drafter.tallies.tests - tests if method.name == "adadecode" else 0
             design = more_waits(method)
             more = design(step, tests) if design and not step.prefill else 0
             found.waits.append((device.waits[waits:], 1 + more))

@@ -78,7 +78,7 @@ def test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(build: Any, a
     dice, mixes = random.Random(3), []
     for trial in range(6):
         b, width = bench(build()), 5
-        frontier = b.session.frontier([width] * 3)
+        frontier = b.session.view.start_forward([width] * 3)
         tokens = torch.tensor([[dice.randrange(97) for _ in range(width)] for _ in range(3)])
         for column in range(width + 1):
             falling = (3, 3, 2, 1, 1, 0)[column]
@@ -112,7 +112,7 @@ def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> No
             for node in range(width):
                 above = int(parents[row, node])
                 valid[row, node] = dice.random() < 0.85 and (above < 0 or bool(valid[row, above]))
-        frontier = b.session.frontier([width] * 3)
+        frontier = b.session.view.start_forward([width] * 3)
         frontier.append(tokens, valid, parents)
         frontier.advance(2)
         logits = frontier.finish()
@@ -128,7 +128,7 @@ def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> No
 @torch.inference_mode()
 def test_exit_logits_are_the_heads_view_of_the_newest_token() -> None:
     b = bench(llama())
-    frontier = b.session.frontier([3] * 3)
+    frontier = b.session.view.start_forward([3] * 3)
     path: list[int] = []
     for token in (11, 50, 7):
         logits = frontier.exit_logits(2)
@@ -142,7 +142,7 @@ def test_exit_logits_are_the_heads_view_of_the_newest_token() -> None:
 @torch.inference_mode()
 def test_advancing_to_where_everyone_is_changes_nothing() -> None:
     b = bench(llama())
-    frontier = b.session.frontier([1] * 3)
+    frontier = b.session.view.start_forward([1] * 3)
     frontier.append(torch.ones(3, 1, dtype=torch.long))
     frontier.advance(0)
     assert frontier.depth.max() == 0
@@ -170,12 +170,12 @@ def test_every_token_goes_through_every_layer_once_and_restart_repeats_all() -> 
     """Drafting at depth 2 and scoring the rest costs what one full pass costs; the ablation pays the draft again."""
     b = bench(llama())
     counted: Any = Counted(b.layered.model)
-    b.session.model = counted
+    b.session.view.model = counted
     tokens = torch.randint(0, 97, (3, 3), generator=torch.Generator().manual_seed(5))
     results, work = [], []
     for again in (False, True):
         counted.work = 0
-        frontier = b.session.frontier([3] * 3)
+        frontier = b.session.view.start_forward([3] * 3)
         for column in range(3):
             frontier.exit_logits(2)
             frontier.append(tokens[:, column : column + 1])
@@ -196,7 +196,7 @@ def test_a_frontier_leaves_committed_entries_and_dead_rows_alone() -> None:
     b.session.alive[2] = False
     store = b.session.store
     before = [buffer.clone() for buffer in (*store.keys, *store.values) if buffer is not None]
-    frontier = b.session.frontier([4, 4, 4])
+    frontier = b.session.view.start_forward([4, 4, 4])
     frontier.append(torch.zeros(3, 4, dtype=torch.long), torch.tensor([[1, 1, 0, 0]] * 3).bool())
     frontier.finish()
     after = [buffer for buffer in (*store.keys, *store.values) if buffer is not None]
@@ -212,7 +212,7 @@ def test_a_frontier_leaves_committed_entries_and_dead_rows_alone() -> None:
 def test_a_row_without_room_names_no_position_beyond_the_model() -> None:
     """Learned positions would be read out of range: the short row drafts up to the long row's last position only."""
     b = bench(llama(), lengths=(4, 10))
-    frontier = b.session.frontier([6, 0])
+    frontier = b.session.view.start_forward([6, 0])
     frontier.append(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[True] * 6, [False] * 6]))
     assert int(frontier.positions.max()) == 10
     assert frontier.positions[0].tolist() == list(range(4, 11))

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import EarlyExit
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.drafter import NoDrafter, Requirements
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
@@ -189,7 +190,7 @@ def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
     valid = torch.ones_like(tokens, dtype=torch.bool)
     valid[2, nodes // 2 :] = False
     with torch.no_grad():
-        frontier = session.frontier([nodes] * len(prompts))
+        frontier = session.view.start_forward([nodes] * len(prompts))
         frontier.append(tokens, valid, parents)
         frontier.advance(2)
         logits = frontier.finish()
@@ -206,7 +207,9 @@ def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
 
 def prefilled(layered: LayeredModel, prompts: list[Tensor], scratch: int) -> Session:
     """A session whose rows hold their prompts, with token 7 + row as the last committed one."""
-    session = Session(layered, len(prompts), max(map(len, prompts)) + 40, scratch=scratch)
+    drafter = NoDrafter()
+    drafter.requirements = Requirements(scratch)
+    session = Session(layered, len(prompts), max(map(len, prompts)) + 40, drafter)
     for row, prompt in enumerate(prompts):
         session.admit(row, Request(prompt, 40))
     with torch.no_grad():

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
 from skipstone.models.engines.native import library
 from skipstone.models.layered import LayeredModel

@@ -104,6 +104,22 @@ def new_module(model: Any) -> None:
     model.model.layers[1].mlp = copy.deepcopy(model.model.layers[3].mlp)
 
 
+def by_index(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[3])
+    model.model.layers[1].self_attn.layer_idx = 1
+
+
+def in_dict(model: Any) -> None:
+    """torch calls no hook."""
+    model.model.layers[1]._modules["mlp"] = copy.deepcopy(model.model.layers[3].mlp)
+
+
+def another_dict(model: Any) -> None:
+    """The dict that was looked at is nobody's any more."""
+    part = model.model.layers[1]
+    part.__dict__["_modules"] = {**part._modules, "mlp": copy.deepcopy(model.model.layers[3].mlp)}
+
+
 def new_bias(model: Any) -> None:
     model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.ones(32))
 
@@ -143,6 +159,8 @@ SEEN: dict[str, Change] = {
     "merged adapter": merge_adapter,
     "layers": other_layers,
     "module": new_module,
+    "module by index": by_index,
+    "module in the dict": in_dict,
     "activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU(approximate="tanh")),
     "dtype": dtype,
     "shared memory": shared_memory,
@@ -165,6 +183,7 @@ UNSEEN: dict[str, Change] = {
     "numpy": through_numpy,
     "storage": lambda model: weight(model).untyped_storage().copy_(other(model).clone().untyped_storage()),
     "inv_freq": lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.5),
+    "another dict of modules": another_dict,
 }
 """Changes that need `refresh`."""
 
@@ -185,7 +204,9 @@ def test_the_next_call_uses_the_weights_as_they_are(change: str) -> None:
     assert_current(families.build("llama"), ALL[change])
 
 
-@pytest.mark.parametrize("change", ["fused AdamW", "set data twice", "inv_freq", "attention_scaling", "data, refreshed"])
+@pytest.mark.parametrize(
+    "change", ["fused AdamW", "set data twice", "inv_freq", "attention_scaling", "module in the dict", "data, refreshed"]
+)
 def test_eager_keeps_no_copy_either(change: str) -> None:
     assert_current(families.build("llama"), ALL[change], "eager")
 

@@ -378,9 +378,10 @@ def test_steps_are_counted_by_what_drafted(nano: InThread, method: str) -> None:
 def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
 
-    def slow(text: str) -> None:
+    def slow(text: str) -> int:
         begun.set()
         assert gate.wait(60)
+        return 0
 
     monkeypatch.setattr("skipstone.serving.grammar.try_out", slow)
     of_schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["slow"]}}}

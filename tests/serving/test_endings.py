@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_sentence(tmp_path
     with process(str(tmp_path / "nothing")) as served:
         (tmp_path / "nothing").mkdir()
         (tmp_path / "nothing" / "config.json").write_text("[]")
-        assert served.begin().wait(ENDS) == 1
+        assert served.begin().wait(ENDS) == 2
         (line,) = [line for line in served.said().splitlines() if "the model could not be loaded" in line]
         assert "nothing" in line
         assert "Traceback" not in served.said()

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.limits import MAX_BATCH_GROUPS
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.engine import Engine, Steps, Told
@@ -130,7 +130,7 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
 
 def held_bytes(lane: Lane) -> int:
     """What a group's stores hold, as these say it."""
-    return sum(store.bytes() for _, store in lane.decoder.session.stores)
+    return sum(store.bytes() + store.trails.bytes() for _, store in lane.decoder.session.stores)
 
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
@@ -144,6 +144,87 @@ def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: M
         lane.step()
         assert held_bytes(lane) <= expected
     assert held_bytes(lane) == lane.memory_bytes() > expected // 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_recurrent_states_count_as_well(name: str) -> None:
+    """Every tensor that a group keeps, whoever keeps it, counted by its memory and not by its shape."""
+    raw = families.build(name, max_position_embeddings=8192)
+    method = skipstone.PromptLookup(num_speculative_tokens=8)
+    lane = Lane(LayeredModel(raw), method, 3, 512, 64, lambda *_: None)
+    expected = lane.memory_bytes(240)
+    most = 0
+    for seed in range(3):
+        lane.admit(Job(Request(prompt(50, seed).repeat(3), 90), method))
+        while any(one is not None for one in lane.decoder.session.batch.waiting):
+            lane.step()
+    while lane.busy:
+        lane.step()
+        store = lane.decoder.session.store
+        tensors = [*store.keys, *store.values]
+        for trail in store.trails._trails.values():
+            tensors += [*trail.before.values(), *trail.after.values(), trail.inputs]
+        memory = [one.untyped_storage() for one in tensors if one is not None]
+        most = max(most, sum({one.data_ptr(): one.nbytes() for one in memory}.values()))
+    assert expected // 3 < most <= expected
+
+
+def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: Any) -> None:
+    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    limit = Lane(model, method, 2, 256, 64, lambda *_: None).memory_bytes(256)
+    most = 0
+
+    class Watched(Engine):
+        def _expire(self) -> None:
+            nonlocal most
+            stores = [] if self._reading is None or self._reading._store is None else [self._reading._store]
+            held = sum(map(held_bytes, self._lanes.values())) + sum(one.bytes() for one in stores)
+            most = max(most, held)
+            super()._expire()
+
+    engine = Watched(model, 2, 256, 32, heard, chunk=32, kv_cache_bytes=limit)
+    jobs = [
+        Job(Request(prompt(140, seed), 100), method, **({"logprobs": 20, "read": [], "echo": True} if seed % 2 else {}))
+        for seed in range(6)
+    ]
+    engine.submit(jobs)
+    heard.all_of(jobs)
+    engine.stop()
+    assert limit // 2 < most <= limit
+    for job in jobs:
+        assert heard.tokens[job] == written(raw, method, job.request.prompt, 100)
+
+
+def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
+    """Twenty likeliest tokens in every place of a prompt take more memory than its request: few prompts have them at a time."""
+    heard, most = Heard(), 0
+
+    class Watched(Engine):
+        def _expire(self) -> None:
+            nonlocal most
+            most = max(most, sum(bool(job.read) for job in self._waiting))
+            super()._expire()
+
+    method = skipstone.Autoregressive()
+    engine = Watched(LayeredModel(raw), 1, 256, 32, heard)
+    jobs = [Job(Request(prompt(40, seed), 20), method, logprobs=20, read=[], echo=True) for seed in range(8)]
+    engine.submit(jobs)
+    heard.all_of(jobs)
+    engine.stop()
+    assert most == 1
+    assert all(len(job.read or []) == 39 for job in jobs)
+
+
+def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> None:
+    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    limit = Lane(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
+    engine = Engine(model, 1, 1024, 8, heard, kv_cache_bytes=limit)
+    job = Job(Request(prompt(500, 1), 1), method, logprobs=2, read=[], echo=True, writes=False)
+    engine.submit([job])
+    heard.all_of([job])
+    engine.stop()
+    assert heard.ended[job].status == 400
+    assert "--kv-cache-memory-bytes" in heard.ended[job].message
 
 
 def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_is_right(raw: Any) -> None:

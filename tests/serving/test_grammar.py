@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -263,3 +265,47 @@ def test_errors_quote_no_grammar_and_blame_patterns_only_for_patterns(grammars: 
     assert "pattern" not in str(told.value)
     with pytest.raises(ValueError, match="pattern"):
         grammars.of_schema({"type": "string", "pattern": "(("})
+
+
+MANY_PROPERTIES = {f"p{n}": {"type": "integer", "minimum": n, "maximum": 7 * n + 3} for n in range(300)}
+
+
+def test_grammars_of_many_requests_take_no_more_bytes_than_allowed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distinct schemas, kept as running requests keep them, until there is no memory; what is freed can be used again."""
+    monkeypatch.setattr(module, "GRAMMAR_BYTES", 48 << 20)
+    process, kept = psutil.Process(), list[list[Grammar]]()
+
+    def ask(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            schema = {"type": "object", "properties": {**MANY_PROPERTIES, f"q{number}": {"type": "boolean"}}}
+            template = grammars.of_schema(schema, choices=2)
+            kept.append([template.fresh(3) for _ in range(2)])
+
+    grammars.of_schema({"type": "object", "properties": MANY_PROPERTIES})
+    before = process.memory_info().rss
+    with pytest.raises(module.NoGrammarMemory, match="ask again later"):
+        ask(range(30))
+    assert kept
+    assert process.memory_info().rss - before < 2 * (48 << 20)
+    kept.pop()
+    ask([100])
+
+
+def test_a_request_whose_grammars_never_have_memory_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRAMMAR_BYTES", 16 << 20)
+    schema = {"type": "object", "properties": MANY_PROPERTIES}
+    with pytest.raises(ValueError, match=r"response_format.*bytes.*fewer texts"):
+        grammars.of_schema(schema, choices=16)
+    grammars.of_schema(SCHEMA, choices=2)
+
+
+def test_a_text_may_add_only_so_many_states_to_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LEXER_STATES", 2000)
+    _, tokenizer = skipstone.load(None)
+    grammar = Grammars(tokenizer, 512, [0]).of_schema({"type": "string", "maxLength": 100_000}, 2)
+    letters = [token for token in range(512) if str(tokenizer.decode([token])).isalpha()]
+    dice, text = random.Random(1), tokenizer('"', add_special_tokens=False)["input_ids"]
+    while grammar.end_of(text) is None:
+        text = [*text, dice.choice(letters)]
+        assert len(text) < 1500
+    assert grammar.end_of(text) == DEAD_END

@@ -12,9 +12,9 @@ import torch
 from starlette.testclient import TestClient
 
 import skipstone
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.models.layered import LayeredModel
 from skipstone.serving import logs
 from skipstone.serving.app import make_app

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import skipstone
-from skipstone.decoding.batch import Request
+from skipstone.decoding.request import Request
 from skipstone.serving.jobs import LENGTH, Ended, Job, Likely, Piece, joined
 
 

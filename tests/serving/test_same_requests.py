@@ -16,8 +16,8 @@ from skipstone.cli import options as cli_options
 from skipstone.cli.chat import Chat
 from skipstone.cli.chat import chat as cli_chat
 from skipstone.cli.generate import generate as cli_generate
-from skipstone.decoding.batch import Request
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.offline.answering import answered
 from skipstone.offline.lines import Line

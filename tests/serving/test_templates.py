@@ -70,6 +70,8 @@ FAILURES = {
     "OverflowError": "{{ 'a' * 10 ** 30 }}",
     "SecurityError": "{{ messages.__class__.__mro__ }}",
     "TemplateSyntaxError": "{% for %}",
+    "UnicodeEncodeError": '{{ "\\ud83d" }}',
+    "range": "{% for i in range(10 ** 9) %}a{% endfor %}",
 }
 
 
@@ -118,6 +120,23 @@ def test_a_template_that_fails_is_said_and_the_connection_stays(
         assert name in said or name == "TemplateSyntaxError"
         assert connection.sock is first, "the connection was closed"
     connection.close()
+
+
+def test_what_a_template_writes_beyond_the_context_never_becomes_tokens(
+    server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.server.tokenizer, "chat_template", "{{ 'ab ' * 10 ** 7 }}")
+    for path, more in (("/v1/chat/completions", {"max_tokens": 2}), ("/tokenize", {})):
+        answer = server.http.post(path, json={"messages": CHAT[:1], **more})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "30000000 characters" in refusal(answer)
+
+
+def test_a_request_brings_no_template(server: InThread) -> None:
+    for name, value in (("chat_template", "{{ 'a' * 10 ** 9 }}"), ("chat_template_kwargs", {"a": 1})):
+        answer = server.http.post("/v1/chat/completions", json={"messages": CHAT[:1], name: value})
+        assert answer.status_code == 400
+        assert name in refusal(answer)
 
 
 def test_a_defect_is_answered_and_the_connection_stays(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,14 +27,15 @@ from skipstone import api
 from skipstone.check import laws
 from skipstone.check.bits import Bits, Comparison
 from skipstone.check.kernels import measured, spread, stored_spread
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.hf.call import token_tensor
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
+from skipstone.models.engines.engine import Survival
 from skipstone.models.host import CPU, left_padded, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import kernels
@@ -443,16 +444,16 @@ class Checker:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         with layered.lock:
             session = self.method.start(layered, len(requests), capacity)
-        decoder, own = Decoder(session), session.draft
+        decoder, own = Decoder(session), session.drafter.propose_draft
 
-        def draft(limit: list[int]) -> Draft:
-            found = own(limit)
+        def draft(limit: list[int], stop_rule: Survival | None = None) -> Draft:
+            found = own(limit, stop_rule)
             found.check()
             deepest = found.valid.sum(1).tolist() if found.parents is None else []
             assert all(count <= most for count, most in zip(deepest, limit, strict=False)), f"{deepest} drafts, at most {limit}"
             return found
 
-        session.draft = draft  # type: ignore[method-assign]
+        session.drafter.propose_draft = draft  # type: ignore[method-assign]
         for row, request in enumerate(requests):
             decoder.admit(row, request)
         texts = [request.prompt.tolist() for request in requests]

@@ -177,7 +177,9 @@ def check_model(name: str | None) -> None:
         expect_gguf(path)
     elif path.exists():
         if not (path / CONFIG).exists():
-            raise FileNotFoundError(2, f"it has no {CONFIG}; a model is such a folder, a .gguf file or a hub id", name)
+            file = next(path.glob("*.gguf"), None)
+            meant = "" if file is None else f"; did you mean {file}?"
+            raise FileNotFoundError(2, f"it has no {CONFIG}; a model is such a folder, a .gguf file or a hub id{meant}", name)
     elif hub_name(name) is None:
         raise FileNotFoundError(2, "no such folder, and not a hub id either", name)
     else:

@@ -165,6 +165,7 @@ def _listen(
 
         logs.set_up(log_format)
         tracing.set_up()
-        whole = listen(Server(load, Settings(*settings)), at, api_key)
+        server = Server(load, Settings(*settings))
+        whole = listen(server, at, api_key)
     if not whole:
-        raise typer.Exit(terminal.DEFECT)
+        raise typer.Exit(terminal.USER_ERROR if isinstance(server.failure, (ValueError, OSError)) else terminal.DEFECT)

@@ -266,7 +266,7 @@ class Step:
     drafted, where the session had the choice, and reason: why. finished: rows that ended in this step. errors: of these, the
     rows that failed, and why.
     Seconds are wall-clock; on CUDA those of searching, drafting and scoring are device time, and other is what is left of the
-    step. seconds_search: spent for later steps (`Session.optimise`).
+    step. seconds_search: spent for later steps (`Drafter.run_background_work`).
     """
 
     tokens: list[list[int]]

@@ -10,10 +10,11 @@ from itertools import pairwise
 
 import torch
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, PREFILL_CHUNK
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import CPU_PREFILLED_TOGETHER, PREFILL_CHUNK, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.models.picks import NO_TOKEN, likeliest
@@ -74,14 +75,14 @@ class Decoder:
     ) -> None:
         self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
         if takes_turns and session.model.device.type == "cpu":
-            session.prefilled_together = CPU_PREFILLED_TOGETHER
+            session.prompts.max_tokens_per_pass = CPU_TOKENS_PER_PASS
         self._prefilled = False  # in the latest step
         self._recording = 0.0  # seconds that the recorder took in it
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
-        """Start a request on a free row. known: as in `Batch.admit`."""
+        """Start a request on a free row. known: as in `Session.admit`."""
         with self.session.model.lock:
             self.session.admit(row, request, known)
         self.rows[row] = RunningRequest(request)
@@ -125,15 +126,16 @@ class Decoder:
             session.commit(None, verdicts)
         step.prefill = True
         step.seconds_score = time.perf_counter() - started  # a chunk that completes no prompt is not waited for
+        session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
     def _decode(self) -> Step:
         session = self.session
         clock = Clock(session.model.device)
-        session.optimise()
+        session.drafter.run_background_work()
         clock.mark()
         room = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
-        draft = session.draft(room)
+        draft = session.drafter.propose_draft(room)
         clock.mark()
         scores = session.score(draft)
         clock.mark()
@@ -143,7 +145,7 @@ class Decoder:
         session.commit(draft, verdicts)
         step.seconds_search, step.seconds_draft, step.seconds_score, other = clock.stop()
         step.seconds_other = max(0.0, other - self._recording)  # what is kept of a step is no cost of decoding
-        session.clocked(step)
+        session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
     def _settle(self, draft: Draft, verdict: Verdict | Picked, live: list[int]) -> list[RowVerdict]:

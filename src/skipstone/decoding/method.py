@@ -1,6 +1,6 @@
-"""What a decoding method is: a frozen dataclass of hyper-parameters that starts sessions.
+"""What a decoding method is: a frozen dataclass of hyper-parameters that creates drafters.
 
-The loop knows methods only through this file and `Session`.
+The loop knows methods only through this file, `Session` and `Drafter`.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedModel
 
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.models.layered import LayeredModel
@@ -85,9 +86,24 @@ class Method:
         """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""
         return {}
 
+    @property
+    def target_depth(self) -> int | None:
+        """Layers of the target that count; None for all of them."""
+        return None
+
+    @property
+    def accepts_all_drafts(self) -> bool:
+        """Whether every draft token is kept, whatever the target says of it."""
+        return False
+
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        """What drafts for a session of `rows` rows of at most `capacity` tokens each."""
+        raise NotImplementedError
+
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
-        raise NotImplementedError
+        drafter = self.create_drafter(model, rows, capacity)
+        return Session(model, rows, capacity, drafter, depth=self.target_depth, accepts_all=self.accepts_all_drafts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""Character -> byte, as byte-level tokenizers since GPT-2 write bytes."""
+from skipstone.decoding.token_bytes import decoder_kinds, token_bytes
+
 _PREFIX = "abcdef"
 """A text in front of a token, so that the tokenizer does not strip the token's leading space."""
 
@@ -24,7 +23,7 @@ class StopStrings:
         self.strings, self.counts_prompt = tuple(strings), True
         self._encoded = [string.encode() for string in self.strings]
         self._longest = max(map(len, self._encoded))
-        self._tokenizer, self._decoder = tokenizer, _decoder_of(tokenizer)
+        self._tokenizer, self._kinds = tokenizer, decoder_kinds(tokenizer)
         self._prefix = tokenizer.convert_ids_to_tokens(tokenizer(_PREFIX, add_special_tokens=False)["input_ids"])
         self._bytes: dict[int, bytes] = {}  # of every token that was met
 
@@ -57,15 +56,7 @@ class StopStrings:
         """The bytes of a token of the vocabulary; none of an id that it does not have."""
         if token is None:
             return b""
-        if "ByteLevel" in self._decoder and all(character in _BYTES for character in token):
-            return bytes(_BYTES[character] for character in token)
-        if "ByteFallback" in self._decoder and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if (known := token_bytes(token, self._kinds)) is not None:
+            return known
         text = self._tokenizer.convert_tokens_to_string([*self._prefix, token])
         return text[text.index(_PREFIX) + len(_PREFIX) :].encode()
-
-
-def _decoder_of(tokenizer: Any) -> str:
-    """The decoder of a fast tokenizer as JSON, "" of a slow one."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return "" if decoder is None else bytes(decoder.__getstate__()).decode()

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import RowVerdict
+from skipstone.decoding.request import Request
 from skipstone.models.picks import NO_TOKEN
 
 

@@ -66,6 +66,21 @@ def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: T
     return verdict
 
 
+def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, noise: Noise) -> Verdict:
+    """Every draft token of a chain is kept, and the target adds its own token (AdaDecode without verification; lossy).
+
+    picks: [B, n] int64, the target's likeliest tokens in place of the draft's. position: as in `match`."""
+    accepted = draft.valid.sum(1)  # [B]
+    last = torch.zeros_like(accepted)
+    for depth in range(draft.width + 1):  # rows end at different places, and processors see a row's own prefix
+        ends = accepted == depth
+        drawn = noise.draw(p(torch.full_like(accepted, depth - 1), draft.tokens[:, :depth], ends), position + depth, TARGET)
+        last = torch.where(ends, drawn, last)
+    tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])  # [B, n + 1]
+    path = torch.arange(draft.width, device=accepted.device, dtype=torch.int64).expand(len(accepted), -1)
+    return Verdict(path, tokens, accepted, overruled=(picks != draft.tokens) & draft.valid)
+
+
 def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | Picked:
     """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first. waived: as in `match`."""
     if waived is None:

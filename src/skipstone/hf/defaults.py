@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone.hf.fields import FIELDS
 from skipstone.hf.requests import build_request
-from skipstone.loading import KEPT_DEFAULTS
+from skipstone.loading import KEPT_DEFAULTS, config_of
 from skipstone.models.generation_config import refuse_wrong_types
 from skipstone.models.layered import LayeredModel
 
@@ -29,7 +29,7 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
     own: Any = model.generation_config
     kept = {name: getattr(own, name, None) for name in KEPT_DEFAULTS}
     fields = own.to_dict() if replacement is None else {**kept, **replacement}
-    model.generation_config = GenerationConfig.from_dict({**fields, **overrides})
+    model.generation_config = config_of({**fields, **overrides}, "the chosen generation config")
 
 
 def expect_usable_defaults(model: LayeredModel, tokenizer: Any) -> None:
@@ -39,7 +39,7 @@ def expect_usable_defaults(model: LayeredModel, tokenizer: Any) -> None:
             build_request(model, [0], tokenizer, 0, {**options, "max_new_tokens": model.max_positions})
         except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # transformers checks few of them
             raise ValueError(
-                f"the model's generation config cannot be used: {error}. Correct generation_config.json, pass "
+                f"the model's generation config cannot be used: {str(error).rstrip('.')}. Correct generation_config.json, pass "
                 f"--generation-config none, or unset the field: {OVERRIDE} '{json.dumps({'FIELD': None})}'"
             ) from error
 

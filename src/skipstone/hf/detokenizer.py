@@ -5,21 +5,16 @@ and none before the first. So a completion is decoded behind the last tokens of 
 """
 
 import codecs
-import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from skipstone.decoding.token_bytes import decoder_kinds, is_byte_level, token_bytes
 
 UNREADABLE = "\ufffd"
 """Stands for bytes that are no character."""
-BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""Letter of a byte-level token -> byte."""
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A token of byte fallback."""
 CLEAN_UP = {
     **{f" {mark}": mark for mark in ".?!,"},
     " ' ": "'",
@@ -123,8 +118,8 @@ def _decoder_of(tokenizer: Any, special: bool) -> _Decoder:
         return _AnyDecoder(tokenizer, special)
     # transformers' own classes override `decode` alone only for further options, such as CodeGen's
     plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
-    kinds = _kinds(tokenizer.backend_tokenizer.decoder)
-    mixed = "ByteLevel" in kinds and not kinds <= {"ByteLevel", "Sequence", "Fuse"}
+    kinds = decoder_kinds(tokenizer)
+    mixed = "ByteLevel" in kinds and not is_byte_level(kinds)
     return _FastDecoder(tokenizer, special, kinds) if plain and not mixed else _AnyDecoder(tokenizer, special)
 
 
@@ -141,11 +136,11 @@ class _FastDecoder:
     """For tokenizers of the `tokenizers` library, which tell the bytes of every token. Other tokens are decoded behind the one
     before them."""
 
-    def __init__(self, tokenizer: Any, special: bool, kinds: set[str]) -> None:
+    def __init__(self, tokenizer: Any, special: bool, kinds: Set[str]) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = {} if special else self._backend.get_added_tokens_decoder()
         self._skipped = {token for token, one in added.items() if one.special}
-        self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._kinds, self._byte_level = kinds, is_byte_level(kinds)
         self._characters = _ByteLevelCharacters() if self._byte_level else _FallbackCharacters()
         self._before: list[int] = []  # the last token, if there is any
         self._text_before = ""
@@ -169,29 +164,19 @@ class _FastDecoder:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is one byte of a character."""
-        return self._byte_fallback and BYTE_TOKEN.fullmatch(self._backend.id_to_token(token)) is not None
+        return not self._byte_level and token_bytes(self._backend.id_to_token(token), self._kinds) is not None
 
     def bytes_of(self, token: int) -> bytes:
-        written = self._backend.id_to_token(token)
-        if self._byte_level:
-            known = all(letter in BYTE_OF for letter in written)
-            return bytes(BYTE_OF[letter] for letter in written) if known else written.encode()
-        byte = self._byte_fallback and BYTE_TOKEN.fullmatch(written)
-        if byte and self._before:
-            return bytes.fromhex(byte[1])
+        known = token_bytes(self._backend.id_to_token(token), self._kinds)
+        if known is not None and (self._byte_level or self._before):
+            return known
         text = self._decoded([*self._before, token])
-        if byte and text:  # the first space of a text may be dropped
-            return bytes.fromhex(byte[1])
+        if known is not None and text:  # the first space of a text may be dropped
+            return known
         return text[len(self._text_before) :].encode()
 
     def _decoded(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)
-
-
-def _kinds(decoder: Any) -> set[str]:
-    """Names of a decoder of `tokenizers` and of its parts."""
-    told = {} if decoder is None else json.loads(decoder.__getstate__())
-    return {one["type"] for one in (told, *told.get("decoders", ())) if one}
 
 
 class _ByteLevelCharacters:

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
+from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
 from skipstone.hf.call import Call
 from skipstone.hf.requests import requests

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from skipstone.decoding.batch import Criterion, Request
 from skipstone.decoding.noise import row_seed
+from skipstone.decoding.request import Criterion, Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes, prepare_call
 from skipstone.hf.fields import EXOTIC

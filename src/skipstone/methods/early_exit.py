@@ -7,10 +7,9 @@ section 4.2, Tables 1-6 and 11. Its oracle is the model cut down to its first E 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.method import Method
-from skipstone.decoding.session import Session
 from skipstone.decoding.settings import check_exit_layer, setting
-from skipstone.methods.autoregressive import PlainSession
 from skipstone.models.layered import LayeredModel
 
 
@@ -32,5 +31,9 @@ class EarlyExit(Method):
         super().check(model)
         check_exit_layer(self.exit_layer, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return PlainSession(model, rows, capacity, depth=self.exit_layer)
+    @property
+    def target_depth(self) -> int | None:
+        return self.exit_layer
+
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return NoDrafter()

@@ -15,13 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import tokens_of_prompt
+from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
@@ -36,50 +37,47 @@ class Jacobi(DraftingMethod):
 
     block: int = setting(16, "guesses that every pass refines.")
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return JacobiSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return JacobiDrafter(self, model, rows)
 
 
-class JacobiSession(Session):
+class JacobiDrafter(Drafter):
     """guesses: [B, block] int64, of what follows the last committed token. They never leave the device."""
 
-    def __init__(self, method: Jacobi, model: LayeredModel, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity)
-        self.block = method.block
+    def __init__(self, method: Jacobi, model: LayeredModel, rows: int) -> None:
+        self.block, self.device = method.block, model.device
         self.first_guesses = [[0] * self.block for _ in range(rows)]
         self.guesses = on_device(self.first_guesses, model.device)
         self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest after the root and after every guess
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
         self.first_guesses[row] = tokens_of_prompt(request, self.block)
-        fresh = on_device([one == row for one in range(self.rows)], self.model.device, torch.bool)[:, None]  # [B, 1]
-        self.guesses = torch.where(fresh, on_device(self.first_guesses, self.model.device), self.guesses)
+        fresh = on_device([one == row for one in range(self.view.rows)], self.device, torch.bool)[:, None]  # [B, 1]
+        self.guesses = torch.where(fresh, on_device(self.first_guesses, self.device), self.guesses)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """The block, as far as there is room."""
-        most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limit, self.alive, strict=True)]
-        width, frontier = max(most), self.frontier(most)
+        view = self.view
+        most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
+        width, frontier = max(most), view.start_forward(most)
         if not width:
-            return Draft.empty(self.rows, self.model.device, frontier)
+            return Draft.empty(view.rows, self.device, frontier)
         tokens = self.guesses[:, :width]
         valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(most, tokens.device)[:, None]
         frontier.append(tokens, None if min(most) == width else valid)
         return Draft(tokens, valid, frontier)
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
         self._target_tokens = scores.best.clamp_min(0)  # any token where there is none
-        return super().verify(draft, scores)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         if draft is None or self._target_tokens is None:
             return
         if not draft.width:  # a plain step: the block is one token nearer
             self.guesses = torch.cat([self.guesses[:, 1:], self.guesses[:, :1]], 1)
             return
         # the target's tokens at the places behind the committed ones; where there are none, tokens of the prompt
-        targets, device = self._target_tokens, self.model.device
+        targets, device = self._target_tokens, self.device
         begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]  # [B, 1]
         end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]
         place = begin + torch.arange(self.block, device=device, dtype=torch.int64)  # [B, block]

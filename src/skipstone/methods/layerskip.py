@@ -11,14 +11,14 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts m
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.session import Session
+from skipstone.decoding.drafter import layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
-from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.chain import Chain, ChainDrafter
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
@@ -56,22 +56,25 @@ class LayerSkip(ShortlistMethod):
         check_exit_layer(self.exit_layer, model)
         self.shortlist(model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return LayerSkipSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> "LayerSkipDrafter":
+        return LayerSkipDrafter(self, model, rows)
 
 
-class LayerSkipSession(ChainSession):
+class LayerSkipDrafter(ChainDrafter):
     """Drafts at depth E; the scoring pass runs layers[E:] on the n+1 exit states that drafting left behind."""
 
     looks = False  # to draft on for rows that have stopped costs only E layers
 
-    def __init__(self, method: LayerSkip, model: LayeredModel, rows: int, capacity: int) -> None:
+    def __init__(self, method: LayerSkip, model: LayeredModel, rows: int) -> None:
         most, threshold = method.num_speculative_tokens, method.confidence_threshold
         coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
+        super().__init__(model, rows, most=most, threshold=threshold, coupled=coupled)
         assert method.exit_layer is not None
         self.shortlist = method.shortlist(model)
         self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, exits=[self.exit_layer])]
 
     def one_call(self) -> tuple[int, None] | None:
         return (self.exit_layer, None) if self.reuse_cache else None

@@ -15,13 +15,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from skipstone.decoding.batch import Request
+from torch import Tensor
+
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.lookups import LookupSession, RowDraft, tokens_of_prompt
+from skipstone.methods.shared.lookups import LookupDrafter, RowDraft, tokens_of_prompt
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 
 
@@ -37,8 +40,8 @@ class Lookahead(DraftingMethod):
     ngram: int = setting(5, "N, tokens of an n-gram.", least=2)
     guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return LookaheadSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return LookaheadDrafter(self, rows)
 
 
 class Pool:
@@ -92,32 +95,32 @@ class Window:
             del self.levels[0]
 
 
-class LookaheadSession(LookupSession):
+class LookaheadDrafter(LookupDrafter):
     """A window and a pool for every row."""
 
-    def __init__(self, method: Lookahead, model: LayeredModel, rows: int, capacity: int) -> None:
+    def __init__(self, method: Lookahead, rows: int) -> None:
         self.ngram, self.width, self.guesses = method.ngram, method.window, method.guesses
-        super().__init__(model, rows, capacity, scratch=(self.ngram - 1) * (self.width + self.guesses))
+        super().__init__(rows, scratch_slots=(self.ngram - 1) * (self.width + self.guesses))
         self.pools = [Pool(self.guesses) for _ in range(rows)]
         self.windows = [Window() for _ in range(rows)]
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         words, pool = self.text[row], Pool(self.guesses)
         for first in range(len(words) - self.ngram + 1):
             pool.add(tuple(words[first : first + self.ngram]))
         self.pools[row], self.windows[row] = pool, Window([tokens_of_prompt(request, self.width)])
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Both branches of every row."""
-        rows = [self._row_draft(row, allowed) for row, allowed in enumerate(limit)]
-        return self.propose(rows, tree=True, levels=self.ngram - 1)
+        rows = [self._row_draft(row, allowed) for row, allowed in enumerate(limits)]
+        return self.as_draft(rows, tree=True, levels=self.ngram - 1)
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
         """The n-grams that follow the last committed token, merged into a trie, and the window. allowed: most tokens a path."""
         draft, window = RowDraft(), self.windows[row]
         window.bottom = None
-        if not self.alive[row] or not allowed:
+        if not self.view.alive[row] or not allowed:
             return draft
         children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         for gram in self.pools[row].after(self.text[row][-1]):
@@ -129,13 +132,12 @@ class LookaheadSession(LookupSession):
         window.add_to(draft)
         return draft
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        verdict = super().verify(draft, scores)
-        verdict.notes = scores.best.clamp_min(0)  # [B, n + 1]; any token where there is none
-        return verdict
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor:
+        """[B, n + 1] int64: the target's likeliest token after the root and every node, any token where there is none."""
+        return scores.best.clamp_min(0)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().observe_commits(draft, verdicts)
         if draft is None:
             return
         for window, pool, verdict in zip(self.windows, self.pools, verdicts, strict=True):

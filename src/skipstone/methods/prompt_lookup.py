@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
-from skipstone.decoding.session import Session
+from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
-from skipstone.methods.shared.lookups import LookupSession, RowDraft
+from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
 from skipstone.methods.shared.predictions import Prediction
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 
 Place = Literal["recent", "first"]
@@ -49,8 +50,8 @@ class PromptLookup(DraftingMethod):
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
             )
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return PromptLookupSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return PromptLookupDrafter(self, rows)
 
 
 class Index:
@@ -90,14 +91,12 @@ class Index:
         return 0, []
 
 
-class IndexedSession(LookupSession):
-    """A session that looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
+class IndexedDrafter(LookupDrafter):
+    """Looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
     with that, and in itself. new_index: makes the index of a row. looks_up: False where nothing is looked for."""
 
-    def __init__(
-        self, model: LayeredModel, rows: int, capacity: int, new_index: Callable[[], Index], *, looks_up: bool = True
-    ) -> None:
-        super().__init__(model, rows, capacity)
+    def __init__(self, rows: int, new_index: Callable[[], Index], *, looks_up: bool = True) -> None:
+        super().__init__(rows)
         self._new_index, self.looks_up = new_index, looks_up
         self.index = [new_index() for _ in range(rows)]
         self.predictions = [Prediction() for _ in range(rows)]
@@ -107,11 +106,11 @@ class IndexedSession(LookupSession):
     def takes_predictions(self) -> bool:
         return self.looks_up
 
-    def predicted(self, row: int) -> int:
+    def accepted_predictions(self, row: int) -> int:
         return self.predictions[row].accepted
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         self.predictions[row], self.from_prediction[row] = Prediction(request.prediction), False
         if self.looks_up:
             self.index[row] = self._new_index()
@@ -120,7 +119,7 @@ class IndexedSession(LookupSession):
     def look_for(self, row: int, most: int) -> tuple[int, list[int]]:
         """Up to `most` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns as
         `Index.find`."""
-        prediction, ends = self.predictions[row], self.sampler.eos[row]
+        prediction, ends = self.predictions[row], self.view.sampler.eos[row]
         size, tokens = prediction.run, prediction.next(most)
         self.from_prediction[row] = bool(tokens)
         if not tokens:
@@ -137,25 +136,25 @@ class IndexedSession(LookupSession):
         prediction.extend(verdict.tokens)
 
 
-class PromptLookupSession(IndexedSession):
+class PromptLookupDrafter(IndexedDrafter):
     """Chains out of the row's own text, or of its prediction."""
 
-    def __init__(self, method: PromptLookup, model: LayeredModel, rows: int, capacity: int) -> None:
+    def __init__(self, method: PromptLookup, rows: int) -> None:
         sizes = range(method.prompt_lookup_min, method.prompt_lookup_max + 1)
-        super().__init__(model, rows, capacity, lambda: Index(sizes, method.prefer))
+        super().__init__(rows, lambda: Index(sizes, method.prefer))
         self.method = method
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """The best match of every row."""
-        return self.propose([self._row_draft(row, allowed) for row, allowed in enumerate(limit)])
+        return self.as_draft([self._row_draft(row, allowed) for row, allowed in enumerate(limits)])
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
         most = min(self.method.num_speculative_tokens, allowed)
-        _, tokens = self.look_for(row, most) if self.alive[row] and most else (0, [])
+        _, tokens = self.look_for(row, most) if self.view.alive[row] and most else (0, [])
         return RowDraft().chain(tokens)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().observe_commits(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             self.went_on(row, verdict, drafted=draft is not None)
             self.index[row].extend(verdict.tokens)

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from skipstone.control import price
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared import states
-from skipstone.methods.shared.lookups import LookupSession, RowDraft
+from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 from skipstone.models.picks import NO_TOKEN
 
@@ -50,9 +51,8 @@ class Recycle(DraftingMethod):
     def report(self, model: Any) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        kept = states.of(self, model, rows, None, Kept)
-        return RecycleSession(self, model, rows, capacity, kept)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return RecycleDrafter(self, model, rows, states.of(self, model, rows, None, Kept))
 
 
 @dataclass
@@ -78,27 +78,26 @@ def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(found.parents, found.ranks, strict=True))
 
 
-class RecycleSession(LookupSession):
+class RecycleDrafter(LookupDrafter):
     """Trees out of what was kept, and the keeping."""
 
-    reads_logits = True
-
-    def __init__(self, method: Recycle, model: LayeredModel, rows: int, capacity: int, kept: Kept) -> None:
-        super().__init__(model, rows, capacity, scratch=method.nodes)
+    def __init__(self, method: Recycle, model: LayeredModel, rows: int, kept: Kept) -> None:
+        super().__init__(rows, scratch_slots=method.nodes)
+        self.model = model
         self.candidates = min(method.candidates, model.embeddings)
         self.shape, self.kept = shape(method.nodes, method.candidates), kept
         self._drafts: list[RowDraft] = []
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """The tree of every row."""
-        self._drafts = [self._row_draft(row, allowed) for row, allowed in enumerate(limit)]
-        return self.propose(self._drafts, tree=True, levels=DEPTH)
+        self._drafts = [self._row_draft(row, allowed) for row, allowed in enumerate(limits)]
+        return self.as_draft(self._drafts, tree=True, levels=DEPTH)
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
         """The shape filled from the last committed token on; nodes of which nothing is known are left out, with what is below
         them. allowed: most tokens on a path."""
         draft, known = RowDraft(), self.kept.continuations
-        if not self.alive[row] or not allowed:
+        if not self.view.alive[row] or not allowed:
             return draft
         placed: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # node of the shape -> (its number in the draft, its level)
         for node, (parent, rank) in enumerate(self.shape):
@@ -111,16 +110,14 @@ class RecycleSession(LookupSession):
                 placed[node] = draft.add(continuations[rank], number), level + 1
         return draft
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        verdict = super().verify(draft, scores)
-        verdict.notes = self.note(scores)
-        return verdict
+    def needs_logits(self, draft: Draft) -> bool:
+        return True
 
-    def note(self, scores: Scores) -> Tensor:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor:
         """[B, (n + 1) k] int64: the k likeliest continuations of the root and of every node."""
         return self.model.largest(scores.logits, self.candidates).flatten(1)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Keep what was said behind every scored token, behind the accepted ones last; of what others drafted, behind those
         alone."""
         self.kept.steps += draft is not None
@@ -135,4 +132,4 @@ class RecycleSession(LookupSession):
                 first = (node + 1) * self.candidates
                 noted = verdict.notes[first : first + self.candidates]
                 self.kept.continuations[said[node]] = [token for token in noted if token != NO_TOKEN]
-        super().learn(draft, verdicts)
+        super().observe_commits(draft, verdicts)

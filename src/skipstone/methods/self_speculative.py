@@ -12,13 +12,13 @@ keys and values; all layers are left then if no set is given, and nothing has to
 from dataclasses import dataclass
 from typing import ClassVar
 
-from skipstone.decoding.session import Session
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.fewer_bits import check_draft_quantize
 from skipstone.methods.shared.layer_sets import Space, load_profile
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.methods.shared.skipping_session import SkippingSession
+from skipstone.methods.shared.skipping import SkippingDrafter
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
@@ -62,7 +62,7 @@ class SelfSpeculative(ShortlistMethod):
         if (skip := self.skip_set(model)).attention or skip.mlp:
             Space.of(model).from_skip_set(skip)
         self.shortlist(model)
-        self.drafter(model)
+        self.drafting_model(model)
 
     def skip_set(self, model: LayeredModel) -> SkipSet:
         """The layer set, empty where all layers draft. ValueError where none is given, or two."""
@@ -78,7 +78,7 @@ class SelfSpeculative(ShortlistMethod):
             )
         return given
 
-    def drafter(self, model: LayeredModel) -> LayeredModel | None:
+    def drafting_model(self, model: LayeredModel) -> LayeredModel | None:
         """The target as it drafts, quantised; None for the target itself. ValueError where no engine has it so."""
         if self.draft_quantize is None:
             return None
@@ -96,14 +96,9 @@ class SelfSpeculative(ShortlistMethod):
             )
         return model.in_fewer_bits(self.draft_quantize)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return SelfSpeculativeSession(self, model, rows, capacity)
-
-
-class SelfSpeculativeSession(SkippingSession):
-    """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
-
-    def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
-        most, threshold = method.num_speculative_tokens, method.stop_threshold
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
-        self.skip, self.shortlist, self.drafter = method.skip_set(model), method.shortlist(model), method.drafter(model)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
+        found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.stop_threshold)
+        found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
+        found.drafting_model = self.drafting_model(model)
+        return found

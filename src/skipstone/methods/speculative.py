@@ -12,12 +12,12 @@ as transformers' assisted generation does.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Session
+from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.models.layered import LayeredModel
 
 Schedule = Literal["constant", "heuristic", "confidence"]
@@ -50,11 +50,11 @@ class Speculative(DraftModelMethod):
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
         super().check(model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return SpeculativeSession(self, model, self.draft_model_for(model), rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return SpeculativeDrafter(self, model, self.draft_model_for(model), rows, capacity)
 
 
-class SpeculativeSession(DraftModelSession):
+class SpeculativeDrafter(DraftModelDrafter):
     """Chains of the draft model (lines 1 to 5), as long as the schedule says."""
 
     def __init__(self, method: Speculative, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int) -> None:
@@ -64,15 +64,12 @@ class SpeculativeSession(DraftModelSession):
         super().__init__(method, model, draft_model, rows, capacity, method.num_speculative_tokens, threshold)
         self.method, self.looks = method, threshold is not None  # without one only an end of the text stops a row
 
-    def one_call(self) -> tuple[int, None]:
-        return self.draft_model.depth, None
-
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         self.most[row] = self.method.num_speculative_tokens
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().observe_commits(draft, verdicts)
         if self.method.schedule == "heuristic":
             for row, verdict in enumerate(verdicts):
                 if verdict.draft_steps:

@@ -15,7 +15,7 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
-from skipstone.models.finite import refuse_not_finite
+from skipstone.models.finite import overflow, refuse_not_finite
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass, Tree
@@ -92,8 +92,7 @@ def ensure(model: Any, facts: Facts) -> None:
         refuse_not_finite(model)
         if difference.share != difference.share:
             raise ValueError(
-                f"{difference.where} of this {kind} model is NaN or infinite for a few tokens, and its weights are finite: it "
-                f"overflows {facts.dtype}; load it in bfloat16 or float32"
+                f"{difference.where} of this {kind} model is NaN or infinite for a few tokens, and {overflow(facts.dtype)}"
             )
         raise ValueError(
             f"skipstone does not compute this {kind} model as its own forward does: {difference.where} "

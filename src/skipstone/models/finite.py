@@ -29,7 +29,14 @@ def refuse_not_finite(model: Any) -> None:
 def refuse_overflow(model: Any, result: Any) -> None:
     """ValueError where a model with finite weights computes NaN or infinity. result: a tensor that it has computed."""
     if not bool(torch.isfinite(result).all()):
-        raise ValueError(
-            f"this {model.config.model_type} model computes NaN or infinity, and its weights are finite: it overflows "
-            f"{model.dtype}; load it in bfloat16 or float32"
-        )
+        raise ValueError(f"this {model.config.model_type} model computes NaN or infinity, and {overflow(model.dtype)}")
+
+
+def overflow(dtype: torch.dtype) -> str:
+    """Why a model of finite weights computes NaN or infinity, and what to do: a clause."""
+    if dtype is torch.float16:
+        return f"its weights are finite: it overflows {dtype}; load it in bfloat16 or float32"
+    return (
+        "its weights are finite: fetch the checkpoint again, or correct what is too large or too small in its weights or its "
+        "config, such as the epsilon of its norms"
+    )

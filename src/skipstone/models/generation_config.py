@@ -39,6 +39,15 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 """Field -> what it has to be, in words and as Python's types."""
 
+_AT_LEAST_1 = ("max_length", "max_new_tokens", "prefill_chunk_size")
+
+
+def refuse_small_values(values: Mapping[str, Any]) -> None:
+    """ValueError for numbers with which no text could be written. transformers checks few of them."""
+    for name in _AT_LEAST_1:
+        if (value := values.get(name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}")
+
 
 def refuse_wrong_types(values: Mapping[str, Any], source: str) -> None:
     """ValueError for the first field that has a value of the wrong type. Unknown fields are a model's own. source: where the

@@ -16,6 +16,10 @@ TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
 """What NumPy says where an array has fewer bytes than it was to have."""
 
 
+class UnreadableFile(ValueError):
+    """A GGUF file that cannot be loaded, with the cause and the remedy."""
+
+
 def expect_gguf(path: Path) -> None:
     """OSError for a file that is no GGUF file."""
     if path.suffix != SUFFIX:
@@ -45,16 +49,19 @@ def unpacked() -> dict[str, Any]:
 
 @contextmanager
 def reading(folder: str, told: dict[str, Any]) -> Iterator[None]:
-    """ValueError for all that transformers says of a file that it cannot read. told: `options`, empty for a model that is no
-    GGUF file, of which nothing is changed."""
+    """UnreadableFile for all that transformers says of a file that it cannot read. Nothing is changed for other models.
+
+    told: `options`, empty for a model that is no GGUF file.
+    """
     try:
         yield
     except (OSError, ValueError, LookupError, NotImplementedError, struct.error) as error:
         if "gguf_file" not in told:
             raise
         path, said = Path(folder, told["gguf_file"]), str(error)
-        if isinstance(error, (OSError, struct.error)) or any(words in said for words in TOO_SHORT):
-            raise ValueError(
+        if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in said for words in TOO_SHORT):
+            raise UnreadableFile(
                 f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({said})"
             ) from error
-        raise ValueError(f"the GGUF file {path} cannot be loaded by transformers: {said}") from error
+        remedy = "fetch it again, or load the model's safetensors"
+        raise UnreadableFile(f"the GGUF file {path} cannot be loaded by transformers: {remedy} ({said})") from error

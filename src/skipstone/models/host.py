@@ -18,16 +18,12 @@ CPU = torch.device("cpu")  # for tensors of the host, whatever torch's default d
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not.
 
-    dtype: None takes bool for bools, int64 for whole numbers and float32 for fractions, whatever torch's default is.
+    dtype: None takes bool for bools, float32 if there are fractions, and int64 otherwise, whatever torch's default is.
     """
-    dtype = _dtype_of(values) if dtype is None else dtype
-    return torch.tensor(values, dtype=dtype, device=CPU).to(device, non_blocking=True)
-
-
-def _dtype_of(values: Any) -> torch.dtype:
-    while type(values) in (list, tuple) and values:
-        values = values[0]
-    return {bool: torch.bool, float: torch.float32}.get(type(values), torch.int64)
+    made = torch.tensor(values, dtype=dtype, device=CPU)  # torch looks at all of them
+    if dtype is None and made.is_floating_point():  # in torch's default dtype
+        made = torch.tensor(values, dtype=torch.float32 if made.numel() else torch.int64, device=CPU)
+    return made.to(device, non_blocking=True)
 
 
 def across(tensor: Tensor, device: torch.device) -> Tensor:

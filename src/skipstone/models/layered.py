@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from skipstone.models import picks
 from skipstone.models.agreement import ensure
-from skipstone.models.engines.choice import Setup, asked_for, choose, kv_dtype_of
+from skipstone.models.engines.choice import Setup, asked_for, choose, kv_dtype_of, missing_room_for_copy
 from skipstone.models.engines.engine import ChainEnd, ChainStart, EngineDraw
 from skipstone.models.facts import Facts
 from skipstone.models.families import text_config
@@ -90,7 +90,10 @@ class LayeredModel(DecoderModules):
 
     def in_fewer_bits(self, quantize: str) -> "LayeredModel":
         """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights that were
-        quantised before are those of when this object was made, as its own engine's are."""
+        quantised before are those of when this object was made, as its own engine's are. A model has one copy of each kind.
+        ValueError if it would take too much memory."""
+        if (reason := missing_room_for_copy(self.model, quantize)) is not None:
+            raise ValueError(reason)
         found = copy(self)
         found.asked = Setup("native", quantize).over(self.asked)
         with self.lock:

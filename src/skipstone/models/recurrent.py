@@ -84,7 +84,7 @@ class StateView:
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         full = conv_states if before is None else torch.cat([before, conv_states], -1)
         full = torch.nn.functional.pad(full, (max(0, size - full.shape[-1]), 0))
-        self.states["conv", state_idx] = full[..., full.shape[-1] - size :]
+        self.states["conv", state_idx] = full[..., full.shape[-1] - size :].clone()  # a view would keep all inputs alive
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
@@ -110,6 +110,10 @@ class Trail:
     def end(self) -> int:
         """Tokens so far, those that may be rejected with them."""
         return self.base + (0 if self.inputs is None else len(self.inputs))
+
+    def tensors(self, *, inputs: bool) -> list[Tensor]:
+        """The states that it keeps, and the inputs if they are wanted."""
+        return [*self.before.values(), *self.after.values(), *([self.inputs] if inputs and self.inputs is not None else [])]
 
     def begin(self, first: int, committed: int, call: Call) -> tuple[Tensor | None, States]:
         """(inputs [n, d] of tokens to be run once more, the states before those) of a pass that begins with token `first`, when
@@ -152,6 +156,20 @@ class Trails:
         """That of one layer and row."""
         return self._trails.setdefault((layer, row), Trail())
 
+    def bytes(self) -> int:
+        """Memory held by all states and inputs."""
+        return self._held(inputs=True)
+
+    def row_bytes(self, tokens: int) -> int:
+        """What they hold of one row at most, if a pass has at most so many tokens of it. Asked after a pass of one token of one
+        row. Each sublayer keeps states before and after its inputs, and inputs that it may have to run once more."""
+        states = self._held(inputs=False)
+        return 2 * states + (self._held(inputs=True) - states) * (MOST_REPLAYED + tokens)
+
+    def _held(self, *, inputs: bool) -> int:
+        held = [one for trail in self._trails.values() for one in trail.tensors(inputs=inputs)]
+        return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
+
     def run(self, layer: int, hidden: Tensor, found: Iterable[Span], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
 
@@ -172,7 +190,10 @@ class Trails:
             for place, (span, _, _) in enumerate(members):
                 output[span.number, span.column : span.column + span.width] = result[place]
                 after = {key: state[place : place + 1] for key, state in view.states.items()}
-                self.of(layer, span.row).take(new[place], after)
+                inputs = new[place]
+                if len(members) > 1:  # a view would keep those of all rows alive
+                    inputs, after = inputs.clone(), {key: state.clone() for key, state in after.items()}
+                self.of(layer, span.row).take(inputs, after)
         return output
 
     def check(self, other: "Trails", row: int, other_row: int, length: int, tolerance: float) -> None:

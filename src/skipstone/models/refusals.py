@@ -15,7 +15,11 @@ from skipstone.models.placing import undispatched
 from skipstone.models.ranks import MESH, cannot_share
 
 TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT}  # of layers
-
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "max_position_embeddings",
+)
+"""Fields of a config that are at least 1."""
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
 KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
@@ -27,7 +31,7 @@ def refuse_kind(model: Any) -> None:
     config, kind = text_config(model), model.config.model_type
     if reason := REFUSED.get(kind) or REFUSED.get(config.model_type):
         raise ValueError(f"{kind} {reason}")
-    refuse_heads(config, f"this {kind} model")
+    refuse_sizes(config, f"this {kind} model")
     if reason := _beyond(model, config):
         raise ValueError(f"{kind} {reason}")
     if reason := _unsupported_setting(config):
@@ -47,12 +51,13 @@ def refuse_kind(model: Any) -> None:
         )
 
 
-def refuse_heads(config: Any, name: str) -> None:
-    """ValueError for numbers of heads that no attention can have. config: of the text model. name: of the model."""
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+def refuse_sizes(config: Any, name: str) -> None:
+    """ValueError for sizes that no model can have. config: of the text model. name: of the model."""
+    for field in SIZES:
+        count = getattr(config, field, None)
         if type(count) is int and count < 1:
             raise ValueError(f"{field} of {name} must be at least 1, found {count}: correct its config")
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         raise ValueError(
             f"num_attention_heads of {name} must be a multiple of num_key_value_heads, found {heads} and {kv_heads}: correct "

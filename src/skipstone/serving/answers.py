@@ -20,7 +20,8 @@ CALLED = "tool_calls"
 class Choice:
     """One text while it is written. calls: where tools are offered. reason: why it has ended, None until then. first: seconds
     until its first token. text: that is shown. told: reads the tokens whose log-probabilities are told. steps: reads those of
-    the steps that are told. echoed: whether a stream has told its prompt."""
+    the steps that are told. echoed: whether a stream has told its prompt. is_streamed: whether what is told of tokens is
+    told piece by piece and need not be kept."""
 
     index: int
     job: Job
@@ -35,6 +36,7 @@ class Choice:
     told: TokenReader | None = None
     steps: TokenReader | None = None
     echoed: bool = False
+    is_streamed: bool = False
 
     def shown(self, text: str) -> str:
         """The part of a further piece of text that is no call, or may not be one."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from skipstone.api import token_ids
-from skipstone.decoding.batch import Request
+from skipstone.api import chat_text, token_ids
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import resolve_for
 from skipstone.hf.requests import build_request, generation_options
@@ -122,7 +122,10 @@ class Asking:
             raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
             raise self._too_long("too many characters")
-        return token_ids(turns, self.tokenizer, tools)
+        text = chat_text(turns, self.tokenizer, tools)
+        if len(text) > self._longest:  # a template may write more than it is given
+            raise self._too_long(f"{len(text)} characters")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def method(self, wanted: str | dict[str, Any] | None) -> Method:
         """The method that a body asks for. ValueError for one that does not exist, or that would touch files."""

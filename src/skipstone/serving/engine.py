@@ -18,29 +18,29 @@ from skipstone.decoding.method import Method
 from skipstone.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
-from skipstone.serving.lanes import Lane, length_of
+from skipstone.serving.lanes import Lane, length_of, row_bytes
 from skipstone.serving.reading import Reading
 
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
 POSTED_EVERY = 0.010
-"""Seconds between two lists of events: who reads along sees no difference, and every list takes another thread some of the
-interpreter's time, which the next step of a small model waits for. First tokens and ends of texts wait for nothing."""
+"""Seconds between two lists of events. Readers see no difference. Every list costs another thread some of the interpreter's
+time, and the next step of a small model waits for it. First tokens and ends of texts are told at once."""
 RETRY_AFTER = 1
-"""Seconds after which a client may ask again where the queue is full."""
+"""Seconds after which a client may ask again if the queue is full."""
 DIED = "the model's thread has ended by an error: see the server's log"
-"""What is said from then on."""
+"""The answer to every request after that."""
 
 ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # torch has it from 2.8 on
 MOST_FAILURES = 2
-"""Errors of the device in a row, no step between them having worked, after which the model's thread ends: a CUDA context that
-is broken stays broken, and only another process gets a new one."""
+"""Consecutive errors of the device, without a successful step between them, after which the model's thread ends. A broken CUDA
+context stays broken, and only another process gets a new one."""
 
 Told = list[tuple[Job, Event]]
 Steps = list[tuple[str, Step]]
 """Steps, each with the name of the method that took it."""
 Post = Callable[[Told, Steps], None]
-"""Called in the model's thread with what happened in some steps, and these; and at last, when that thread ends by an error."""
+"""Called in the model's thread with the events of some steps and the steps, and once more if that thread ends by an error."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,12 @@ class DeviceFailed(Exception):
 
 
 class Engine:
-    """Writes texts. rows: of every method. capacity: most tokens of a text, its prompt included. waiting: most jobs that wait
-    for a row. post: is told what happens. chunk: as CHUNK. kv_cache_bytes: what the keys and values of all methods' rows may
-    take together; None for a share of the device's memory."""
+    """Writes texts.
+
+    rows: of every method. capacity: most tokens of a text, its prompt included. waiting: most jobs that wait for a row. post:
+    receives the events. chunk: as CHUNK. kv_cache_bytes: limit of the keys and values of all methods together; None for a share
+    of the device's memory.
+    """
 
     def __init__(
         self,
@@ -71,11 +74,13 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._lanes: dict[str, Lane] = {}
         self._reading: Reading | None = None  # of a prompt that waits
+        self._reading_bytes = 0  # that it takes at most
+        self._reading_waits = False  # whether a prompt waits for memory to be read in
         self._told: Told = []
-        self._steps: Steps = []  # of which nobody was told yet
+        self._steps: Steps = []  # not posted yet
         self._failures = 0  # errors of the device since a step has worked
-        self._posted = 0.0  # when somebody was told last, in seconds of the monotonic clock
-        self._urgent = False  # whether what is to be told does not wait
+        self._posted = 0.0  # time of the latest post, in seconds of the monotonic clock
+        self._urgent = False  # whether the next events are posted at once
         self._open = 0  # jobs that have not ended
         self._waits = 0  # of these, those without a row
         self._lock = threading.Lock()
@@ -93,11 +98,11 @@ class Engine:
 
     @property
     def waits(self) -> int:
-        """Jobs that wait for one."""
+        """Jobs that wait for a row."""
         return self._waits
 
     def submit(self, jobs: list[Job]) -> None:
-        """Take jobs, all or none. Refused where the queue is full or the server is about to stop."""
+        """Take jobs, all or none. Refused if the queue is full or the server is about to stop."""
         with self._lock:
             if not self.lives:
                 raise Refused(503, DIED)
@@ -107,16 +112,16 @@ class Engine:
                 raise Refused(429, f"{self._waits} requests are waiting already; ask again later", RETRY_AFTER)
             self._open += len(jobs)
             self._waits += len(jobs)
-            for job in jobs:  # with the lock: a thread that dies finds all that were taken
+            for job in jobs:  # with the lock: a thread that dies finds all jobs that were taken
                 job.asked = time.monotonic()
                 self._inbox.put(job)
 
     def cancel(self, job: Job) -> None:
-        """Nobody reads the rest: its row is free before the next step. Nothing where it has ended."""
+        """Give up a job that nobody reads. Its row is free before the next step. A job that has ended stays as it is."""
         self._inbox.put(lambda: self._give_up(job, Ended(CANCELLED)))
 
     def stop(self, seconds: float = 0.0) -> bool:
-        """Take no more jobs, give those that there are so much time to end, and end the thread. Returns whether all have."""
+        """Take no more jobs, give the others some seconds to end, and end the thread. Returns whether all jobs have ended."""
         with self._lock:
             self._draining = True
         end = time.monotonic() + seconds
@@ -133,7 +138,7 @@ class Engine:
         self._stopped = True
 
     def _live(self) -> None:
-        """All that the thread does. Whatever escapes ends it: who waits is told, and nobody is taken any more."""
+        """The thread's work. An error that escapes ends it: all jobs fail, and no further ones are taken."""
         try:
             self._run()
         except BaseException:
@@ -168,8 +173,7 @@ class Engine:
         self._tell_all()
 
     def _receive(self, wait: bool, calls: bool = True) -> None:
-        """What came in since the last step; the first of it is waited for where there is nothing to do. calls: whether what
-        is to be called is."""
+        """Take what came in since the last step. wait: for the first item. calls: whether functions in the inbox are called."""
         while True:
             try:
                 item = self._inbox.get(block=wait)
@@ -189,7 +193,7 @@ class Engine:
         self._told.append((job, event))
 
     def _tell_all(self) -> None:
-        """What happened since it was told last, where that does not wait."""
+        """Post the events since the latest post, if it is time."""
         now = time.monotonic()
         if not (self._urgent or now - self._posted >= POSTED_EVERY):
             return
@@ -199,7 +203,7 @@ class Engine:
             self._post(told, steps)
 
     def _expire(self) -> None:
-        """Give up what has no time left."""
+        """Give up jobs that have no time left."""
         now = time.monotonic()
         for job in self._all():
             if job.seconds is not None and now - job.asked > job.seconds:
@@ -216,26 +220,48 @@ class Engine:
                 self._tell(job, ended)
 
     def _read(self) -> None:
-        """Look at one part of the first prompt that waits for it."""
-        job = next((job for job in self._waiting if job.unread), None)
-        if job is None or job.read is None:
-            self._reading = None
+        """Look at one part of the first prompt that waits for it. What was read takes memory until its text has ended, so only
+        one text waits with it for a row."""
+        self._reading_waits = False
+        held = any(job.writes and job.read and not job.unread for job in self._waiting)
+        job = next((job for job in self._waiting if job.unread and not (held and job.writes)), None)
+        reading = None if job is None else self._reading_of(job)
+        self._reading = reading
+        if job is None or reading is None:
             return
         try:
-            if self._reading is None or self._reading.likely is not job.read:
-                self._reading = Reading(job.request.prompt, job.logprobs or 0, job.read)
-            self._reading.go_on(self.model, self.chunk)
+            reading.go_on(self.model, self.chunk)
         except Exception as error:
             logger.exception("a prompt could not be read")
             self._fail(job, Ended(FAILED, "the prompt could not be read: see the server's log"))
             self._count(error)
+        if not job.unread:
+            self._reading = None
+
+    def _reading_of(self, job: Job) -> Reading | None:
+        """What reads the prompt of a job; None while there is no memory for it, and where there never is: the job has ended."""
+        assert job.read is not None
+        if self._reading is not None and self._reading.likely is job.read:
+            return self._reading
+        self._reading = None
+        tokens, (of_token, of_states) = len(job.request.prompt), row_bytes(self.model, self.chunk)
+        self._reading_bytes = tokens * of_token + of_states
+        try:
+            has_memory = self._has_memory(self._reading_bytes, f"the log-probabilities of a prompt of {tokens} tokens need")
+        except ValueError as error:
+            self._fail(job, Ended(FAILED, str(error), 400))
+            return None
+        self._reading_waits = not has_memory
+        return Reading(job.request.prompt, job.logprobs or 0, job.read) if has_memory else None
 
     def _admit(self) -> None:
-        """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method. One
-        for whose method there is no group, or no memory, holds up those of the method with the fewest texts: its rows become
-        free so."""
-        full = set[str]()
-        blocked = False  # whether one waits for a group or for memory; then no further group is made
+        """Give rows to waiting jobs, the oldest first.
+
+        A full batch group blocks only its own queue. If a job needs a further group, or memory, the method with the fewest
+        texts takes no more jobs, so that its rows become free.
+        """
+        blocked = self._reading_waits  # a job waits for a group or for memory: no further group is made
+        full = {self._method_with_fewest_texts("")} if blocked else set[str]()
         for job in list(self._waiting):
             name = job.method.spelled
             if name in full or job.unread or (blocked and name not in self._lanes):
@@ -245,7 +271,7 @@ class Engine:
                 if lane is not None and not lane.free:
                     full.add(name)
                     continue
-                if lane is None or not self._has_memory(lane, length_of(job)):
+                if lane is None or not self._has_memory_for(lane, length_of(job)):
                     blocked = True
                     full |= {name, self._method_with_fewest_texts(name)}
                     continue
@@ -264,25 +290,25 @@ class Engine:
         return min(groups)[1] if groups else besides
 
     def _end_read(self) -> None:
-        """End those of whom nothing but the prompt is wanted, when it is read."""
+        """End jobs that want their prompt alone, once it is read."""
         for job in [job for job in self._waiting if not (job.writes or job.unread)]:
             self._unqueue(job)
             self._tell(job, Ended(LENGTH))
 
     def _unqueue(self, job: Job) -> None:
-        """It waits no longer."""
+        """Take a job out of the queue."""
         self._waiting.remove(job)
         with self._lock:
             self._waits -= 1
 
     def _fail(self, job: Job, ended: Ended) -> None:
-        """A job that could not be given a row, or whose lane could not be made."""
+        """End a job that could not get a row."""
         if job in self._waiting:
             self._unqueue(job)
         self._tell(job, ended)
 
     def _lane(self, method: Method) -> Lane | None:
-        """The rows of a method; None while all groups that there may be are at work for others."""
+        """The rows of a method; None while the other methods use all groups."""
         name = method.spelled
         if (lane := self._lanes.pop(name, None)) is None:
             if len(self._lanes) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
@@ -291,22 +317,29 @@ class Engine:
         self._lanes[name] = lane  # the last one now
         return lane
 
-    def _has_memory(self, lane: Lane, tokens: int) -> bool:
-        """Whether a text of so many tokens may join a group; groups that have no texts are given up for it. ValueError where
-        the group alone would take too much."""
-        needed = lane.memory_bytes(tokens)
+    def _has_memory_for(self, lane: Lane, tokens: int) -> bool:
+        """Whether a text of so many tokens may join a group. ValueError if the group alone would take too much."""
+        said = f"a text of {tokens} tokens in the {len(lane.jobs)} rows of {lane.method.name} needs"
+        return self._has_memory(lane.memory_bytes(tokens), said, lane)
+
+    def _has_memory(self, needed: int, said: str, lane: Lane | None = None) -> bool:
+        """Whether there are so many bytes, for a group or for a prompt that is read. Groups without texts make room.
+        said: what needs the bytes. ValueError if there are never so many."""
         if needed > self.kv_cache_bytes:
             raise ValueError(
-                f"a text of {tokens} tokens needs {needed} bytes of keys and values in the {len(lane.jobs)} rows of "
-                f"{lane.method.name}, and the server has {self.kv_cache_bytes} (--kv-cache-memory-bytes): ask for fewer tokens"
+                f"{said} {needed} bytes of keys and values, and the server has {self.kv_cache_bytes} "
+                "(--kv-cache-memory-bytes): ask for fewer tokens"
             )
-        while needed + sum(one.memory_bytes() for one in self._lanes.values() if one is not lane) > self.kv_cache_bytes:
+        reading = 0 if self._reading is None else self._reading_bytes
+        while (
+            needed + reading + sum(one.memory_bytes() for one in self._lanes.values() if one is not lane) > self.kv_cache_bytes
+        ):
             if not self._drop_idle_group(lane):
                 return False
         return True
 
     def _drop_idle_group(self, besides: Lane | None = None) -> bool:
-        """Free the rows of the method that was asked for longest ago and has no text. False where there is none."""
+        """Free the rows of the least recently used method without texts. False if there is none."""
         idle = next((name for name, lane in self._lanes.items() if not lane.busy and lane is not besides), None)
         return idle is not None and self._lanes.pop(idle) is not None
 
@@ -325,7 +358,7 @@ class Engine:
         return step
 
     def _count(self, error: Exception) -> None:
-        """DeviceFailed where errors of the device are all that comes."""
+        """DeviceFailed after too many consecutive errors of the device."""
         if not of_device(error):
             return
         self._failures += 1

@@ -8,17 +8,21 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from skipstone.extras import installed
+from skipstone.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
 from skipstone.serving.finite_values import has_finite_value
 
 LONGEST, DEEPEST = 1 << 16, 32
@@ -40,10 +44,23 @@ MAX_RECOMPILE_SECONDS = 5.0
 PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
 SOURCE_LINE = re.compile(r"\d+ \| ")
 """How llguidance quotes a line of the grammar, which no client wrote."""
+COMPILED_PER_TEXT = 2
+"""A text's grammar is compiled for what is committed and for drafts."""
 COMPLETE, DEAD_END = "complete", "dead end"
 """Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
 NO_EXTENSION = "NoExtension"
 """How llguidance's error begins if no token leads on. Any other error is a limit."""
+
+
+class NoGrammarMemory(Exception):
+    """The grammars of other requests take too much memory now."""
+
+
+@dataclass(eq=False)
+class GrammarMemory:
+    """What the grammars of one request take. It counts for as long as one of them lives."""
+
+    nbytes: int
 
 
 class Grammars:
@@ -53,6 +70,9 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         need = "structured output needs llguidance"
         self._matcher = installed("llguidance", need, "serve").LLMatcher
+        self._limits = installed("llguidance", need, "serve").LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        self._taken: WeakSet[GrammarMemory] = WeakSet()
+        self._lock = threading.Lock()
         self.ends = tuple(ends)
         eos = list(ends) if ends else None
         self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
@@ -60,7 +80,8 @@ class Grammars:
     def of_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
         """A processor of texts that fulfil a JSON schema. prompt: tokens before a text. choices: texts that will have one.
 
-        ValueError for a schema that is wrong, too large or impossible. TimeoutError if the machine is too busy to find out.
+        ValueError for a schema that is wrong, too large or impossible. TimeoutError if the machine is too busy to find out,
+        NoGrammarMemory if the grammars of others take too much memory.
         """
         field = "response_format"
         check_schema(schema, field)
@@ -86,10 +107,10 @@ class Grammars:
         """The processor of a grammar, if it compiles and allows a text. field: of the request, for messages. is_known: whether
         it compiles quickly."""
         try:
-            if not is_known:
-                try_out(compiled)
+            nbytes = SMALL_GRAMMAR_BYTES if is_known else max(try_out(compiled), SMALL_GRAMMAR_BYTES)
         except (ValueError, TimeoutError) as error:
             raise type(error)(f"{field}: {error}") from None
+        memory = self._memory(field, nbytes, choices)
         began = time.thread_time()
         matcher = self._new_matcher(compiled)
         seconds = time.thread_time() - began
@@ -98,13 +119,27 @@ class Grammars:
         if choices > 1 and choices * seconds > MOST_SECONDS:
             raise ValueError(f"{field}: the schema takes {seconds:.1f} s to compile for each of {choices} texts; ask for fewer")
         no_end = None if self.ends else self._tokenizer.eos_token
-        grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end)
+        grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end, memory)
         if grammar.end_of([]):
             raise ValueError(f"{field}: no text fulfils the schema; check that its parts do not contradict each other")
         return grammar
 
+    def _memory(self, field: str, nbytes: int, choices: int) -> GrammarMemory:
+        """Memory for the grammars of a request. nbytes: of one that is compiled once."""
+        needed = nbytes * (COMPILED_PER_TEXT * choices + 1)
+        if needed > GRAMMAR_BYTES:
+            said = f"{field}: the compiled schema takes {nbytes} bytes, {needed} for {choices} texts"
+            raise ValueError(f"{said}, and {GRAMMAR_BYTES} are allowed; ask for fewer texts, or shorten the schema")
+        with self._lock:
+            if (taken := sum(one.nbytes for one in self._taken)) + needed > GRAMMAR_BYTES:
+                said = f"this schema needs {needed} bytes, {taken} of {GRAMMAR_BYTES} are taken by those of other requests"
+                raise NoGrammarMemory(f"{said}; ask again later")
+            memory = GrammarMemory(needed)
+            self._taken.add(memory)
+        return memory
+
     def _new_matcher(self, compiled: str) -> Any:
-        return self._matcher(self._tokenizer, compiled, log_level=0)
+        return self._matcher(self._tokenizer, compiled, log_level=0, limits=self._limits)
 
 
 def check_schema(schema: dict[str, Any], field: str) -> None:
@@ -130,9 +165,9 @@ def _said(error: str) -> str:
 
 
 @lru_cache(TRIALS_KEPT)
-def try_out(grammar: str) -> None:
-    """Compile a grammar of llguidance's in another process, which is ended where that takes too much. ValueError if so.
-    TimeoutError where it is not the grammar's fault."""
+def try_out(grammar: str) -> int:
+    """Compile a grammar of llguidance's in another process, which is ended where that takes too much. Returns how many bytes of
+    memory it took. ValueError if it is too much. TimeoutError where it is not the grammar's fault."""
     command = [sys.executable, "-P", str(TRIAL), str(MOST_SECONDS), str(MOST_BYTES)]
     try:
         done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=LONGEST_TRIAL)
@@ -143,6 +178,7 @@ def try_out(grammar: str) -> None:
         raise ValueError(f"the schema takes more than {said} to compile")
     if done.returncode:
         raise RuntimeError(f"a schema could not be tried out: {done.stderr[-2000:]}")
+    return int(done.stdout)
 
 
 def too_deep(value: Any, deepest: int = DEEPEST) -> bool:
@@ -159,12 +195,19 @@ class Grammar:
     """A logits processor and a stopping criterion of one text.
 
     matcher: of the grammar, has taken nothing. new_matcher: compiles another one. prompt: tokens before the text. ends: token
-    ids that end a text. no_end: the token that llguidance takes for one if there are none.
+    ids that end a text. no_end: the token that llguidance takes for one if there are none. memory: that it has a part of.
     """
 
     def __init__(
-        self, matcher: Any, new_matcher: Callable[[], Any], prompt: int, ends: tuple[int, ...], no_end: int | None
+        self,
+        matcher: Any,
+        new_matcher: Callable[[], Any],
+        prompt: int,
+        ends: tuple[int, ...],
+        no_end: int | None,
+        memory: GrammarMemory,
     ) -> None:
+        self._memory = memory
         self._new_matcher, self.prompt, self.ends, self._no_end = new_matcher, prompt, ends, no_end
         self._committed = _Path(matcher, no_end)
         self._committed.go_to([])
@@ -175,7 +218,7 @@ class Grammar:
     def fresh(self, prompt: int | None = None) -> "Grammar":
         """The same for another text, with all that it needs. prompt: tokens before it, None for as many."""
         prompt = self.prompt if prompt is None else prompt
-        other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end)
+        other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end, self._memory)
         other._recompile()
         return other
 

@@ -1,12 +1,12 @@
 """What is asked of the model's thread, and what it tells."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.serving.details import Details
 from skipstone.serving.grammar import COMPLETE, Grammar
 
@@ -136,7 +136,7 @@ class Ended:
 Event = Piece | Ended
 
 
-def joined(events: Sequence[tuple[Job, Event]]) -> list[tuple[Job, Event]]:
+def joined(events: Iterable[tuple[Job, Event]]) -> list[tuple[Job, Event]]:
     """The same, with all that came of one job as one piece: the latest step's, with the tokens of all."""
     found: list[tuple[Job, Event]] = []
     place: dict[Job, int] = {}

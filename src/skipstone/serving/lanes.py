@@ -1,7 +1,6 @@
 """The rows of one method: which job has which row, and whose prompt a free row still knows."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import FAILED, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
-from skipstone.timing.machine import kv_bytes_of
+from skipstone.timing.machine import store_of_one_token
 
-KV_BYTES: Memo[int] = Memo()
-"""Of a model: bytes of the keys and values of one token in all its layers."""
+ROW_BYTES: Memo[tuple[int, int]] = Memo()
+"""Of a model: bytes of the keys and values of one token in all its layers, and bytes of a row's recurrent states."""
 LEAST_REUSED = 16
 """Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
 
@@ -39,7 +38,7 @@ class Lane:
 
     def __init__(self, model: LayeredModel, method: Method, rows: int, capacity: int, chunk: int, tell: Tell) -> None:
         method.check(model)
-        self.method, self.tell = method, tell
+        self.method, self.tell, self.chunk = method, tell, chunk
         self.jobs: list[Job | None] = [None] * rows
         self._recorder = StepRecorder(self.jobs)
         session = method.start(model, rows, capacity)
@@ -56,15 +55,16 @@ class Lane:
         return [row for row, job in enumerate(self.jobs) if job is None]
 
     def memory_bytes(self, tokens: int = 0) -> int:
-        """Bytes of keys and values that its texts will have taken when all are written, and with them one of so many tokens."""
+        """Bytes of keys, values and recurrent states that its texts will have taken when all are written, and with them one of
+        so many tokens."""
         session = self.decoder.session
         longest = max((length_of(job) for job in self.jobs if job is not None), default=0)
         slots = max(longest, tokens)
         found = 0
         for model, store in session.stores:
-            capacity = store.capacity_for(slots + session.scratch) if slots else store.capacity
-            of_token = KV_BYTES.get(model.model, str(model.kv_dtype), partial(kv_bytes_of, model))
-            found += store.rows * (capacity + 1) * of_token * store.layers // model.depth
+            capacity = store.capacity_for(slots + session.drafter.requirements.scratch_slots) if slots else store.capacity
+            of_token, of_states = row_bytes(model, self.chunk)
+            found += store.rows * ((capacity + 1) * of_token * store.layers // model.depth + of_states)
         return found
 
     @property
@@ -123,7 +123,7 @@ class Lane:
     def _tell_tokens(self, job: Job, row: int, step: Step, likely: Sequence[Likely] | None, details: Details | None) -> None:
         """Tell a job the tokens of a step."""
         job.figures.add(step, row)
-        job.figures.predicted = self.decoder.session.predicted(row)
+        job.figures.predicted = self.decoder.session.drafter.accepted_predictions(row)
         milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
         drafted, told = (step.drafted[row], step.drafter, step.reason), self._told(row, step, details)
         self.tell(job, Piece(job.figures.steps, step.tokens[row], step.origin[row], likely, *drafted, milliseconds, told))
@@ -186,6 +186,17 @@ class StepRecorder:
                 shape = {"depth": session.model.depth, "runs": session.store.layers}
                 details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
         return likely, details
+
+
+def row_bytes(model: LayeredModel, chunk: int) -> tuple[int, int]:
+    """(bytes of one token's keys and values in all layers, most bytes of a row's recurrent states). chunk: most tokens of a row
+    in a pass."""
+
+    def measured() -> tuple[int, int]:
+        store = store_of_one_token(model)
+        return store.bytes() // (store.capacity + 1), store.trails.row_bytes(chunk)
+
+    return ROW_BYTES.get(model.model, (str(model.kv_dtype), chunk), measured)
 
 
 def length_of(job: Job) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
@@ -15,13 +16,14 @@ from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
 from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
-from skipstone.serving.grammar import Grammar
-from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
+from skipstone.serving.grammar import Grammar, NoGrammarMemory
+from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
 from skipstone.serving.settings import Settings
 from skipstone.serving.tools import MARKS, Calls
+from skipstone.serving.unread import UnreadEvents, largest_beyond_limit
 from skipstone.serving.watch import begun
 from skipstone.serving.writing import Writer
 
@@ -59,11 +61,13 @@ class Server:
         self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
+        self.failure: Exception | None = None  # why the model could not be loaded
         self.metrics = Metrics(settings.name)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
-        self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
+        self._queues: dict[Job, UnreadEvents] = {}
+        self._unread: WeakSet[UnreadEvents] = WeakSet()  # of all answers that somebody may still read
         self.open_streams = 0  # streams that clients have not read to the end
         self._draining: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
@@ -79,7 +83,7 @@ class Server:
         except Exception as error:  # whatever it was, /health tells of it and the log has it
             if self.state == "stopping":
                 return
-            self.state = "failed"
+            self.state, self.failure = "failed", error
             logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
             self.failed()
             return
@@ -166,6 +170,8 @@ class Server:
             return await self._loop.run_in_executor(self._schemas, self.asking.grammar, body)
         except ValueError as error:
             raise Refused(400, str(error)) from None
+        except NoGrammarMemory as error:
+            raise Refused(429, str(error), RETRY_AFTER) from None
         except TimeoutError as error:
             raise Refused(503, str(error), COMES_BACK) from None
         finally:
@@ -188,10 +194,19 @@ class Server:
         for job, event in told:
             listener = self._queues.pop(job, None) if isinstance(event, Ended) else self._queues.get(job)
             if listener is not None:
-                listener.put_nowait((job, event))
+                listener.put(job, event)
+        while (slow := largest_beyond_limit(self._unread)) is not None:
+            self._drop(slow)
         if engine is not None and not engine.lives and self.state == "ready":
             self.state = "failed"
             self.failed()
+
+    def _drop(self, unread: UnreadEvents) -> None:
+        """Give up an answer that its client does not read."""
+        unread.drop()
+        for job in unread.jobs:
+            if self._queues.pop(job, None) is not None and self._engine is not None:
+                self._engine.cancel(job)
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
@@ -200,11 +215,14 @@ class Server:
         written."""
         engine = self.engine
         jobs = await self.asked(ask, body, await self._grammar(body))
-        listener: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        listener = UnreadEvents(jobs)
         choices = [self._choice(index, job, body) for index, job in enumerate(jobs)]
+        for choice in choices:
+            choice.is_streamed = body.stream
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
+        self._unread.add(listener)
         begun(answer, body)
         return answer, self._updates(engine, answer, listener, whole_steps=body.stream_speculative)
 
@@ -227,28 +245,23 @@ class Server:
                 if self._engine is not None:
                     self._engine.cancel(choice.job)
 
-    async def _updates(
-        self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]], *, whole_steps: bool | str
-    ) -> Updates:
+    async def _updates(self, engine: Engine, answer: Answer, listener: UnreadEvents, *, whole_steps: bool | str) -> Updates:
         """Until all have ended, or nobody listens any more. Refused where one could not be written. whole_steps: whether what
         every step has committed is an update of its own."""
         running = {choice.job: choice for choice in answer.choices}
         try:
             while running:
-                events = [await listener.get()]
-                while not listener.empty():
-                    events.append(listener.get_nowait())
-                for job, event in events if whole_steps else joined(events):
-                    if (choice := running.get(job)) is None:
-                        continue
-                    update = self._update(choice, event)
-                    if choice.reason is not None:
-                        del running[job]
-                        self._leave(job)
-                        self.metrics.ended(choice)
-                        if isinstance(event, Piece):
-                            engine.cancel(job)
-                    yield update
+                job, event = await listener.take(whole_steps=bool(whole_steps))
+                if (choice := running.get(job)) is None:
+                    continue
+                update = self._update(choice, event)
+                if choice.reason is not None:
+                    del running[job]
+                    self._leave(job)
+                    self.metrics.ended(choice)
+                    if isinstance(event, Piece):
+                        engine.cancel(job)
+                yield update
         finally:
             self.abandon(answer)
 
@@ -266,7 +279,8 @@ class Server:
         text = choice.shown(choice.writer.add(piece.tokens))
         taken = choice.writer.count - start
         choice.tokens += piece.tokens[:taken]
-        choice.likely += (piece.likely or [])[:taken]
+        if not choice.is_streamed:
+            choice.likely += (piece.likely or [])[:taken]
         if choice.writer.stopped:
             text += choice.end(STOP)
         return choice, text, piece, start

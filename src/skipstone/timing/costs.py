@@ -22,18 +22,18 @@ import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.costs import BatchCosts, Costs, Curve
 from skipstone.decoding.draft import Draft
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.loop import NOTHING, Decoder
+from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
 from skipstone.files import cache_place, digest, write_cache
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.layerskip import LayerSkip, LayerSkipSession
-from skipstone.methods.shared.chain import ChainSession
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
-from skipstone.methods.shared.lookups import LookupSession, RowDraft
-from skipstone.methods.shared.skipping_session import SkippingSession
+from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
+from skipstone.methods.shared.skipping import SkippingDrafter
 from skipstone.methods.swift.tree import RANKS
 from skipstone.models.engines.native import library
 from skipstone.models.layered import LayeredModel
@@ -86,27 +86,25 @@ class Bench:
             raise ValueError(f"the model has {layered.max_positions} positions, too few to measure what decoding costs")
         self.room = self.far + spare
         self.plain = Decoder(Autoregressive().start(layered, batch, self.room))
-        self.lookups = LookupSession(layered, batch, self.room)
-        self._behind(self.lookups)
-        method = LayerSkip(exit_layer=1, num_speculative_tokens=max(DRAFTS))
-        session = method.start(layered, batch, self.room)
-        assert isinstance(session, LayerSkipSession)
-        self.exits = session
-        self._behind(self.exits)
-        usual: dict[str, Any] = {"most": max(DRAFTS), "threshold": None, "scratch": 0}
-        self.chains, self.ranked = (SkippingSession(layered, batch, self.room, ranks=ranks, **usual) for ranks in (1, RANKS))
-        for skipping in (self.chains, self.ranked):
-            self._behind(skipping)
+        most = max(DRAFTS)
+        self.lookup = LookupDrafter(batch)
+        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), layered, batch)
+        self.chain, self.ranked = (SkippingDrafter(layered, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
+        self.lookups = self._behind(self.lookup)
+        self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
 
     def _request(self, new: int) -> Request:
         return Request(torch.zeros(1, dtype=torch.int64, device="cpu"), new)
 
-    def _behind(self, session: Session) -> None:
+    def _behind(self, drafter: Drafter) -> Session:
+        """A session whose rows stand behind a context that was never run."""
+        session = Session(self.layered, self.batch, self.room, drafter)
         for row in range(self.batch):
             session.admit(row, self._request(1))
         while session.prefilling:
             session.prefill(1)
         session.store.length = [self.context] * self.batch
+        return session
 
     def entries(self, sparse: bool) -> dict[Entry, Timed]:
         """All that is timed; sparse: less of it."""
@@ -129,10 +127,10 @@ class Bench:
         for k in DRAFTS:
             for layer in exits:
                 found[f"exit {layer}", k] = lambda layer=layer, k=k: self._exit(layer, k)
-            found[f"exit {depth}", k] = lambda k=k: self._skipping(self.chains, SkipSet(), k)
-            found["ranked", k] = lambda k=k: self._skipping(self.ranked, SkipSet(), k)
+            found[f"exit {depth}", k] = lambda k=k: self._skipping(self.chains, self.chain, SkipSet(), k)
+            found["ranked", k] = lambda k=k: self._skipping(self.ranked_chains, self.ranked, SkipSet(), k)
             for name, skip in skips.items():
-                found[name, k] = lambda skip=skip, k=k: self._skipping(self.chains, skip, k)
+                found[name, k] = lambda skip=skip, k=k: self._skipping(self.chains, self.chain, skip, k)
         return found
 
     # ---------------------------------------------------------------------------------------------- what is timed
@@ -157,7 +155,7 @@ class Bench:
     def _given(self, tokens: int) -> Draft:
         """A draft of given tokens, one fewer than are scored."""
         known = [place % self.layered.embeddings for place in range(1, tokens)]
-        return self.lookups.propose([RowDraft().chain(known) for _ in range(self.batch)])
+        return self.lookup.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
 
     def _scored(self, tokens: int, context: int) -> float:
         session = self.lookups
@@ -176,18 +174,18 @@ class Bench:
         return self._clock(lambda: frontier.advance(self.layered.depth))
 
     def _exit(self, layer: int, drafts: int) -> float:
-        self.exits.exit_layer = layer
+        self.exit.exit_layer = layer
         return self.drafted(self.exits, drafts)
 
-    def _skipping(self, session: SkippingSession, skip: SkipSet, drafts: int) -> float:
-        session.skip = skip
+    def _skipping(self, session: Session, drafter: SkippingDrafter, skip: SkipSet, drafts: int) -> float:
+        drafter.skip = skip
         return self.drafted(session, drafts)
 
-    def drafted(self, session: ChainSession, drafts: int) -> float:
+    def drafted(self, session: Session, drafts: int) -> float:
         """A chain, of which nothing is committed, after a pass through all layers, as in decoding: the layers that draft lie in
         no cache at first."""
         self._scored(1, self.context)
-        seconds = self._clock(lambda: session.draft([drafts] * self.batch))
+        seconds = self._clock(lambda: session.drafter.propose_draft([drafts] * self.batch))
         session.commit(None, [NOTHING] * self.batch)
         return seconds
 
@@ -306,13 +304,14 @@ def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: i
     """Seconds of a draft step of a draft model, for all rows of a batch."""
     bench = Bench(layered, batch)
     room = min(bench.room, draft_model.max_positions)
-    session = DraftModelSession(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
+    drafter = DraftModelDrafter(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
+    session = Session(layered, batch, room, drafter)
     for row in range(batch):
         session.admit(row, Request(torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings, 1))
     while session.prefilling:
         session.prefill(8)
     for row in range(batch):  # a token that the draft model has not read yet
-        session.text[row].append(0)
+        drafter.text[row].append(0)
     return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MOST_SECONDS / 4).step("model")
 
 

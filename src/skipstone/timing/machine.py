@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import run_tokens, store_for, timings
 
@@ -105,10 +106,16 @@ def kv_bytes(model: PreTrainedModel) -> int:
 
 def kv_bytes_of(layered: LayeredModel) -> int:
     """The same of a model that is already taken apart."""
+    store = store_of_one_token(layered)
+    return store.bytes() // (store.capacity + 1)
+
+
+def store_of_one_token(layered: LayeredModel) -> KVStore:
+    """A store of one row that has run one token."""
     store = store_for(layered, 1)
     with torch.inference_mode():
         run_tokens(layered, store, torch.zeros((1, 1), dtype=torch.long, device=layered.device), 0)
-    return store.bytes() // (store.capacity + 1)
+    return store
 
 
 def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:

@@ -1,23 +1,27 @@
-"""LayerSkip with another session."""
+"""LayerSkip with another drafter or another session."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipstone.decoding.session import Session
-from skipstone.methods.layerskip import LayerSkip, LayerSkipSession
+from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.models.layered import LayeredModel
 
 
-def broken(session: type[LayerSkipSession]) -> LayerSkip:
-    """A method whose sessions are of that class; right where the class is LayerSkip's own."""
+def broken(drafter: type[LayerSkipDrafter] = LayerSkipDrafter, session: type[Session] = Session) -> LayerSkip:
+    """A method whose drafters and sessions are of these classes; right where they are LayerSkip's own."""
+    odd = drafter if drafter is not LayerSkipDrafter else session
 
     @dataclass(frozen=True)
     class Method(LayerSkip):
-        name: ClassVar[str] = session.__module__.rpartition(".")[2]
+        name: ClassVar[str] = odd.__module__.rpartition(".")[2]
 
-        def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-            return session(self, model, rows, capacity)
+        def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> LayerSkipDrafter:
+            return drafter(self, model, rows)
+
+        def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+            return session(model, rows, capacity, self.create_drafter(model, rows, capacity))
 
     return Method(exit_layer=2, num_speculative_tokens=3)

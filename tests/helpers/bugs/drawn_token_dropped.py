@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.methods.layerskip import LayerSkipDrafter
+from skipstone.models.engines.engine import Survival
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
-    def draft(self, limit: list[int]) -> Draft:
-        draft = super().draft(limit)
+class Broken(LayerSkipDrafter):
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        draft = super().propose_draft(limits, stop_rule)
         draft.valid = draft.valid & (draft.tokens % 2 == 0).long().cumprod(1).bool()
         return draft
 

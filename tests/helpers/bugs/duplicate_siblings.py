@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.methods.layerskip import LayerSkipDrafter
+from skipstone.models.engines.engine import Survival
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
-    def draft(self, limit: list[int]) -> Draft:
-        if min(limit) < 2:
-            return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
-        guess = self.root[:, None]
-        frontier = self.frontier([2] * self.rows)
-        tokens, valid = guess.repeat(1, 2), torch.tensor(self.alive)[:, None].repeat(1, 2)
+class Broken(LayerSkipDrafter):
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        view = self.view
+        if min(limits) < 2:
+            return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
+        guess = view.root[:, None]
+        frontier = view.start_forward([2] * view.rows)
+        tokens, valid = guess.repeat(1, 2), torch.tensor(view.alive)[:, None].repeat(1, 2)
         parents = torch.full_like(tokens, -1)
         frontier.append(tokens, valid, parents)
         return Draft(tokens, valid, frontier, parents=parents)

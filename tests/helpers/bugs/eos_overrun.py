@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from skipstone.decoding.batch import Request
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.decoding.request import Request
+from skipstone.decoding.session import Session
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
+class Broken(Session):
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         object.__setattr__(request, "eos", frozenset())
         super().admit(row, request, known)
 
 
-METHOD = broken(Broken)
+METHOD = broken(session=Broken)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skipstone.decoding.batch import Request
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.decoding.request import Request
+from skipstone.decoding.session import Session
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
+class Broken(Session):
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)), known)
 
 
-METHOD = broken(Broken)
+METHOD = broken(session=Broken)

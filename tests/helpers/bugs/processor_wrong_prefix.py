@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.decoding.session import Session
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
+class Broken(Session):
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         own = self.sampler.extend
         self.sampler.extend = lambda row, tokens: own(row, tokens[-1:])  # type: ignore[method-assign]
@@ -15,4 +15,4 @@ class Broken(LayerSkipSession):
         self.sampler.extend = own  # type: ignore[method-assign]
 
 
-METHOD = broken(Broken)
+METHOD = broken(session=Broken)

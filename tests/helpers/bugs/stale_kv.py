@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.decoding.session import Session
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
+class Broken(Session):
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
         for row, verdict in enumerate(verdicts):
@@ -16,4 +16,4 @@ class Broken(LayerSkipSession):
                 self.store.move(row, [end], [end - 1])
 
 
-METHOD = broken(Broken)
+METHOD = broken(session=Broken)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.methods.layerskip import LayerSkipDrafter
+from skipstone.models.engines.engine import Survival
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
-    def draft(self, limit: list[int]) -> Draft:
-        draft = super().draft(limit)
+class Broken(LayerSkipDrafter):
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+        draft = super().propose_draft(limits, stop_rule)
         if draft.q is not None:
             likely = draft.q.gather(2, draft.tokens[:, :, None]).squeeze(2) > 0.3
             draft.valid = draft.valid & likely.long().cumprod(1).bool()

@@ -6,11 +6,11 @@ import torch
 
 from skipstone.decoding.draft import Draft, Verdict
 from skipstone.decoding.sampling import Scores
-from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.decoding.session import Session
 from tests.helpers.bugs.base import broken
 
 
-class Broken(LayerSkipSession):
+class Broken(Session):
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         verdict = super().verify(draft, scores)
         rejected = verdict.accepted < draft.valid.sum(1)
@@ -22,4 +22,4 @@ class Broken(LayerSkipSession):
         return verdict
 
 
-METHOD = broken(Broken)
+METHOD = broken(session=Broken)

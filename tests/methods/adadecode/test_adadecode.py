@@ -13,10 +13,10 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
-from skipstone.decoding.batch import Request
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep
+from skipstone.methods.adadecode.adadecode import AdaDecodeDrafter, Sweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card
 from skipstone.models.engines.native import library
 from skipstone.models.frontier import Frontier
@@ -81,7 +81,7 @@ def test_deferred_layers_run_jointly_as_in_figure_2(calls: list[tuple[int, int]]
     _, session = step_of(model, AdaDecode(heads))
     calls.clear()
     with torch.inference_mode():
-        draft = session.draft([5])
+        draft = session.drafter.propose_draft([5])
         session.score(draft)
     assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
     assert draft.exit_layer.tolist() == [[2, 1]]
@@ -95,7 +95,7 @@ def test_with_max_pending_predictions_the_newest_token_is_not_tested(calls: list
     _, session = step_of(model, AdaDecode(heads, max_pending=2))
     calls.clear()
     with torch.inference_mode():
-        session.score(session.draft([5]))
+        session.score(session.drafter.propose_draft([5]))
     assert calls == [(1, 1), (1, 1), (1, 1), (2, 3), (3, 3)]
 
 
@@ -120,7 +120,7 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     calls.clear()
     session: Any = decoder.session
     with torch.inference_mode():
-        draft = session.draft([5, 5])
+        draft = session.drafter.propose_draft([5, 5])
         session.score(draft)
     # sweep 1: both, then row 1 alone goes to layer 2. sweep 2: both at layer 1, where row 1 predicts; row 0's tokens go on to
     # layer 2, where it fails. sweep 3: row 1 alone predicts nowhere
@@ -144,7 +144,7 @@ def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
     calls.clear()
     session: Any = decoder.session
     with torch.inference_mode():
-        draft = session.draft([5, 0])
+        draft = session.drafter.propose_draft([5, 0])
         session.score(draft)
     assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
     assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
@@ -278,11 +278,11 @@ def test_the_law_is_exact(three: Any, threshold: float, new: int) -> None:
 class Literal(AdaDecode):
     """Eq. 1 read literally: the drawn token's own probability is tested."""
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Any:
-        return LiteralSession(self, model, rows, capacity)
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> AdaDecodeDrafter:
+        return LiteralDrafter(self, model, rows)
 
 
-class LiteralSession(AdaDecodeSession):
+class LiteralDrafter(AdaDecodeDrafter):
     def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
         found = Sweep([0], frontier.tokens[:, -1], doubted=[False])
         frontier.advance(exits[0][1])

@@ -29,12 +29,12 @@ from skipstone import (
 from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.request import Request
 from skipstone.methods import resolve
 from skipstone.methods.auto import drafters
-from skipstone.methods.auto.auto import Auto, AutoSession
+from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import truncated
@@ -162,9 +162,9 @@ def decoded(method: Any, raw: Any, tokens: int = 30) -> tuple[Decoder, list[int]
     return decoder, text
 
 
-def session_of(decoder: Decoder) -> AutoSession:
-    assert isinstance(decoder.session, AutoSession)
-    return decoder.session
+def session_of(decoder: Decoder) -> AutoDrafter:
+    assert isinstance(decoder.session.drafter, AutoDrafter)
+    return decoder.session.drafter
 
 
 def exited(raw: Any) -> Any:
@@ -192,9 +192,9 @@ def test_a_shadow_is_what_the_drafter_would_have_said(kind: str, monkeypatch: py
     candidates = {"exit": LayerSkip(2), "fewer sublayers": SelfSpeculative((), (1, 2)), "draft model": Speculative(second)}
     decoder, text = decoded(Auto((candidates[kind],)), raw)
     session = session_of(decoder)
-    (drafter,) = session.drafters.values()
+    (candidate,) = session.candidates.values()
     session._settle()  # shadows are cast between plans
-    found = drafter.said(0, text[-13:])
+    found = candidate.drafter.replay_tokens(0, text[-13:])
     assert found is not None
     if kind == "exit":
         wanted = expected_behind(exited(raw), text, 12)
@@ -208,10 +208,10 @@ def test_a_shadow_is_what_the_drafter_would_have_said(kind: str, monkeypatch: py
     else:
         draft = drafted_alone(session, text)
         assert int(found[-1].argmax()) == draft
-    session.check(0, torch.tensor(text))
+    decoder.session.check(0, torch.tensor(text))
 
 
-def drafted_alone(session: AutoSession, text: list[int]) -> int:
+def drafted_alone(session: AutoDrafter, text: list[int]) -> int:
     """The token that the only drafter drafts behind a text without its newest token: one step back."""
     fresh = LayeredModel(session.model.model)
     (method,) = session.method.methods(fresh)
@@ -220,7 +220,7 @@ def drafted_alone(session: AutoSession, text: list[int]) -> int:
     decoder.admit(0, Request(torch.tensor(text[:-2]), 10))
     tokens = decoder.step().tokens[0]
     assert tokens == text[-2:-1], "the text is the model's own"
-    draft = other.draft([1])
+    draft = other.drafter.propose_draft([1])
     return int(draft.tokens[0, 0])
 
 
@@ -236,9 +236,9 @@ class Clocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, float], token: float = 0.03) -> None:
         self.drafts, self.token, self.total, self.tokens, self.requests = drafts, token, 0.0, 0, [(0, 0.0)]
-        own = AutoSession.clocked
+        own = AutoDrafter.observe_step
 
-        def clocked(session: AutoSession, step: Step) -> None:
+        def clocked(session: AutoDrafter, step: Step) -> None:
             passes = max(step.draft_steps, default=0)
             step.seconds_draft = self.drafts.get(session.plan.kind, 0.0) * passes / 1000
             step.seconds_score = (1 + self.token * step.verified_nodes) / 1000
@@ -248,10 +248,10 @@ class Clocked:
             self.tokens += len(step.tokens[0])
             own(session, step)
 
-        monkeypatch.setattr(AutoSession, "clocked", clocked)
+        monkeypatch.setattr(AutoDrafter, "observe_step", clocked)
         monkeypatch.setattr(drafters, "share_of", lambda *models: 0.1)
-        monkeypatch.setattr(AutoSession, "shadow_seconds", lambda session, began: SHADOW / 1000)
-        monkeypatch.setattr(AutoSession, "learning_seconds", lambda session, began: 0.0)
+        monkeypatch.setattr(AutoDrafter, "shadow_seconds", lambda session, began: SHADOW / 1000)
+        monkeypatch.setattr(AutoDrafter, "learning_seconds", lambda session, began: 0.0)
 
     @property
     def rate(self) -> float:
@@ -309,7 +309,7 @@ def test_learning_that_takes_longer_than_drafts_gain_ends_them(monkeypatch: pyte
         method = Auto((Speculative(near(raw, 0.02)),))
         Clocked(monkeypatch, {"speculative": 0.1})
         monkeypatch.setattr(
-            AutoSession, "learning_seconds", lambda session, began, own=seconds: own if session.plan.kind != PLAIN else 0.0
+            AutoDrafter, "learning_seconds", lambda session, began, own=seconds: own if session.plan.kind != PLAIN else 0.0
         )
         texts_of(raw, method, count=10)
         assert least <= method.report(raw)["kinds"]["speculative"] <= most
@@ -337,7 +337,7 @@ def test_a_prediction_is_drafted_from_and_what_it_gave_is_told(monkeypatch: pyte
     clock = Clocked(monkeypatch, {})
     text, decoder = written(Auto((PromptLookup(),)), [*plain[:60], 1, 2, *plain[62:]])
     assert text == plain
-    assert 60 <= decoder.session.predicted(0) <= 118
+    assert 60 <= decoder.session.drafter.accepted_predictions(0) <= 118
     assert clock.rate > 2
 
 

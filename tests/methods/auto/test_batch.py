@@ -12,9 +12,9 @@ from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
-from skipstone.methods.auto.drafters import PricedStop
 from skipstone.methods.auto.mind import Mind
 from skipstone.methods.auto.texts import progress
+from skipstone.methods.shared.confidence import SurvivalRule
 from skipstone.models.engines.engine import Survival
 
 MOST, FIXED = 8, 0.02
@@ -30,8 +30,9 @@ def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: fl
     beside = price.thresholds(0.0, 0.0, scoring, mean, worth, MOST)
     if least[0] > 1:
         return [0] * rows
-    stop, going, counts = PricedStop(rows, torch.device("cpu")), torch.ones(rows, dtype=torch.bool), [0] * rows
-    stop.begin(Survival(1.0, 0.0, least[1:], beside[1:] if together else ()), rows)
+    survival = Survival(1.0, 0.0, least[1:], beside[1:] if together else ())
+    stop = SurvivalRule(survival, rows, rows, torch.device("cpu"))
+    going, counts = torch.ones(rows, dtype=torch.bool), [0] * rows
     while going.any():
         counts = [count + int(goes) for count, goes in zip(counts, going, strict=True)]
         on = stop.keep(torch.tensor(acceptances))
@@ -77,8 +78,8 @@ def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
 
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
     """Which rows draft on behind their first drafts, of these survivals."""
-    stop = PricedStop(len(survivals), torch.device("cpu"))
-    stop.begin(Survival(1.0, 0.0, (least,), (beside,)), len(survivals))
+    rows = len(survivals)
+    stop = SurvivalRule(Survival(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
     on = stop.keep(torch.tensor(survivals))
     assert on is not None
     return (on & stop.together(on)).tolist()

@@ -9,8 +9,8 @@ import pytest
 from skipstone.control import control
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import PLAIN, RECYCLE, WARM_AFTER, Done, Plan
-from skipstone.decoding.batch import Request
-from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoSession
+from skipstone.decoding.request import Request
+from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoDrafter
 from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NEW_TEXT_TRIED, Shift, Tally
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
@@ -61,14 +61,14 @@ def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> Non
     assert looked_up(200) == NEW_TEXT
 
 
-def looking() -> AutoSession:
+def looking() -> AutoDrafter:
     """In the midst of a text, beside lookups and recycled tokens."""
     decoder = start(Auto((PromptLookup(), Recycle())), LayeredModel(llama()), [Request(prompt(9), 100)])
     for _ in range(20):
         decoder.step()
-    assert isinstance(decoder.session, AutoSession)
-    decoder.session._settle()
-    return decoder.session
+    assert isinstance(decoder.session.drafter, AutoDrafter)
+    decoder.session.drafter._settle()
+    return decoder.session.drafter
 
 
 @pytest.mark.parametrize(("room", "looks"), [(LEAST_FOR_LOOKING + 0.1, True), (LEAST_FOR_LOOKING - 0.1, False), (-1.0, False)])
@@ -78,7 +78,7 @@ def test_nothing_is_looked_up_or_kept_where_little_of_it_could_be_drafted(room: 
     session.mind.state = replace(session.mind.state, ledger=Ledger(0.0, Account(4.0 - room), Account()))
     assert session.mind.state.ledger.room == pytest.approx(room)
     session._wake()
-    assert (session._looks_up, session._keeps, session.reads_logits) == (looks, looks, looks)
+    assert (session._looks_up, session._keeps, session._reads_logits) == (looks, looks, looks)
     session.mind.state = replace(session.mind.state, current=RECYCLE)
     session._wake()
     assert (session._looks_up, session._keeps) == (looks, room >= 0), "what is drafted from is kept up to date"
@@ -112,8 +112,8 @@ def test_a_look_pays_for_what_the_drafter_that_decodes_now_would_have_won(price:
     decoder = start(Auto((LayerSkip(1),)), LayeredModel(llama()), [Request(prompt(9), 100)])
     for _ in range(20):
         decoder.step()
-    session = decoder.session
-    assert isinstance(session, AutoSession)
+    session = decoder.session.drafter
+    assert isinstance(session, AutoDrafter)
     assert session.mind.state is not None
     rich = Ledger(0.0, Account(-50.0), Account(-50.0))
     session.mind.state = state = replace(session.mind.state, ledger=rich, shadow_account=0.5)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from skipstone import LayerSkip, PromptLookup
 from skipstone.control.state import PLAIN, PROBE
-from skipstone.decoding.batch import Request
-from skipstone.methods.auto.auto import Auto, AutoSession
+from skipstone.decoding.request import Request
+from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import llama, prompt, start
 
@@ -52,8 +52,8 @@ def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Pat
     decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
     while decoder.stats.steps < 90:
         decoder.step()
-    assert isinstance(decoder.session, AutoSession)
-    mind = decoder.session.mind
+    assert isinstance(decoder.session.drafter, AutoDrafter)
+    mind = decoder.session.drafter.mind
     state = mind.state
     assert state is not None
     assert max(mind.plain_seconds) < 1

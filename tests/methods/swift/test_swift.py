@@ -15,12 +15,12 @@ import torch
 
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
+from skipstone.decoding.request import Request
 from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.layer_sets import load_profile, save_profile
-from skipstone.methods.swift.swift import SwiftSession
+from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
@@ -41,7 +41,7 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     end = session.store.length[0]
     begin = end - 6
     with torch.inference_mode():
-        tokens, said = zip(*session.windows[0], strict=True)
+        tokens, said = zip(*session.drafter.windows[0], strict=True)
         layered = session.model
         found = layered.logits(states_behind(session.store, 0, tokens[:-1], layered, layered.depth, SKIP))[0]
         cache = model(ids[None, :begin], use_cache=True).past_key_values
@@ -61,7 +61,7 @@ def test_drafts_are_the_greedy_text_of_what_is_left() -> None:
     decoder, ids = running(model, method, steps=3)
     session: Any = decoder.session
     with torch.inference_mode():
-        draft = session.draft([5])
+        draft = session.drafter.propose_draft([5])
         end = session.store.length[0]
         cache = model(ids[None, :end], use_cache=True).past_key_values
         short, token, wanted = silenced(model, SKIP), ids[None, end : end + 1], []
@@ -269,8 +269,8 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
 
 def test_sessions_share_what_was_found() -> None:
     layered = LayeredModel(llama(layers=6))
-    one, wide = (METHOD.start(layered, rows, 20) for rows in (1, 3))
-    assert isinstance(one, SwiftSession)
-    assert isinstance(wide, SwiftSession)
+    one, wide = (METHOD.create_drafter(layered, rows, 20) for rows in (1, 3))
+    assert isinstance(one, SwiftDrafter)
+    assert isinstance(wide, SwiftDrafter)
     assert one.optimisation is wide.optimisation
     assert replace(METHOD, guard=True).optimisation(layered) is one.optimisation

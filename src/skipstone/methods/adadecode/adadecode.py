@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.noise import TARGET
-from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.drafter import Drafter, layers_used
+from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.tallies import Tallies
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import Chain
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.models.engines.engine import Survival
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
@@ -98,8 +98,12 @@ class AdaDecode(ShortlistMethod):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return AdaDecodeSession(self, model, rows, capacity)
+    @property
+    def accepts_all_drafts(self) -> bool:
+        return not self.verification
+
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return AdaDecodeDrafter(self, model, rows)
 
 
 @dataclass
@@ -126,13 +130,13 @@ class Sweep:
             self.q = q if self.q is None else torch.where(rows[:, None], q, self.q)
 
 
-class AdaDecodeSession(Session):
+class AdaDecodeDrafter(Drafter):
     """Drafts at mixed depths; the scoring pass brings everything to the top. Every row predicts on its own, and waits until all
     rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
 
-    def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity, coupled=method.rejection_sample_method == "coupled")
-        self.method, self.reads_logits, self.shortlist = method, not method.verification, method.shortlist(model)
+    def __init__(self, method: AdaDecode, model: LayeredModel, rows: int) -> None:
+        self.model, self.method, self.shortlist = model, method, method.shortlist(model)
+        self.coupled = method.rejection_sample_method == "coupled"
         self.heads = heads = method.heads_for(model)
         wanted = method.exit_layers or heads.card.layers
         self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]  # (head, its layer)
@@ -144,7 +148,17 @@ class AdaDecodeSession(Session):
 
     @property
     def own_threads(self) -> bool:
-        return super().own_threads and self.heads.card.kind != "full"  # whose product is torch's
+        return self.heads.card.kind != "full"  # whose product is torch's
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.view.sampler
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, exits=[layer for _, layer in self.exits])]
+
+    def needs_logits(self, draft: Draft) -> bool:
+        return not self.method.verification
 
     @property
     def _picks_at_exits(self) -> bool:
@@ -152,11 +166,11 @@ class AdaDecodeSession(Session):
         model = self.model
         return self.sampler.picks_only and self.heads.linear and model.engine.chains and model.engine_picks
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
-        chain = Chain([min(self.method.max_pending, allowed) for allowed in limit], self.alive, self.model.device)
-        frontier = self.frontier(chain.most)
-        self._predicted_at, self._passes = [[] for _ in range(self.rows)], frontier.passes
+        chain = Chain([min(self.method.max_pending, allowed) for allowed in limits], self.view.alive, self.model.device)
+        frontier = self.view.start_forward(chain.most, self.shortlist)
+        self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], frontier.passes
         position = frontier.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
         layers, exits_left = self._draft_at_once(chain, frontier)
@@ -179,7 +193,7 @@ class AdaDecodeSession(Session):
 
         Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
         """
-        if self.rows > 1 or self.method.recheck or not self._picks_at_exits:
+        if self.view.rows > 1 or self.method.recheck or not self._picks_at_exits:
             return [], None
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
@@ -209,7 +223,7 @@ class AdaDecodeSession(Session):
             else:
                 frontier.depth[row, -1] = frontier.top  # there is no token in this column, so no layer is run
         unfinished = self.sampler.unfinished(sweep.token)
-        goes_on = [True] * self.rows if unfinished is None else unfinished.tolist()
+        goes_on = [True] * self.view.rows if unfinished is None else unfinished.tolist()
         return [
             layer > 0 and unended and not doubted and len(chain) < most
             for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
@@ -218,10 +232,10 @@ class AdaDecodeSession(Session):
     def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
         """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
         a head is sure of the next token. exits: (number of the head, its layer)."""
-        sweep = Sweep([0] * self.rows, frontier.tokens[:, -1], doubted=[False] * self.rows)
+        sweep = Sweep([0] * self.view.rows, frontier.tokens[:, -1], doubted=[False] * self.view.rows)
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
-            frontier.advance(layer, None if climbing == self.alive else climbing)
+            frontier.advance(layer, None if climbing == self.view.alive else climbing)
             path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
             picked, scores = frontier.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
@@ -261,24 +275,8 @@ class AdaDecodeSession(Session):
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != frontier.tokens[:, place + 1]
                 doubts.append((confidence > self.method.threshold) & differs & on_device(here, differs.device, torch.bool))
-        return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.rows
+        return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.view.rows
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        """Eq. 2; without verification every early prediction is kept, and the target adds its own token."""
-        if self.method.verification:
-            return super().verify(draft, scores)
-        accepted = draft.valid.sum(1)  # [B]
-        last = torch.zeros_like(accepted)
-        for depth in range(draft.width + 1):  # rows end at different places, and processors see a row's own prefix
-            ends = accepted == depth
-            p = scores.p(torch.full_like(accepted, depth - 1), draft.tokens[:, :depth], ends)
-            last = torch.where(ends, self.sampler.noise.draw(p, scores.position + depth, TARGET), last)
-        tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])  # [B, n + 1]
-        overruled = (scores.logits[:, :-1].argmax(-1) != draft.tokens) & draft.valid
-        path = torch.arange(draft.width, device=accepted.device, dtype=torch.int64).expand(self.rows, -1)
-        return Verdict(path, tokens, accepted, overruled=overruled)
-
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         if draft is not None:
             self.tallies.record(self._predicted_at, verdicts, self._passes)

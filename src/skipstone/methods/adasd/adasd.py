@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.shared import states
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.models.engines.engine import Survival
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.layered import LayeredModel
 
@@ -71,20 +72,20 @@ class AdaSD(DraftModelMethod):
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
         return states.known(*method._key(), model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         key, draft_model = self._key()
         ledger = states.of(key, model, rows, draft_model, lambda: Ledger(model.device))
-        return AdaSDSession(self, model, self.draft_model_for(model), rows, capacity, ledger)
+        return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, ledger)
 
 
-class AdaSDSession(DraftModelSession):
+class AdaSDDrafter(DraftModelDrafter):
     """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
 
     def __init__(
         self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, method.window, None)
-        self.method, self.ledger, self.reads_logits = method, ledger, method.relaxed
+        self.method, self.ledger = method, ledger
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)
         # of this step
@@ -93,16 +94,22 @@ class AdaSDSession(DraftModelSession):
         self._draft_entropies: list[Tensor] = []  # one [B] per place, in bits
         self._distances: Tensor | None = None  # [B, n], between draft model and target
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         self.generation.reset(row)
         self.verification.reset(row)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def one_call(self) -> None:
+        """Its rule is asked token by token."""
+
+    def needs_logits(self, draft: Draft) -> bool:
+        return self.method.relaxed
+
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
         self._draft_distributions, self._draft_entropies, self._distances = [], [], None
         self._entropy_limit = self.generation.value
-        return super().draft(limit)
+        return super().propose_draft(limits, stop_rule)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Notes distribution and entropy; a row drafts on while its entropy is within the limit."""
@@ -112,7 +119,7 @@ class AdaSDSession(DraftModelSession):
         self._draft_entropies.append(entropy)
         return None, entropy <= self._entropy_limit if self.method.adaptive_length else None
 
-    def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
+    def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
         """Verification: draft tokens [B, n] bool where the two distributions are near; the target's own choice is waived."""
         if not self.method.relaxed or not draft.width:
             return None
@@ -132,14 +139,10 @@ class AdaSDSession(DraftModelSession):
         ]
         return torch.stack(places, 1)
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        verdict = super().verify(draft, scores)
-        if draft.width:
-            self._update(draft, verdict)
-        return verdict
-
-    def _update(self, draft: Draft, verdict: Verdict | Picked) -> None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
         """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
+        if not draft.width:
+            return
         place, end = torch.arange(draft.width, device=draft.tokens.device, dtype=torch.int64), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
         if self._distances is not None:
@@ -150,7 +153,7 @@ class AdaSDSession(DraftModelSession):
         self.ledger.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
         self.generation.add(entropies, rejected)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().observe_commits(draft, verdicts)
         if draft is not None:
             self.ledger.add(verdicts)

@@ -18,23 +18,25 @@ from skipstone.control import control, costs, learning
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Plan, Rules, State
-from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session, Stores
+from skipstone.decoding.session_view import SessionView
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
-from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
+from skipstone.methods.auto.drafters import LayersDrafter
 from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_state
 from skipstone.methods.auto.texts import Texts, progress, ranks
 from skipstone.methods.prompt_lookup import PromptLookup
-from skipstone.methods.recycle import DEPTH, Recycle, RecycleSession
+from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
 from skipstone.methods.shared import states
-from skipstone.methods.shared.draft_model import DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModelDrafter
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 
 LEAST_FOR_LOOKING = 1.0
@@ -77,8 +79,8 @@ class Auto(Method):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return AutoSession(self, model, rows, capacity, mind_of(self, model, rows))
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> "AutoDrafter":
+        return AutoDrafter(self, model, rows, capacity, mind_of(self, model, rows))
 
 
 def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
@@ -86,22 +88,21 @@ def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
     return states.of(method, model, rows, None, Mind)
 
 
-class AutoSession(Session):
+class AutoDrafter(Drafter):
     """Asks, obeys, measures, tells."""
 
     def __init__(self, method: Auto, model: LayeredModel, rows: int, capacity: int, mind: Mind) -> None:
         wanted = method.methods(model)
         lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
         recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
-        rules, drafters = Rules(depth=DEPTH), drafters_of(wanted, model, rows, capacity)
-        whole = [one.session.scratch for one in drafters.values() if isinstance(one, OwnRule)]
-        super().__init__(model, rows, capacity, coupled=True, scratch=max(rules.window, rules.most_nodes, *whole))
-        self.method, self.mind, self.rules, self.drafters = method, mind, rules, drafters
-        self.texts = Texts(model, rows, capacity, looks_up=lookups is not None)
-        self.recycle = None if recycling is None else RecycleSession(recycling, model, rows, capacity, mind.kept)
-        self.reads_logits = self.recycle is not None
-        for one in self._members:
-            one.join(self.batch)
+        rules, candidates = Rules(depth=DEPTH), drafters_of(wanted, model, rows, capacity)
+        slots = [one.drafter.requirements.scratch_slots for one in candidates.values()]
+        self.requirements = Requirements(max(rules.window, rules.most_nodes, *slots))
+        self.model, self.method, self.mind, self.rules, self.candidates = model, method, mind, rules, candidates
+        self.texts = Texts(rows, looks_up=lookups is not None)
+        self.recycle = None if recycling is None else RecycleDrafter(recycling, model, rows, mind.kept)
+        self._reads_logits = self.recycle is not None
+        self._taken = [False] * rows  # rows that have a request
         self._listeners = [one for one in self._members if not isinstance(one, LayersDrafter)]  # layers know of no text
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
@@ -117,15 +118,15 @@ class AutoSession(Session):
         self._uncounted: list[tuple[float, float]] = []  # their seconds, and those that were spent before them beside decoding
         self.ledger = Ledger(slack=method.slack)
         if not mind.states and (method.remembers or method.profile is not None):
-            known = memory.recalled(model, self._first_state(0.0), identities(wanted, drafters), method.profile)
+            known = memory.recalled(model, self._first_state(0.0), identities(wanted, candidates), method.profile)
             mind.states |= {} if known is None else {1: known}
         if method.log is not None and mind.log is None and model.ranks.writes:
             mind.log = Log.at(Path(method.log))
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
-        self._sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
-        draft_models = [one.draft_model for one in self._sessions if isinstance(one, DraftModelSession)]
+        self._draft_models = [one.drafter for one in candidates.values() if isinstance(one.drafter, DraftModelDrafter)]
+        draft_models = [one.draft_model for one in self._draft_models]
         self._engines = [one.engine for one in (model, *draft_models)]
         self._preparations = 0  # of these, when they were asked last
         self._take_preparations()
@@ -135,94 +136,91 @@ class AutoSession(Session):
         self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
 
     @property
-    def stores(self) -> Stores:
-        found = [pair for one in self._sessions if isinstance(one, Session) for pair in one.stores]
-        return [*super().stores, *(pair for pair in found if pair[1] is not self.store)]
+    def caches(self) -> list[tuple[LayeredModel, KVStore]]:
+        return [pair for one in self.candidates.values() for pair in one.drafter.caches]
 
     @property
     def own_threads(self) -> bool:
-        return all(one.own_threads for one in self.drafters.values()) if self.drafters else super().own_threads
+        return all(one.drafter.own_threads for one in self.candidates.values())
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [found for own, one in self.candidates.items() for found in one.drafter.describe(own)]
 
     @property
     def takes_predictions(self) -> bool:
         return self.texts.takes_predictions
 
-    def predicted(self, row: int) -> int:
-        return self.texts.predicted(row)
+    def accepted_predictions(self, row: int) -> int:
+        return self.texts.accepted_predictions(row)
 
-    def refuse(self, request: Request) -> None:
-        super().refuse(request)
-        for one in self.drafters.values():
-            one.refuse(replace(request, prediction=()))
+    def validate_request(self, request: Request) -> None:
+        for one in self.candidates.values():
+            one.drafter.validate_request(request)
 
-    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
+    def prefill_tokens(self, chunk: int) -> None:
         """Draft models read the prompts too: a user has named them."""
         self._catch_up()
         self._plain_in_a_row, self._ran_prompt = 0, True
-        for one in self.drafters.values():
-            if isinstance(one, ModelDrafter) and one.side.prefilling:
-                one.side.prefill(chunk)
-        scores, done = super().prefill(chunk)
-        self._take_preparations()
-        if done:
-            self._settle()  # other rows decode from now on
-        return scores, done
+        for one in self.candidates.values():
+            one.drafter.prefill_tokens(chunk)
 
     @property
-    def _members(self) -> list[Any]:
-        return [self.texts, *([self.recycle] if self.recycle else []), *self.drafters.values()]
+    def _members(self) -> list[Drafter]:
+        return [self.texts, *([self.recycle] if self.recycle else []), *(one.drafter for one in self.candidates.values())]
 
-    def join(self, batch: Batch) -> None:
-        super().join(batch)
+    def bind(self, view: SessionView) -> None:
+        super().bind(view)
         for one in self._members:
-            one.join(batch)
+            one.bind(view)
 
-    # ----------------------------------------------------------------------------------------------- the hooks of a session
+    # ----------------------------------------------------------------------------------------------- the hooks of a drafter
 
-    def begin(self, row: int, request: Request) -> None:
+    def add_request(self, row: int, request: Request) -> None:
         for one in self._members:
-            one.begin(row, request)
+            one.add_request(row, request)
         self._settle()
         self.mind.learn()
         self.mind.looking.begin(self.mind.steps)
-        others = (place for place in range(self.rows) if place != row)
-        if self.mind.states and all(self.batch.is_free(place) for place in others):
+        if self.mind.states and not any(self._taken):
             self.mind.begin()
+        self._taken[row] = True
 
-    def end(self, row: int) -> None:
+    def remove_request(self, row: int) -> None:
         self._settle()
         self.mind.learn()
+        self._taken[row] = False
         for one in self._members:
-            one.end(row)
+            one.remove_request(row)
 
-    def optimise(self) -> None:
+    def run_background_work(self) -> None:
         """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
         if self._left:
             return
-        self.mind.resize(sum(self.alive))
+        self.mind.resize(sum(self.view.alive))
         if self.mind.behind:
             return
         state, rules = self.mind.state, self.rules
-        if state is None or self.sampler.processed:
+        if state is None or self.view.sampler.processed:
             return
-        rows = [row for row, alive in enumerate(self.alive) if alive and self.texts.uncopied[row] > 1]
+        rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
         if not rows:
             return
         row = rows[self.mind.steps % len(rows)]
         width = min(rules.window, self.texts.uncopied[row] - 1)
-        lag = {name: one.shadow_tokens(row, width) for name, one in self.drafters.items() if isinstance(one, ModelDrafter)}
+        reading = {name: one.drafter for name, one in self.candidates.items() if one.drafter in self._draft_models}
+        lag = {name: one.tokens_to_replay(row, width) for name, one in reading.items()}
         if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
         self._take_preparations()
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
-        logits = self.drafters[name].said(row, tokens)
+        logits = self.candidates[name].drafter.replay_tokens(row, tokens)
         if logits is None:
             self._graded(state, name, (), (), 0.0, 0)
             return
         confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
         sure, was_right = confidence.tolist(), right.tolist()
-        if not self.drafters[name].counts(was_right):
+        if not self.candidates[name].drafter.observe_replay(was_right):
             sure, was_right = [], []
         seconds = 0.0 if self._take_preparations() else self.shadow_seconds(began)
         self.aside_seconds += seconds
@@ -250,16 +248,16 @@ class AutoSession(Session):
 
     def _drawn(self, row: int, logits: Tensor) -> Tensor:
         """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
-        last = self.store.length[row]
+        last = self.view.store.length[row]
         positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
-        return self.sampler.would_draw(row, logits, positions)
+        return self.view.sampler.would_draw(row, logits, positions)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """As planned."""
         if self._left and self._is_quiet:
             self._left -= 1
             return self._plain()
-        self._room, self._looking_seconds, self._host_seconds = limit, 0.0, 0.0
+        self._room, self._looking_seconds, self._host_seconds = limits, 0.0, 0.0
         self._wake()
         if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
             self._left -= 1
@@ -267,17 +265,17 @@ class AutoSession(Session):
             return self._plain()
         self.texts.forget_matches()
         began, matches = self.model.ranks.now(), []
-        if self._looks_up and any(limit):
+        if self._looks_up and any(limits):
             matches = self.texts.look_up()
             self._looking_seconds = self.model.ranks.since(began)
-        stands = self._left > 0 and any(limit) and control.stands(self._known, self.plan, matches)
+        stands = self._left > 0 and any(limits) and control.stands(self._known, self.plan, matches)
         if stands:
             self._left -= 1
         else:
-            self._decide(limit, matches)
+            self._decide(limits, matches)
         if self._looks_up:
             self._host_seconds = self.model.ranks.since(began)
-        draft = self._planned(self.plan, limit)
+        draft = self._planned(self.plan, limits)
         if not stands and not draft.width and self.plan.kind != PROBE:
             self.plan = replace(self.plan, kind=PLAIN)
         self._is_quiet = self.plan.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
@@ -293,7 +291,7 @@ class AutoSession(Session):
             return
         self.plan = self._planned_as = plan = control.decide(state, matches)
         if plan.kind == PROBE:
-            self._keeps = self.reads_logits = False
+            self._keeps = self._reads_logits = False
         self._left = plan.steps - 1
 
     def _wake(self) -> None:
@@ -307,10 +305,11 @@ class AutoSession(Session):
         keeps = self.recycle is not None and not (rests or (short and not recycles))
         self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP and mind.looking_worth.pays)
         self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, recycles)
-        self.reads_logits = self._keeps
+        self._reads_logits = self._keeps
 
     def _plain(self) -> Draft:
-        return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
+        view = self.view
+        return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
 
     @property
     def _known(self) -> State:
@@ -327,27 +326,32 @@ class AutoSession(Session):
             assert self.recycle is not None
             assert plan.tree is not None
             self.recycle.shape = tuple(zip(plan.tree.parents, plan.tree.ranks, strict=True))
-            return self.recycle.draft(limit)
-        drafter = self.drafters[plan.kind]
-        if isinstance(drafter, OwnRule):
-            return drafter.draft(limit)
+            return self.recycle.propose_draft(limit)
+        candidate = self.candidates[plan.kind]
+        if candidate.own_rule:
+            return candidate.drafter.propose_draft(limit)
         if not plan.thresholds or plan.thresholds[0] > 1:
             return self._plain()
         limit = [min(one, len(plan.thresholds)) for one in limit]
         calibration = self._known.drafters[plan.kind].calibration
-        drafter.until(Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:]))
-        return drafter.draft(limit)
+        rule = Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:])
+        return candidate.drafter.propose_draft(limit, rule)
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
-        if isinstance(drafter := self.drafters.get(self.plan.kind), OwnRule):
-            return drafter.verify(draft, scores)
-        verdict = super().verify(draft, scores)
+    def needs_logits(self, draft: Draft) -> bool:
+        return self._reads_logits
+
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
+        candidate = self.candidates.get(self.plan.kind)
+        if candidate is not None and candidate.own_rule:
+            return candidate.drafter.observe_scores(draft, scores, verdict)
         if self.recycle is not None and self._keeps:
-            verdict.notes = self.recycle.note(scores)
-        return verdict
+            return self.recycle.observe_scores(draft, scores, verdict)
+        return None
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
+        if draft is None:
+            self._settle()  # other rows decode from now on
         if self._is_quiet and draft is not None:
             self._unread.append(verdicts)
             return
@@ -359,16 +363,18 @@ class AutoSession(Session):
             row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
             if row is not None:
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
-        chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
+        candidate = self.candidates.get(self.plan.kind)
+        chosen = self.recycle if self.plan.kind == RECYCLE else None if candidate is None else candidate.drafter
         self.texts.count(verdicts, self.plan.kind == LOOKUP and draft is not None)
         if self._looks_up:
             self._host_seconds += self.model.ranks.since(began)
-        silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
+        has_own_notes = candidate is not None and candidate.own_rule
+        silent = [replace(verdict, notes=[]) for verdict in verdicts] if has_own_notes else verdicts
         for one in self._listeners:
             if one is not chosen:
-                one.learn(None, silent)
+                one.observe_commits(None, silent)
         if chosen is not None:
-            chosen.learn(draft if draft is not None and draft.width else None, verdicts)
+            chosen.observe_commits(draft if draft is not None and draft.width else None, verdicts)
 
     def _judge(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
         """Hold what was looked up, and how sure a drafter was, against what was committed."""
@@ -379,8 +385,11 @@ class AutoSession(Session):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                 self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
 
-    def clocked(self, step: Step) -> None:
+    def observe_step(self, step: Step) -> None:
         """Times, to what they teach."""
+        if step.prefill:
+            self._take_preparations()
+            return
         if self._is_quiet and self._left:
             step.drafter, step.reason, step.probe = self.plan.kind, self.plan.reason, self.plan.kind == PROBE
             aside, self.aside_seconds, self._learning_seconds = self.aside_seconds + self._learning_seconds, 0.0, 0.0
@@ -434,7 +443,7 @@ class AutoSession(Session):
         for verdicts in self._unread:
             self.texts.count(verdicts, looked_up=False)
             for one in self._listeners:
-                one.learn(None, verdicts)
+                one.observe_commits(None, verdicts)
         for seconds, aside in self._uncounted:
             self._plainly(1.0, seconds, aside)
         mind.steps += len(self._uncounted)
@@ -472,7 +481,8 @@ class AutoSession(Session):
     def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
         """What became of a step that drafted."""
         kind, drafting = self.plan.kind, self.model.ranks.agreed(step.seconds_draft)
-        by_model, whole = kind in self.drafters, isinstance(self.drafters.get(kind), OwnRule)
+        by_model = kind in self.candidates
+        whole = by_model and self.candidates[kind].own_rule
         return Done(
             tokens=tokens / rows,
             seconds=seconds + self._learning_seconds,
@@ -497,4 +507,4 @@ class AutoSession(Session):
 
     def _first_state(self, seconds: float) -> State:
         recycles = self.recycle is not None
-        return first_state(seconds, self.mind.live, self.drafters, self.rules, self.ledger, recycles)
+        return first_state(seconds, self.mind.live, self.candidates, self.rules, self.ledger, recycles)

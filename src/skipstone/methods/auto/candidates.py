@@ -8,34 +8,40 @@ from skipstone.decoding.method import Method
 from skipstone.files import digest
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import bundled_name_for
-from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter, OwnRule, SearchingDrafter
+from skipstone.methods.auto.drafters import MOST_DRAFTS, WHOLE_STEP, Candidate, LayersDrafter, SearchingDrafter, share_of
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
+from skipstone.methods.shared.draft_model import DraftModelDrafter
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
+from skipstone.models.engines.choice import missing_room_for_copy
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
-Made = dict[str, Drafter]
+Made = dict[str, Candidate]
 
 
 def _exits(method: LayerSkip, model: LayeredModel, rows: int, capacity: int) -> Made:
     assert method.exit_layer is not None
-    made = LayersDrafter(model, rows, capacity, method.exit_layer, shortlist=method.shortlist(model))
-    return {f"layerskip, exit {method.exit_layer}": made}
+    made = LayersDrafter(model, rows, method.exit_layer, shortlist=method.shortlist(model))
+    return {f"layerskip, exit {method.exit_layer}": made.candidate(method.spelled)}
 
 
 def _skipping(method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> Made:
-    skip, drafter = method.skip_set(model), method.drafter(model)
-    name = f"self_speculative, {method.draft_quantize}" if drafter is not None else "self_speculative"
-    return {name: LayersDrafter(model, rows, capacity, model.depth, skip or SkipSet(), drafter, method.shortlist(model))}
+    skip, drafting_model = method.skip_set(model), method.drafting_model(model)
+    name = f"self_speculative, {method.draft_quantize}" if drafting_model is not None else "self_speculative"
+    made = LayersDrafter(model, rows, model.depth, skip or SkipSet(), drafting_model, method.shortlist(model))
+    return {name: made.candidate(method.spelled)}
 
 
 def _draft_model(method: Speculative, model: LayeredModel, rows: int, capacity: int) -> Made:
-    return {"speculative": ModelDrafter(method, model, method.draft_model_for(model), rows, capacity)}
+    draft_model, coupled = method.draft_model_for(model), replace(method, rejection_sample_method="coupled")
+    made = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MOST_DRAFTS, None)
+    share = share_of(draft_model, model)
+    return {"speculative": Candidate(made, share, share, method.spelled)}
 
 
 def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> Made:
@@ -44,20 +50,22 @@ def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> 
     found = {}
     for number, layer in enumerate(heads.card.layers):
         if not method.exit_layers or layer in method.exit_layers:
-            made = LayersDrafter(model, rows, capacity, layer, shortlist=shortlist, head=(heads, number))
-            found[f"adadecode, head {layer}"] = made
+            made = LayersDrafter(model, rows, layer, shortlist=shortlist, head=(heads, number))
+            found[f"adadecode, head {layer}"] = made.candidate(method.spelled)
     return found
 
 
 def _searched(method: Swift, model: LayeredModel, rows: int, capacity: int) -> Made:
-    return {"swift": SearchingDrafter(method.optimisation(model), model, rows, capacity, method.shortlist(model))}
+    made = SearchingDrafter(method.optimisation(model), model, rows, method.shortlist(model))
+    return {"swift": made.candidate(method.spelled, searches=True)}
 
 
 def _whole(method: Method, model: LayeredModel, rows: int, capacity: int) -> Made:
     """A method that no rule of ours stops. Drafts that it would draw at random are coupled to the target's noise."""
     if hasattr(method, "rejection_sample_method"):
         method = replace(method, rejection_sample_method="coupled")  # type: ignore[call-arg]
-    return {method.name: OwnRule(method.start(model, rows, capacity), method.spelled)}
+    drafter = method.create_drafter(model, rows, capacity)
+    return {method.name: Candidate(drafter, WHOLE_STEP, 0.0, method.spelled, own_rule=True)}
 
 
 MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
@@ -90,18 +98,19 @@ def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capac
     return made
 
 
-def identities(methods: Sequence[Method], drafters: Made) -> dict[str, str]:
+def identities(methods: Sequence[Method], candidates: Made) -> dict[str, str]:
     """Drafter -> what tells it apart from others that bear its name: what it was asked for as, and its draft model."""
     told = digest(sorted(one.spelled for one in methods if type(one) is AdaDecode))
     found = {}
-    for name, one in drafters.items():
-        if isinstance(one, OwnRule):
-            found[name] = digest(one.spelled)
-        elif isinstance(one, ModelDrafter):
+    for name, candidate in candidates.items():
+        one = candidate.drafter
+        if candidate.own_rule:
+            found[name] = digest(candidate.spelled)
+        elif isinstance(one, DraftModelDrafter):
             found[name] = one.draft_model.fingerprint
         elif isinstance(one, LayersDrafter):
             skip = None if one.skip is None else [sorted(one.skip.attention), sorted(one.skip.mlp)]
-            few = None if one.drafter is None else str(one.drafter.engine.quantize)
+            few = None if one.drafting_model is None else str(one.drafting_model.engine.quantize)
             ids = None if one.shortlist is None else digest(one.shortlist.tolist())
             found[name] = digest([one.layers, skip, few, ids, told if one.head is not None else None])
     return found
@@ -116,7 +125,8 @@ def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
     if not model.family.recurrent:
         if bundled_name_for(model) is not None:
             of_model.append(AdaDecode())
-        if model.engine.name == "native" and model.engine.quantize is None:
+        is_plain = model.engine.name == "native" and model.engine.quantize is None
+        if is_plain and missing_room_for_copy(model.model, "int4") is None:
             of_model.append(SelfSpeculative(draft_quantize="int4"))
     if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*found, *of_model))):
         found.append(own)

@@ -13,7 +13,7 @@ from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
 from skipstone.control.state import Drafter as Known
 from skipstone.limits import SMALL_STATE_BYTES
-from skipstone.methods.auto.drafters import Drafter
+from skipstone.methods.auto.drafters import Candidate
 from skipstone.methods.recycle import Kept
 
 RECENT_PLAIN = 64
@@ -313,7 +313,7 @@ class Tally:
 
 
 def first_state(
-    seconds: float, live: int, drafters: Mapping[str, Drafter], rules: Rules, ledger: Ledger, recycles: bool
+    seconds: float, live: int, drafters: Mapping[str, Candidate], rules: Rules, ledger: Ledger, recycles: bool
 ) -> State:
     """What is known before anything was: guesses. seconds: that a plain step took. live: rows that decode."""
     costs = Costs(

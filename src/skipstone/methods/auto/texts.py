@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 from skipstone.control import learning
 from skipstone.control.state import Judged
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.methods.prompt_lookup import Index, IndexedSession
+from skipstone.decoding.request import Request
+from skipstone.methods.prompt_lookup import Index, IndexedDrafter
 from skipstone.methods.recycle import Kept
 from skipstone.methods.shared.lookups import RowDraft
-from skipstone.models.layered import LayeredModel
 
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
@@ -17,18 +16,18 @@ MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
 
 
-class Texts(IndexedSession):
+class Texts(IndexedDrafter):
     """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged:
     of the matches of the latest step."""
 
-    def __init__(self, model: LayeredModel, rows: int, capacity: int, *, looks_up: bool) -> None:
-        super().__init__(model, rows, capacity, lambda: Index(MATCHES, "recent"), looks_up=looks_up)
+    def __init__(self, rows: int, *, looks_up: bool) -> None:
+        super().__init__(rows, lambda: Index(MATCHES, "recent"), looks_up=looks_up)
         self.uncopied = [0] * rows
         self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
         self.judged: list[Judged] = []
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         self.uncopied[row] = 0
 
     def count(self, verdicts: list[RowVerdict], looked_up: bool) -> None:
@@ -40,7 +39,7 @@ class Texts(IndexedSession):
 
     def forget_matches(self) -> None:
         """Nothing was looked up for the step that begins."""
-        self._found, self.judged = [(0, [])] * self.rows, []
+        self._found, self.judged = [(0, [])] * self.view.rows, []
 
     def look_up(self) -> list[int]:
         """Tokens of the match of every row that decodes; [] where nothing is looked up."""
@@ -48,14 +47,14 @@ class Texts(IndexedSession):
             return []
         for index, text in zip(self.index, self.text, strict=True):
             index.extend(text[len(index.text) :])  # what was committed since it was asked last
-        self._found = [self.look_for(row, MOST_LOOKED_UP) if alive else (0, []) for row, alive in enumerate(self.alive)]
-        return [match for (match, _), alive in zip(self._found, self.alive, strict=True) if alive]
+        self._found = [self.look_for(row, MOST_LOOKED_UP) if alive else (0, []) for row, alive in enumerate(self.view.alive)]
+        return [match for (match, _), alive in zip(self._found, self.view.alive, strict=True) if alive]
 
     def looked_up(self, drafts: Sequence[int], limit: Sequence[int]) -> Draft:
         """As much of every row's match as is wanted. drafts: of the rows that decode."""
         told = iter(drafts)
-        wanted = [min(next(told), allowed) if alive else 0 for alive, allowed in zip(self.alive, limit, strict=True)]
-        return self.propose([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
+        wanted = [min(next(told), allowed) if alive else 0 for alive, allowed in zip(self.view.alive, limit, strict=True)]
+        return self.as_draft([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
 
     def judge(self, verdicts: list[RowVerdict]) -> None:
         """Hold the matches against what was committed."""

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Session
-from skipstone.methods.shared.confidence import Confidence, Threshold
+from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.request import Request
+from skipstone.decoding.sampling import Sampler
+from skipstone.methods.shared.confidence import Confidence, SurvivalRule, Threshold
 from skipstone.models import host
+from skipstone.models.engines.engine import Survival
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
@@ -119,8 +121,8 @@ class Chain:
         return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exit_layer)
 
 
-class ChainSession(Session):
-    """A session that drafts token by token.
+class ChainDrafter(Drafter):
+    """Drafts token by token.
 
     A subclass says where the logits of the newest token come from (`next_logits`), and where it differs: how a token is
     proposed from them (`propose`), what is observed of them (`observe`), and what reads a drafted token (`append`, `finish`).
@@ -131,25 +133,31 @@ class ChainSession(Session):
 
     looks = True  # whether an accelerator is asked now and then if every row has stopped
     transform: Tensor | None = None  # [d', d'], what states go through before the LM head; None for nothing
+    shortlist: Tensor | None = None  # [S], the ids that drafts are picked from; None for all
+    drafting_model: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
 
-    def __init__(
-        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, coupled: bool, scratch: int = 0
-    ) -> None:
-        super().__init__(model, rows, capacity, coupled=coupled, scratch=scratch)
+    def __init__(self, model: LayeredModel, rows: int, *, most: int, threshold: Threshold, coupled: bool) -> None:
+        self.model, self.coupled = model, coupled
         self.most = [most] * rows
-        self.confidence = Confidence(threshold, rows, model.device, most)
+        self.confidence = self.rule = Confidence(threshold, rows, model.device, most)  # the method's, and that of this step
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    @property
+    def sampler(self) -> Sampler:
+        return self.view.sampler
+
+    def add_request(self, row: int, request: Request) -> None:
         self.confidence.reset(row)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Logits, a token, what was observed; again, until no row drafts on."""
-        most = [min(own, allowed) for own, allowed in zip(self.most, limit, strict=True)]
-        frontier = self.frontier(most)
+        view, most = self.view, [min(own, allowed) for own, allowed in zip(self.most, limits, strict=True)]
+        self.rule = self.confidence
+        if stop_rule is not None:
+            self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
+        frontier = view.start_forward(most, self.shortlist, self.drafting_model)
         if (draft := self.draft_at_once(most, frontier)) is not None:
             return draft
-        chain = Chain(most, self.alive, self.model.device)
+        chain = Chain(most, view.alive, self.model.device)
         position = frontier.positions[:, 0] + 1  # [B]
         path = frontier.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
@@ -165,24 +173,23 @@ class ChainSession(Session):
             path = self.append(chain, frontier)
             if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
                 break
-            if self.confidence.joint and chain.stop(self.confidence.together(chain.going), look=self.looks):
+            if self.rule.joint and chain.stop(self.rule.together(chain.going), look=self.looks):
                 break
         return self.finish(chain, frontier)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         """What drafts a greedy chain that an engine may compute in one call: (first so many layers, but for these sublayers).
-        None where this session does more with a draft than to take its likeliest token."""
+        None where this drafter does more with a draft than to take its likeliest token."""
         return None
 
     def draft_at_once(self, most: list[int], frontier: Frontier) -> Draft | None:
-        """The greedy chain in one call of the engine; None where the session or the engine wants it token by token."""
+        """The greedy chain in one call of the engine; None where this drafter or the engine wants it token by token."""
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
-        thresholds = self.confidence.thresholds if self.confidence.active else None
-        chain = frontier.draft_greedily(
-            *drafter, most, thresholds, self.sampler.eos, self.transform, survival=self.confidence.survival
-        )
+        rule = self.rule
+        thresholds = rule.thresholds if rule.active else None
+        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=rule.survival)
         if chain is None:
             return None
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]
@@ -204,8 +211,8 @@ class ChainSession(Session):
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool sure enough to draft on, None for all)."""
-        confidence = self.confidence.of(scores)
-        return confidence, self.confidence.keep(confidence)
+        confidence = self.rule.of(scores)
+        return confidence, self.rule.keep(confidence)
 
     def append(self, chain: Chain, frontier: Frontier) -> Tensor:
         """Hand the newest token to what drafts, the target's own frontier. Returns all tokens drafted so far, [B, k]."""
@@ -216,6 +223,5 @@ class ChainSession(Session):
         """The draft, its tokens in the frontier that the target scores."""
         return chain.draft(frontier)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         self.confidence.update(verdicts)

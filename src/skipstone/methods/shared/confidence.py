@@ -1,10 +1,12 @@
 """When a drafter is sure enough to draft on: a threshold on its confidence, fixed or adaptive."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from skipstone.control.price import NEVER
 from skipstone.decoding.draft import RowVerdict
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
@@ -77,3 +79,37 @@ class Confidence:
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
             self.thresholds[row] = min(max(moved, 0.0), 1.0)
         self._known_there = None
+
+
+class SurvivalRule(Confidence):
+    """Drafting goes on while the survival of what is drafted is worth it (`control.price.thresholds`), in one step.
+
+    rows: batch size. alive: rows that decode.
+    """
+
+    def __init__(self, survival: Survival, rows: int, alive: int, device: torch.device) -> None:
+        super().__init__(0.0, rows, device, 0)
+        self.survival = self._rule = survival
+        self.joint = bool(survival.beside)
+        self._survived: Tensor | None = None  # [B], of what is drafted so far
+        self._place, self._rows = 0, alive
+
+    def keep(self, confidence: Tensor | None) -> Tensor | None:
+        """As in `Confidence`, by survival."""
+        assert confidence is not None
+        how, place = self._rule, self._place
+        accepted = (how.slope * confidence.clamp(3e-4, 1 - 3e-4).logit() + how.offset).sigmoid()  # [B]
+        self._survived, self._place = accepted if self._survived is None else self._survived * accepted, place + 1
+        return self._survived >= _at(how.beside or how.least, place)
+
+    def together(self, going: Tensor) -> Tensor:
+        """As in `Confidence`: all of them, where they pay for a draft step, or none."""
+        how, place = self._rule, self._place - 1
+        assert self._survived is not None
+        least, beside = _at(how.least, place), _at(how.beside, place)
+        above = torch.where(going, self._survived - beside, 0.0).sum()
+        return (above >= self._rows * (least - beside)).expand_as(going)
+
+
+def _at(survivals: Sequence[float], place: int) -> float:
+    return survivals[place] if place < len(survivals) else NEVER

@@ -1,7 +1,8 @@
 """Drafting with a second model: which one it is and whether it fits the target, its own keys and values, and chains of what it
 would say."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,21 +11,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.assets import DRAFTS
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Session, Stores
+from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
+from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import COMMIT, load_model, vocabulary
-from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.chain import Chain, ChainDrafter
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.fewer_bits import check_draft_quantize
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
+from skipstone.models.passes import Pass, SkipSet
 
 DTYPES = ("float32", "bfloat16", "float16")
 _LOADED: Memo["DraftModel"] = Memo()
@@ -211,15 +213,16 @@ class DraftModelMethod(ShortlistMethod):
         return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype, self.draft_quantize)
 
 
-class DraftModelSession(ChainSession):
-    """A session whose drafts come from a draft model, which has keys and values of its own for what was committed.
+class DraftModelDrafter(ChainDrafter):
+    """Drafts with a draft model, which has keys and values of its own for what was committed.
 
     After a step the draft model's store lacks the last committed token, or two of them: where a whole draft was accepted, the
     last of it never went through the draft model. Steps without drafts let it fall behind further; it catches up when it drafts
     next.
 
-    side: the session that holds the draft model's store. text: every row's tokens so far. last_id: the highest token id that
-    the draft model has. The target may have more, which mean nothing; the draft model reads this one in their place.
+    store: keys and values of the draft model. prompts: on their way into it. text: every row's tokens so far. last_id: the
+    highest token id that the draft model has. The target may have more, which mean nothing; the draft model reads this one in
+    their place.
     """
 
     def __init__(
@@ -232,29 +235,28 @@ class DraftModelSession(ChainSession):
         most: int,
         threshold: Threshold,
     ) -> None:
-        coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
+        super().__init__(model, rows, most=most, threshold=threshold, coupled=method.rejection_sample_method == "coupled")
         self.draft_model = draft_model
-        self.side = Session(draft_model, rows, capacity)
-        self.side.shortlist = method.shortlist(draft_model)
+        self.store = KVStore(rows, draft_model.depth, capacity, draft_model.kv_dtype)
+        self.prompts = Prefill(draft_model, self.store)
+        self.draft_shortlist = method.shortlist(draft_model)
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
         self._ahead: Frontier | None = None  # what the draft model reads: committed tokens, then draft tokens
         self._committed = 0  # columns of it that hold committed tokens
         self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
-        self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
+        self._path: Tensor | None = None  # [B, width], draft tokens where the target is
 
     @property
-    def stores(self) -> Stores:
-        return [*super().stores, *self.side.stores]
+    def caches(self) -> list[tuple[LayeredModel, KVStore]]:
+        return [(self.draft_model, self.store)]
 
     @property
     def own_threads(self) -> bool:
-        return super().own_threads and self.draft_model.own_threads
+        return self.draft_model.own_threads
 
-    def refuse(self, request: Request) -> None:
-        super().refuse(request)
+    def validate_request(self, request: Request) -> None:
         length, most, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
         if length + most > limit:
             raise ValueError(
@@ -263,26 +265,29 @@ class DraftModelSession(ChainSession):
                 f"has {self.model.max_positions}"
             )
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
-        self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
+        self.store.length[row] = 0
+        self.prompts.add(row, request.prompt.clamp(max=self.last_id))
         self.text[row] = request.prompt.tolist()
 
-    def end(self, row: int) -> None:
-        super().end(row)
-        self.side.release(row)
+    def remove_request(self, row: int) -> None:
+        self.prompts.remove(row)
+        self.store.length[row] = 0
 
-    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        if self.side.prefilling:  # a row that caught up between two chunks has read other rows' prompts as well
-            self.side.prefill(chunk)
-        return super().prefill(chunk)
+    def prefill_tokens(self, chunk: int) -> None:
+        if self.prompts.is_pending:  # a row that caught up between two chunks has read other rows' prompts as well
+            self.prompts.run(chunk)
+
+    def one_call(self) -> tuple[int, SkipSet | None] | None:
+        return self.draft_model.depth, None
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         """What the draft model says once it has read the newest token. The last token of a chain is never read."""
         device = self.draft_model.device
         if not len(chain):
             self._ahead = self._ahead or self._what_is_lacking(chain.most)
-            self._path = frontier.tokens.new_empty((self.rows, chain.width))
+            self._path = frontier.tokens.new_empty((self.view.rows, chain.width))
         else:
             assert self._ahead is not None
             tokens, valid = chain.newest
@@ -294,9 +299,9 @@ class DraftModelSession(ChainSession):
         """The greedy chain of the draft model in one call of its engine."""
         if self.one_call() is None or not self.sampler.picks_only or not any(most):
             return None
-        self._ahead = self._what_is_lacking([count if alive else 0 for count, alive in zip(most, self.alive, strict=True)])
-        thresholds = self.confidence.thresholds if self.confidence.active else None
-        chain = self._ahead.write_on(most, thresholds, self.sampler.eos, self.confidence.survival)
+        self._ahead = self._what_is_lacking([count if alive else 0 for count, alive in zip(most, self.view.alive, strict=True)])
+        thresholds = self.rule.thresholds if self.rule.active else None
+        chain = self._ahead.write_on(most, thresholds, self.sampler.eos, self.rule.survival)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]
@@ -309,29 +314,29 @@ class DraftModelSession(ChainSession):
 
     def _what_is_lacking(self, most: list[int]) -> Frontier:
         """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
-        lengths, live = self.side.store.length, [row for row, alive in enumerate(self.alive) if alive]
+        lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
         for row in live:
             if len(self.text[row]) - lengths[row] > 2:
-                self._catch_up(row)
+                self._read_behind(row, self.text[row][lengths[row] : -1])  # all but its last token
         lacking = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
         for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
             lengths[row] = len(self.text[row]) - lacking
-        tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.alive, strict=True)]
+        tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.view.alive, strict=True)]
         columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
         room = [count + lacking - 1 for count in most]
-        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room, self.side.shortlist)
+        ahead = Frontier(self.draft_model, self.store, columns[:, 0], self.view.alive, room, self.draft_shortlist)
         if lacking > 1:
             ahead.append(columns[:, 1:])
         return ahead
 
-    def _catch_up(self, row: int) -> None:
-        """Run all that a row lacks but its last token."""
-        known = self.side.store.length[row]
-        self.side.resume(row, on_device(self.text[row][known:-1], self.draft_model.device).clamp_(max=self.last_id))
-        while self.side.prefilling:
-            self.side.prefill(PREFILL_CHUNK)
+    def _read_behind(self, row: int, tokens: list[int]) -> None:
+        """Run tokens of a row that stand behind those in the store."""
+        self.prompts.add(row, on_device(tokens, self.draft_model.device).clamp_(max=self.last_id))
+        while self.prompts.is_pending:
+            self.prompts.run(PREFILL_CHUNK)
 
     def append(self, chain: Chain, frontier: Frontier) -> Tensor:
+        assert self._path is not None
         self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
         return self._path[:, : len(chain)]
 
@@ -342,13 +347,34 @@ class DraftModelSession(ChainSession):
             frontier.append(draft.tokens, draft.valid if chain.ragged else None)
         return draft
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Lengths of the draft model's store move as well; nothing is run."""
-        super().learn(draft, verdicts)
+        super().observe_commits(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             if verdict.tokens:
                 if self._ahead is not None:
                     read = self._ahead.width - self._committed if self._read is None else self._read[row]
-                    self.side.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
+                    self.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
                 self.text[row] += verdict.tokens
         self._ahead = self._read = None
+
+    def tokens_to_replay(self, row: int, wanted: int) -> int:
+        return max(len(self.text[row]) - 1 - self.store.length[row], wanted)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """It reads what it lacks of the row, the last part of which tells."""
+        store, wanted, text, device = self.store, len(tokens) - 1, self.text[row], self.draft_model.device
+        if len(text) - 1 - store.length[row] < wanted:
+            return None
+        if before := text[store.length[row] : -1 - wanted]:
+            self._read_behind(row, before)
+        self.prompts.remove(row)
+        known, end = store.length[row], len(text) - 1
+        read = on_device([text[known:end]], device).clamp_(max=self.last_id)  # [1, wanted]
+        store.reserve(end)
+        positions = torch.arange(known, end, device=device, dtype=torch.int64)[None]
+        at = Pass(positions, positions, None, slice(row, row + 1), end, known)
+        hidden = self.draft_model.embed(read, positions)
+        states = self.draft_model.run(hidden, at, store, range(self.draft_model.depth))
+        store.length[row] = end
+        return self.draft_model.logits(states, self.draft_shortlist)[0].to(self.model.device)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Session
+from skipstone.decoding.drafter import Drafter, Requirements
+from skipstone.decoding.request import Request
 from skipstone.models.host import on_device
-from skipstone.models.layered import LayeredModel
 
 
 @dataclass
@@ -46,27 +45,26 @@ def tokens_of_prompt(request: Request, count: int) -> list[int]:
     return [dice.choice(words) for _ in range(count)]
 
 
-class LookupSession(Session):
-    """A session that knows every row's text on the host."""
+class LookupDrafter(Drafter):
+    """Knows every row's text on the host. scratch_slots: as in `Requirements`."""
 
-    def __init__(self, model: LayeredModel, rows: int, capacity: int, scratch: int = 0) -> None:
-        super().__init__(model, rows, capacity, scratch=scratch)
+    def __init__(self, rows: int, scratch_slots: int = 0) -> None:
+        self.requirements = Requirements(scratch_slots)
         self.text: list[list[int]] = [[] for _ in range(rows)]
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def add_request(self, row: int, request: Request) -> None:
         self.text[row] = request.prompt.tolist()
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         for row, verdict in enumerate(verdicts):
             self.text[row] += verdict.tokens
 
-    def propose(self, rows: list[RowDraft], tree: bool = False, levels: int | None = None) -> Draft:
+    def as_draft(self, rows: list[RowDraft], tree: bool = False, levels: int | None = None) -> Draft:
         """The drafts of all rows as one. tree: False where every row's draft is a chain. levels: most nodes on one path."""
-        width, device = max(len(row.tokens) for row in rows), self.model.device
+        view, width = self.view, max(len(row.tokens) for row in rows)
+        device = view.root.device
         if not width:
-            return Draft.empty(self.rows, device, self.frontier([0] * self.rows))
+            return Draft.empty(view.rows, device, view.start_forward([0] * view.rows))
 
         def padded(values: list[list[int]], fill: int) -> Tensor:  # [B, width]
             return on_device([one + [fill] * (width - len(one)) for one in values], device)
@@ -75,7 +73,7 @@ class LookupSession(Session):
         valid = padded([[1] * len(row.tokens) for row in rows], 0).bool()
         parents = padded([row.parents for row in rows], -1) if tree else None
         candidate = padded([list(map(int, row.candidate)) for row in rows], 0).bool() if tree else None
-        frontier = self.frontier([width if tree else len(row.tokens) for row in rows])
+        frontier = view.start_forward([width if tree else len(row.tokens) for row in rows])
         even = all(len(row.tokens) == width for row in rows)
         frontier.append(tokens, None if even else valid, parents)
         return Draft(tokens, valid, frontier, parents=parents, candidate=candidate, levels=levels)

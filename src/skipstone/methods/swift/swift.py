@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.drafter import Drafter, Requirements, layers_used
+from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
 from skipstone.methods.shared import states
 from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.layer_sets import LayerMask, load_profile, save_profile
-from skipstone.methods.shared.skipping_session import SkippingSession
+from skipstone.methods.shared.skipping import SkippingDrafter
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
+from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel, unwrapped
 
 Window = deque[tuple[int, Tensor]]
@@ -39,8 +40,8 @@ Window = deque[tuple[int, Tensor]]
 class Swift(SwiftSettings):
     """SWIFT: the target without sublayers that it finds while decoding drafts."""
 
-    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return SwiftSession(self, model, rows, capacity, self.optimisation(model))
+    def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
+        return SwiftDrafter(self, model, rows, self.optimisation(model))
 
     def optimisation(self, model: LayeredModel) -> Optimisation:
         """What it has found on a model, across requests."""
@@ -58,16 +59,14 @@ class Swift(SwiftSettings):
         save_profile(Path(path), unwrapped(model), about, **found["skipped"])
 
 
-class SwiftSession(SkippingSession):
+class SwiftDrafter(SkippingDrafter):
     """Drafts with a layer set that is optimised across requests, by what is written."""
 
-    def __init__(
-        self, method: SwiftSettings, model: LayeredModel, rows: int, capacity: int, optimisation: Optimisation
-    ) -> None:
+    def __init__(self, method: SwiftSettings, model: LayeredModel, rows: int, optimisation: Optimisation) -> None:
         most = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
-        scratch = max(min(most * RANKS, most + MOST_LEAVES), method.context_window)
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=ranks, scratch=scratch)
+        super().__init__(model, rows, most=most, threshold=threshold, ranks=ranks)
+        self.requirements = Requirements(max(min(most * RANKS, most + MOST_LEAVES), method.context_window))
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
@@ -75,41 +74,44 @@ class SwiftSession(SkippingSession):
         self._evaluation: tuple[LayerMask, Tensor] | None = None  # a set, and of how many tokens it was right
         self._turn = 0  # evaluations so far; the rows take turns
 
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, skip=self.optimisation.skip)]
+
+    def add_request(self, row: int, request: Request) -> None:
+        super().add_request(row, request)
         self.windows[row].clear()
 
-    def optimise(self) -> None:
+    def run_background_work(self) -> None:
         """An optimisation step (section 4.1.2): the latest tokens of one row evaluate a candidate."""
-        rows = [row for row, alive in enumerate(self.alive) if alive and len(self.windows[row]) > self.gamma]
+        rows = [row for row, alive in enumerate(self.view.alive) if alive and len(self.windows[row]) > self.gamma]
         if not rows or (candidate := self.optimisation.candidate()) is None:
             return
         self._turn += 1
         row = rows[self._turn % len(rows)]
         tokens, chosen = zip(*self.windows[row], strict=True)
         skip = self.optimisation.space.to_skip_set(candidate)
-        hidden = states_behind(self.store, row, tokens[:-1], self.model, self.model.depth, skip)
+        hidden = states_behind(self.view.store, row, tokens[:-1], self.model, self.model.depth, skip)
         predicted = self.model.logits(hidden, self.shortlist)[0].argmax(-1)  # [gamma]
         self._evaluation = candidate, (predicted == torch.stack(chosen[1:])).sum().to("cpu", non_blocking=True)
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Section 4.2: a chain with the layer set, as long as it is confident; then its runners-up, all in one tree."""
-        chain, ranked = self.chain(limit, self.optimisation.skip)
+        chain, ranked = self.chain(limits, self.optimisation.skip)
         if ranked is None:
             return chain
         tree = with_leaves(chain, *ranked) if self.ranks > 1 else chain
         if tree.width == chain.width:
             return chain
-        tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
+        most = [tree.width if alive else 0 for alive in self.view.alive]
+        tree.frontier = self.view.start_forward(most, self.shortlist, self.drafting_model)
         tree.frontier.append(tree.tokens, tree.valid, tree.parents)
         return tree
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
         self._choices = scores.best if self.optimisation.searching else None
-        return super().verify(draft, scores)
 
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
+    def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().observe_commits(draft, verdicts)
         self._accumulate(verdicts)
         self.optimisation.steps += draft is not None and draft.width > 0
         if self._evaluation is not None:  # the step's one transfer came after this one, and is done

@@ -7,11 +7,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from skipstone.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 from skipstone.models.engines.compiled import CompiledEngine
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.models.engines.native.engine import NativeEngine, why_not
+from skipstone.models.engines.native.weights import quantised_bytes
 from skipstone.models.facts import Facts
+from skipstone.models.host import CPU
 from skipstone.models.memo import Memo
 from skipstone.models.modules import unwrapped
 
@@ -120,6 +123,20 @@ def choose(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple
     if found is None or found[1] is not None or not found[0].holds(version):  # what kept native away may be gone
         found = made.chosen[key] = _choice(asked, model, facts, version)
     return found
+
+
+def missing_room_for_copy(model: Any, quantize: str) -> str | None:
+    """Why there is no room for a copy of the weights in fewer bits, with the copies that there are; None if there is."""
+    made = _MADE.known(model).values()
+    kinds = {quantize} | {engine.quantize for one in made for engine, _ in one.chosen.values() if engine.quantize is not None}
+    needed = sum(quantised_bytes(model, kind) for kind in kinds)
+    limit = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
+    if needed <= limit:
+        return None
+    return (
+        f"draft_quantize={quantize} needs {needed} bytes for the copies of the weights in {' and '.join(sorted(kinds))}, and "
+        f"{limit} are allowed: draft without draft_quantize, or load the model with quantize"
+    )
 
 
 def _choice(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:

@@ -33,6 +33,7 @@ from skipstone.models.passes import SkipSet, Tree
 from skipstone.models.picks import largest
 from skipstone.models.weight_version import Values, keep_version, model_version
 
+MAX_SKIP_SETS = 256  # whose bits are kept: a request may name any
 MOST_LARGEST = 100  # logits that `largest` looks for by itself
 
 
@@ -374,6 +375,8 @@ class NativeEngine:
             return None
         bits = self._skips.get(skip)
         if bits is None:
+            if len(self._skips) >= MAX_SKIP_SETS:
+                self._skips.clear()
             depth = self._weights.model.depth
             left_out = [SKIP_ATTENTION * (i in skip.attention) + SKIP_MLP * (i in skip.mlp) for i in range(depth)]
             bits = self._skips[skip] = (ctypes.c_int64 * depth)(*left_out)

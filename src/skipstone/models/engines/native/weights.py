@@ -364,6 +364,15 @@ class Weights:
         return pointer("norms and biases", held, values.shape, torch.float32)
 
 
+def quantised_bytes(model: Any, quantize: str) -> int:
+    """About what a model's weights take as "int8" or "int4", without making them: codes, and a scale (int4: and a sum) in
+    float16, for every group of 32."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    copied = [one for one in model.parameters() if one.dim() == 2 and one is not embedding and one is not head]
+    sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), HEADS[quantize])]
+    return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
+
+
 def unsupported(model: Any, facts: Facts) -> str | None:
     """What the native engine cannot do of a model, in one sentence; None where it can do all."""
     kind = model.config.model_type

@@ -36,13 +36,13 @@ struct Sight {
   std::vector<int32_t> tails;
   std::vector<int64_t> work_before;  // of one query head, in slots; the last is the work for all entries
 };
-constexpr int64_t WORK_OF_A_LINE = 16;  // slots that take as long as what a line costs however little it sees
+constexpr int64_t WORK_OF_A_LINE = 16;  // a line's fixed cost, in slots
 
 using Floats = Buffer<float>;
 
-// The scratch memory of a host thread. Every CALLS_BEFORE_TRIM calls a buffer is given back that was more than twice as large as any
-// of these calls needed. A step makes fewer than a hundred calls, and prompts are run in chunks at least every second step: so
-// nothing is given back between two chunks, and what a long prompt took is gone soon after it.
+// The scratch memory of a host thread. Every CALLS_BEFORE_TRIM calls, buffers shrink that were more than twice as large as any of
+// these calls needed. A step makes fewer than a hundred calls, and prompts are run in chunks at least every second step. So no
+// buffer shrinks between two chunks, and the memory of a long prompt is freed soon after it.
 struct Room {
   static constexpr int CALLS_BEFORE_TRIM = 256;
   int calls = 0;
@@ -69,7 +69,7 @@ struct Room {
   }
 };
 
-// That of the caller's thread, for a call that begins.
+// The scratch memory of the calling thread, at the begin of a call.
 inline Room& room() {
   static thread_local Room own;
   if (++own.calls >= Room::CALLS_BEFORE_TRIM) {
@@ -142,7 +142,7 @@ inline float widened(const void* from, int64_t type, int64_t index) {
   return x[0];
 }
 
-// The nearest bfloat16, of two the one with an even last bit.
+// The nearest bfloat16; ties go to the even last bit.
 inline uint16_t narrowed(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -221,7 +221,7 @@ struct Run {
     }
   }
 
-  // The norm of all entries: of few by every thread for itself, of many shared out, which costs a barrier.
+  // The norm of all entries. Every thread computes few entries for itself; many are shared out, which costs a barrier.
   float* norms(const float* weight, int thread, int threads, Pool& pool, float* of_thread) {
     int64_t first = 0, last = n;
     const bool shared = threads > 1 && n >= SHARED_NORMS;
@@ -284,8 +284,8 @@ struct Run {
     close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, next, thread, threads, pool);
   }
 
-  // Attention of this thread's share of the query heads of all entries, which are numbered by kv head, entry and place in the
-  // group: neighbours read the same keys and values.
+  // Attention of this thread's share of the query heads of all entries. They are numbered by kv head, entry and place in the
+  // group, so neighbours read the same keys and values.
   template <class E>
   void look_back(const Layer& layer, int64_t index, int thread, int threads, float* spare) {
     const Sight* sight = nullptr;
@@ -313,7 +313,7 @@ struct Run {
     }
   }
 
-  // The first line of a thread, by which all have about the same work.
+  // The first line of a thread, chosen so that all threads have about the same work.
   int64_t line_at(const Sight& sight, int64_t thread, int64_t threads, int64_t group) const {
     const int64_t of_head = sight.work_before.back() * group, work = of_head * m.kv_heads * thread / threads;
     const int64_t h = work / of_head, rest = work % of_head;
@@ -370,13 +370,13 @@ bool has_rows(const Pass& pass, const Store& store) {
   return pass.b >= 0 && pass.first_row >= 0 && pass.first_row <= store.rows && pass.b <= store.rows - pass.first_row;
 }
 
-// The tokens of a pass that count. Error where one names a slot or position that is not there, or a slot of another's.
+// The tokens of a pass that count. Error if one names a missing slot or position, or a slot of another token.
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
   if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
   if (store.keys == nullptr || store.values == nullptr || (store.type != FLOAT32 && store.type != BFLOAT16)) return BAD_ARGUMENT;
   if (pass.b > 0 && pass.n > 0 && (pass.positions == nullptr || pass.slots == nullptr)) return BAD_ARGUMENT;
-  bool rising = true;  // every row's slots rise, as they do but for odd callers
+  bool rising = true;  // every row's slots rise, which only odd callers break
   for (int64_t row = 0; row < pass.b; row++) {
     int64_t before = -1;
     for (int64_t column = 0; column < pass.n; column++) {
@@ -491,7 +491,7 @@ inline bool has_nan(const float* row, int64_t start, int64_t stop) {
   return any != 0;
 }
 
-// Final norm and LM head over n rows of `x`; the likeliest id of every row where `best` is asked for.
+// Final norm and LM head over n rows of `x`. If `best` is given, the likeliest id of every row.
 struct Head {
   static constexpr int64_t NONE = -1, NO_NUMBER = -2;  // of a thread's logits: there are none, one is NaN
   const Model& m;
@@ -503,7 +503,7 @@ struct Head {
   float* logits;  // [n][outputs of the head]
   int64_t* best;  // [n] or null; -1 where a logit is NaN or all are -inf
   float* probability;  // [n] or null: of the likeliest id, at temperature 1; 0 where there is none
-  const Matrix* transform;  // what states go through before the head, or null
+  const Matrix* transform;  // applied to the states before the head, or null
   float* transformed;       // room for n rows of them
   Room& own;
 
@@ -601,13 +601,13 @@ void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_
 using namespace sk;
 #define SK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The body of every exported function that can fail: no exception leaves the library, and the caller's floating-point state is its own.
+// The body of every exported function that can fail. No exception leaves the library, and the caller's floating-point state is kept.
 template <class Body>
 static int64_t guarded(Body&& body) noexcept {
   const PlainFloats plain;
   try {
     return body();
-  } catch (...) {  // nothing else throws than what asks for memory or threads
+  } catch (...) {  // only requests for memory or threads throw
     return NO_MEMORY;
   }
 }
@@ -638,8 +638,7 @@ static int64_t check_threads(int64_t threads) { return threads < 1 || threads > 
 SK_EXPORT int64_t sk_abi() { return 3; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
-// Sizes of the structs in bytes, by which a caller sees that its own declarations fit: Matrix, Layer, Model, Store, Pass,
-// Shortlist.
+// Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
 SK_EXPORT void sk_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass); sizes[5] = sizeof(Shortlist);
 }
@@ -664,7 +663,7 @@ static bool packable(int64_t type, const void* source, int64_t stride, int64_t o
   return outputs == 0 || inputs == 0 || !any_null({source, panels});
 }
 
-// source: [outputs][inputs], rows `stride` elements apart, of the same type, which is none of the quantised ones.
+// source: [outputs][inputs], rows `stride` elements apart, of the same type. The type is not quantised.
 SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
   return guarded([&]() -> int64_t {
       if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
@@ -713,7 +712,7 @@ SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count,
 }
 
 // Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
-// What does not count comes out as it was. skip: bits per layer of the model, or null.
+// Entries that do not count are copied. skip: bits per layer of the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                          const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
   return guarded([&]() -> int64_t {
@@ -752,8 +751,8 @@ SK_EXPORT int64_t sk_norm(const Model* m, const float* hidden, int64_t n, float*
   });
 }
 
-// Logits of n states [n][hidden], the final norm first where `norm` is set: [n][vocabulary], or those of a shortlist's tokens [n][its
-// outputs]; null where nobody wants them. shortlist: null for all tokens.
+// Logits of n states [n][hidden], behind the final norm if `norm` is set: [n][vocabulary], or [n][outputs of the shortlist]. logits
+// may be null. shortlist: null for all tokens.
 // best [n]: the likeliest ids, the lowest of equal ones, -1 where a logit is NaN or all are -inf; may be null.
 SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
                           int64_t threads) {
@@ -769,9 +768,8 @@ SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const floa
   });
 }
 
-// What heads of one exit say of n states [n][hidden]: the final norm, `transform` as in sk_chain, the LM head, and of every state the
-// likeliest id best [n] and its probability [n], among the tokens of the shortlist where there is one. best: -1 as in sk_head, with
-// the probability 0.
+// The prediction of an exit's head for n states [n][hidden]: final norm, `transform` as in sk_chain, LM head. best [n]: the likeliest
+// ids, among the shortlist's tokens if there is one, -1 as in sk_head. probability [n]: of these ids, 0 where best is -1.
 SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, const Matrix* transform, int64_t* best,
                           float* probability, int64_t threads) {
   return guarded([&]() -> int64_t {
@@ -800,8 +798,8 @@ SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64
 }
 
 // Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` and `drawn_of_all` do. temperature (positive), top_k,
-// tail, min_p and counters have one entry a row. top_k: n or more for all tokens, 0 for a row that takes no part, which gets token 0,
-// negative for one that is left to the caller. tokens: -1 for a row that is left to the caller.
+// tail, min_p and counters have one entry a row. top_k: n or more for all tokens. A row with top_k 0 takes no part and gets token 0. A
+// row with a negative top_k is left to the caller. tokens: -1 for a row that is left to the caller.
 SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                           const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) {
   return guarded([&]() -> int64_t {
@@ -817,27 +815,26 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
   });
 }
 
-// How likely a draft of a probability is to be accepted: sigmoid(slope logit(p) + offset).
+// The probability that a draft is accepted, by its own probability p: sigmoid(slope logit(p) + offset).
 static float acceptance(float p, float slope, float offset) {
   constexpr float SURE = 3e-4f;  // probabilities nearer to 0 or 1 count as this near
   const float kept = std::min(std::max(p, SURE), 1 - SURE);
   return 1 / (1 + std::exp(-(slope * std::log(kept / (1 - kept)) + offset)));
 }
 
-// A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
-// ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain. Logits of which one
-// is NaN, or all are -inf, draft no token and end the row.
+// A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id. A row ends when it has `most` drafts, when a draft
+// ends its text, or when a draft is less probable than its threshold. A drafted token counts, whatever ends the row. Logits with a NaN,
+// or with -inf alone, draft no token and end the row.
 //
-// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for
-// one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
-// none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
-// else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
-// tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
-// its threshold does not count, and there is none after it.
+// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for one
+// that takes no part. thresholds [b], or null without a threshold. ends [b][ends_count]: ids that end a row, -1 for none. keep: hidden
+// [b][width + 1][m->hidden] keeps the states behind layer `to`, also those of the last draft; otherwise it keeps embeddings. transform:
+// float32 [head inputs][head inputs], applied to normed states before the head, or null. shortlist: drafts and their probabilities are
+// taken among its tokens; null for all. sure: a draft that is not more probable than its threshold does not count and ends its row.
 // survival or null: slope, offset, least [width], beside [width]. The survival of a draft is the product of sigmoid(slope logit(p) +
-// offset) over the row's drafts up to it, p their probabilities. Behind a place rows draft on whose survival is at least `beside`
-// there, as long as the sum of what theirs are above it is at least (least - beside) x rows. drafts [b][width], counts [b],
-// probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+// offset) over the row's drafts up to it; p is a draft's probability. A row drafts on behind a place if its survival is at least
+// `beside` there. It also needs the others: the sum of survival - beside over such rows must be at least (least - beside) x rows.
+// drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,

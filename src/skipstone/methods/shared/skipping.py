@@ -1,13 +1,16 @@
 """Drafting with the target itself while some of its sublayers are left out, for every method that does so."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.decoding.drafter import layers_used
+from skipstone.methods.shared.chain import Chain, ChainDrafter
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.models.engines.engine import Survival
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
@@ -17,7 +20,7 @@ Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
 
 
-class SkippingSession(ChainSession):
+class SkippingDrafter(ChainDrafter):
     """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
     match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
 
@@ -26,25 +29,26 @@ class SkippingSession(ChainSession):
 
     skip: SkipSet
 
-    def __init__(
-        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, ranks: int, scratch: int
-    ) -> None:
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=True, scratch=scratch)
+    def __init__(self, model: LayeredModel, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
+        super().__init__(model, rows, most=most, threshold=threshold, coupled=True)
         self.ranks = ranks
         self._ranked: list[Tensor] = []  # one [B, ranks] per place
         self._possible: list[Tensor] = []
 
-    def draft(self, limit: list[int]) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """A chain of what `self.skip` leaves."""
         self._ranked, self._possible = [], []
-        if not any(limit):
-            return Draft.empty(self.rows, self.root.device, self.frontier(limit))
-        return super().draft(limit)
+        if not any(limits):
+            return Draft.empty(self.view.rows, self.view.root.device, self.view.start_forward(limits))
+        return super().propose_draft(limits, stop_rule)
 
-    def chain(self, limit: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, skip=self.skip, drafting_model=self.drafting_model)]
+
+    def chain(self, limits: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:
         """A chain of a skip set, and the tokens that were considered at each of its places; None for an empty chain."""
         self.skip = skip
-        draft = SkippingSession.draft(self, limit)
+        draft = SkippingDrafter.propose_draft(self, limits)
         return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
 
     def one_call(self) -> tuple[int, SkipSet] | None:
@@ -63,5 +67,5 @@ class SkippingSession(ChainSession):
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""
-        confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.confidence.of(scores)
-        return confidence, self.confidence.keep(confidence)
+        confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.rule.of(scores)
+        return confidence, self.rule.keep(confidence)

@@ -1,0 +1,100 @@
+"""Prompts on their way into a cache, chunk by chunk."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skipstone.models.host import on_device
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
+
+PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
+CPU_TOKENS_PER_PASS = 64
+"""Prompt tokens that keep a CPU busy. Above them the time of a pass grows with its tokens, and all rows wait for it."""
+
+
+@dataclass(frozen=True)
+class PrefilledChunk:
+    """What one pass over prompt tokens computed.
+
+    rows: that took part. last: [b, d], the hidden state of each row's last token. done: rows with no prompt token left.
+    """
+
+    rows: range
+    last: Tensor
+    done: list[int]
+
+
+class Prefill:
+    """Runs the prompts of the rows of a cache. The row that has waited longest comes first.
+
+    max_tokens_per_pass: a pass with so many prompt tokens takes no further row; None for no limit.
+    """
+
+    def __init__(self, model: LayeredModel, store: KVStore) -> None:
+        self.model, self.store = model, store
+        self.max_tokens_per_pass: int | None = None
+        self._waiting: list[Tensor | None] = [None] * store.rows  # prompt tokens [T] that a row has still to run
+        self._turn = [0] * store.rows  # of every row, when it was added or has run a part of its prompt
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a row still has prompt tokens to run."""
+        return any(prompt is not None for prompt in self._waiting)
+
+    def waits(self, row: int) -> bool:
+        return self._waiting[row] is not None
+
+    def add(self, row: int, tokens: Tensor) -> None:
+        """Run tokens [T], T >= 1, behind those that the row has in the cache."""
+        self._waiting[row] = tokens.to(self.model.device)
+        self._take_turn(row)
+
+    def remove(self, row: int) -> None:
+        self._waiting[row] = None
+
+    def run(self, chunk: int) -> PrefilledChunk:
+        """Run up to `chunk` prompt tokens of the row that has waited longest, and of the waiting rows behind it."""
+        rows = self._next_rows(chunk)
+        parts = [prompt[:chunk] for row in rows if (prompt := self._waiting[row]) is not None]
+        counts = [len(part) for part in parts]
+        tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        at = self._pass(rows, counts)
+        hidden = self.model.run(self.model.embed(tokens, at.positions), at, self.store, range(self.store.layers))
+        for row, count in zip(rows, counts, strict=True):
+            self.store.length[row] += count
+            rest = self._waiting[row]
+            assert rest is not None
+            self._waiting[row] = rest[count:] if len(rest) > count else None
+            self._take_turn(row)
+        last = on_device(counts, hidden.device) - 1
+        states = hidden[torch.arange(len(rows), device=hidden.device, dtype=torch.int64), last]
+        return PrefilledChunk(rows, states, [row for row in rows if self._waiting[row] is None])
+
+    def _take_turn(self, row: int) -> None:
+        """Of all rows with a prompt to run this one is the last."""
+        self._turn[row] = max(self._turn) + 1
+
+    def _next_rows(self, chunk: int) -> range:
+        waiting, most = self._waiting, self.max_tokens_per_pass
+        first = min((row for row in range(self.store.rows) if waiting[row] is not None), key=lambda row: self._turn[row])
+        tokens, stop = 0, first
+        while stop < self.store.rows and (prompt := waiting[stop]) is not None and (most is None or tokens < most):
+            tokens, stop = tokens + min(len(prompt), chunk), stop + 1
+        return range(first, stop)
+
+    def _pass(self, rows: range, counts: list[int]) -> Pass:
+        bases = [self.store.length[row] for row in rows]
+        end = max(base + count for base, count in zip(bases, counts, strict=True))
+        self.store.reserve(end)
+        width = max(counts)
+        device = self.model.device
+        positions = on_device(bases, device)[:, None] + torch.arange(width, device=device, dtype=torch.int64)
+        even = len(set(counts)) == 1
+        valid = None if even else torch.arange(width, device=device, dtype=torch.int64) < on_device(counts, device)[:, None]
+        if valid is not None:  # padding repeats a real position, so that position tables are never overrun
+            positions = torch.where(valid, positions, 0)
+        start = bases[0] if even and len(set(bases)) == 1 else None
+        return Pass(positions, positions, valid, slice(rows.start, rows.stop), end, start)

@@ -1,0 +1,37 @@
+"""The bytes of a token in vocabularies that write bytes: byte-level ones, and those with byte fallback."""
+
+import json
+import re
+from collections.abc import Set
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""Letter of a byte-level token -> byte."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token of byte fallback."""
+
+
+def decoder_kinds(tokenizer: Any) -> frozenset[str]:
+    """Names of the decoder of a fast tokenizer and of its parts; none of a slow tokenizer."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    told = {} if decoder is None else json.loads(decoder.__getstate__())
+    return frozenset(one["type"] for one in (told, *told.get("decoders", ())) if one)
+
+
+def is_byte_level(kinds: Set[str]) -> bool:
+    """Whether a decoder with these parts reads the letters of all tokens as bytes, and changes nothing else."""
+    return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Sequence", "Fuse"}
+
+
+def token_bytes(token: str, kinds: Set[str]) -> bytes | None:
+    """The bytes that a token of the vocabulary stands for wherever it is; None if its text depends on the tokens around it.
+
+    kinds: of the tokenizer's decoder.
+    """
+    if is_byte_level(kinds):
+        is_written_in_bytes = all(letter in _BYTE_OF for letter in token)
+        return bytes(_BYTE_OF[letter] for letter in token) if is_written_in_bytes else token.encode()
+    byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
+    return None if byte is None else bytes.fromhex(byte[1])
