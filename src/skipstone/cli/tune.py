@@ -41,7 +41,7 @@ def tune(
     options.check_model(model)
     from skipstone.loading import BUNDLED
     from skipstone.methods import resolve
-    from skipstone.methods.auto.memory import remember
+    from skipstone.methods.auto.saved_profile import save_profile
     from skipstone.models.layered import LayeredModel
     from skipstone.search import tune as tuning
 
@@ -57,7 +57,7 @@ def tune(
         raise ValueError("nothing was decoded: every text ended with its first token")
     said = tuning.recommendation(found)
     about = {"texts": found.texts, "speed_up": found.speed_up, "recommendation": said}
-    path = remember(LayeredModel(loaded), found.state, found.identities, about) if keep else None
+    path = save_profile(LayeredModel(loaded), found.policy, found.identities, about) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model or BUNDLED, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": found.plain_seconds, "candidates": [asdict(one) for one in found.candidates]}

@@ -10,6 +10,7 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts m
 (`draft_vocabulary`, off by default).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from skipstone.decoding.drafter import layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.methods.shared.chain import Chain, ChainDrafter
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
@@ -88,3 +90,8 @@ class LayerSkipDrafter(ChainDrafter):
         if not self.reuse_cache:
             frontier.restart()
         return chain.draft(frontier, exit_layer=self.exit_layer)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """One pass of the first E layers over the tokens."""
+        states = states_behind(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
+        return self.model.logits(states, self.shortlist)[0]

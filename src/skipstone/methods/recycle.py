@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from skipstone.control import price
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
@@ -28,6 +27,7 @@ from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
 from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 from skipstone.models.picks import NO_TOKEN
+from skipstone.policy.draft_length import best_tree
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
@@ -74,7 +74,7 @@ class Kept:
 @cache
 def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
     """(parent, rank) of every node: the tree of so many nodes that is expected to commit most."""
-    found = price.tree(RANK_ACCEPTANCES[:candidates], 0.0, lambda _: 0.0, most=nodes, depth=DEPTH)
+    found = best_tree(RANK_ACCEPTANCES[:candidates], 0.0, lambda _: 0.0, max_nodes=nodes, max_depth=DEPTH)
     return tuple(zip(found.parents, found.ranks, strict=True))
 
 

@@ -7,6 +7,7 @@ of other drafters, and measurements of a plain step. The regret budget must cove
 Times are in plain steps unless a name says seconds. Positions count the committed tokens, of a batch the mean of its rows.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,8 @@ class Decision(NamedTuple):
 class StepResult:
     """What became of a step, or of several plain ones. tokens: committed, of a batch the mean of its rows; all counts are.
     steps: that these are. drafts: that were scored. passes: draft steps. drafting, scoring: seconds of these; 0 if unknown.
-    fixed: seconds of the policy itself. confidences: (confidence, accepted) of judged drafts. matches: (match, tokens of its
+    fixed: seconds of the policy itself, which
+    those of a step that drafts include. confidences: (confidence, accepted) of judged drafts. matches: (match, tokens of its
     continuation that are right, tokens that the text tells of). ranks: of one row's tokens among the kept ones. warm_steps,
     warm_seconds: plain steps behind enough others, and what one of them takes. preparing: the engine compiled something."""
 
@@ -211,8 +213,9 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def decide(self, matches: Sequence[int] = ()) -> Decision:
-        """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up."""
+    def decide(self, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
+        """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up.
+        can_replay: whether `next_replay` is asked as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
         price = self._price_of(current)
         if self.costs.plain.measurements < TRIAL_STEPS:
@@ -221,7 +224,8 @@ class Policy:
             return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
             return self._wait(current, price, 0.0)
-        return self._explore(current, price, matches) or self._look_up(current, price, matches) or self._draft(current, price)
+        explored = self._explore(current, price, matches, can_replay)
+        return explored or self._look_up(current, price, matches) or self._draft(current, price)
 
     def stands(self, decision: Decision, matches: Sequence[int]) -> bool:
         """Whether a decision for several steps still holds, although there are matches now."""
@@ -237,7 +241,7 @@ class Policy:
 
     def _choose(self) -> str | None:
         """The best drafter, None for plain decoding."""
-        rates = self._rates()
+        rates = self.rates()
         current = self.current if self.current in rates else None
         if current == self.current and not self._may_choose:
             return current
@@ -253,7 +257,7 @@ class Policy:
     def _may_choose(self) -> bool:
         return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
 
-    def _rates(self) -> dict[str, float]:
+    def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
         return {name: one.rate.value for name, one in self.drafters.items() if name != RECYCLE or self.recycled.tree}
 
@@ -333,7 +337,7 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------- exploration
 
-    def _explore(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
+    def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
         """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
         if (decision := self._continue_trial(current, price)) is not None:
             return decision
@@ -344,7 +348,7 @@ class Policy:
             if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
                 short = RankTree((-1, 0), (0, 0), 1.0)
                 return self._affordable(Decision(RECYCLE, price, current, reason, tree=short, explores=True))
-        best = self._best_exploration(current, {})
+        best = self._best_exploration(current, {}, can_replay)
         if best is None or best.kind == "replay":
             return None
         return (
@@ -366,14 +370,14 @@ class Policy:
         few = self.costs.measurements(name) < TRIAL_STEPS
         return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
 
-    def _best_exploration(self, current: str | None, lag: Mapping[str, int]) -> Exploration | None:
+    def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
         """What is worth most, if the exploration account pays for it; otherwise that is saved for. None for nothing."""
-        found = max(self._explorations(current, lag), default=None)
+        found = max(self._explorations(current, lag, can_replay), default=None)
         return found if found is not None and self.exploration >= min(found.cost, MAX_EXPLORATION) else None
 
-    def _explorations(self, current: str | None, lag: Mapping[str, int]) -> Iterable[Exploration]:
+    def _explorations(self, current: str | None, lag: Mapping[str, int], can_replay: bool) -> Iterable[Exploration]:
         """All that the budget pays for."""
-        best, price, remaining = max([1.0, *self._rates().values()]), self._price_of(current), self.budget.remaining
+        best, price, remaining = max([1.0, *self.rates().values()]), self._price_of(current), self.budget.remaining
         since_probe = self.position - self.probed_at
         if current is not None and since_probe > PLAIN_AT_ONCE and remaining > COLD_STEPS * COLD_LOSS:
             cost = PROBE_STEPS * (1 - 1 / price) + COLD_LOSS
@@ -383,8 +387,8 @@ class Policy:
                 continue
             age = AGAIN + self.position if one.seen_at is None else self.position - one.seen_at
             hopes = age >= (WINDOW / 2 if one.is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
-            replay = self.costs.replays[name].value if name in self.costs.replays else math.inf
-            is_replayed = replay < MAX_REPLAY or one.searches
+            replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
+            is_replayed = replay < (math.inf if one.searches else MAX_REPLAY)
             if is_replayed and hopes and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining:
                 yield Exploration(age * (TRIAL_STEPS if one.is_unknown else 1) / cost, "replay", name, cost)
             if (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best):
@@ -425,6 +429,27 @@ class Policy:
         for one in self.drafters.values():
             one.rate.halve()
 
+    def resized(self, rows: int) -> "Policy":
+        """The same where so many rows decode: all is known but what steps take. The budget is shared."""
+        other = copy.deepcopy(self)
+        other.budget, other.rows, other.trial, other.surprises = self.budget, rows, None, 0
+        other.costs.plain.measurements = 0
+        other.costs.scoring = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}
+        other._forget_times()
+        return other
+
+    def restarted(self, budget: RegretBudget) -> "Policy":
+        """The same in another process, which measures costs once more."""
+        self.budget, self.exploration, self.trial, self.surprises = budget, MAX_EXPLORATION, None, 0
+        self._forget_times()
+        self.begin_request()
+        return self
+
+    def _forget_times(self) -> None:
+        self.costs.timed_at, self.chosen_at, self.stalled_at = {}, None, None
+        for one in self.drafters.values():
+            one.thresholds, one.shared = (), ()
+
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
         kind, tokens = decision.kind, sum([one.tokens for one in results])
@@ -464,7 +489,8 @@ class Policy:
             self.probed_at = self.position
         if decision.current is not None and self.drafters[decision.current].is_hopeless:
             self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
-        return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm))
+        fixed = sum([one.fixed for one in results]) / plain.value
+        return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + fixed
 
     def _observe_plain_step(self, seconds: float) -> None:
         """A warm plain step takes so long. It tells whether the machine or a drafter has surprised."""

@@ -169,6 +169,14 @@ class ScoringTime:
         """The same as a guess."""
         return ScoringTime(LineTime(self.line.start, self.line.step), {}, list(self.table))
 
+    def among(self, times: float) -> "ScoringTime":
+        """A guess where so many times as many rows decode: a pass over n tokens of each row is one over times n tokens of one
+        row, compared with one over `times`."""
+        step = self.line.step * times / (1 + self.line.step * (times - 1))
+        found = ScoringTime(LineTime(1.0, step if step > 0 else self.line.step))
+        found.draw()
+        return found
+
     def doubt(self) -> None:
         """As of a line."""
         self.line.doubt()

@@ -1,14 +1,15 @@
 """Which methods `auto` chooses from, and how each of them drafts there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import Method
 from skipstone.files import digest
 from skipstone.methods.adadecode.adadecode import AdaDecode
+from skipstone.methods.adadecode.chain import HeadChainDrafter
 from skipstone.methods.adadecode.heads import bundled_name_for
-from skipstone.methods.auto.drafters import MOST_DRAFTS, WHOLE_STEP, Candidate, LayersDrafter, SearchingDrafter, share_of
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
@@ -16,56 +17,100 @@ from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.draft_model import DraftModelDrafter
 from skipstone.methods.speculative import Speculative
+from skipstone.methods.swift.chain import SwiftChainDrafter
 from skipstone.methods.swift.swift import Swift
 from skipstone.models.engines.choice import missing_room_for_copy
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import SkipSet
+from skipstone.policy.draft_length import MAX_DRAFTS
+
+FEWER_BITS = {"int8": 0.6, "int4": 0.35}
+"""Time of a draft step in fewer bits, as a share of one in the stored weights: a first guess, from the bytes that are read. A
+replay gains nothing: over many tokens arithmetic takes the time."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter that `auto` may choose.
+
+    draft_step: first guess of a draft step in plain steps, None for a drafter with its own schedule. replay: first guess of a
+    replay in passes of the target over as many tokens, None if it cannot be replayed. identity: tells it from others of its
+    name. searches: replays are evaluations of its search.
+    """
+
+    drafter: Drafter
+    identity: str
+    draft_step: float | None
+    replay: float | None
+    searches: bool = False
+
 
 Made = dict[str, Candidate]
 
 
+def size_ratio(draft_model: LayeredModel, target: LayeredModel) -> float:
+    """Parameters of a draft model over those of its target, at most 1: about what a draft step costs."""
+    sizes = [sum(one.numel() for one in each.model.parameters()) for each in (draft_model, target)]
+    return min(sizes[0] / sizes[1], 1.0)
+
+
+def _of_layers(drafter: Drafter, method: Method, model: LayeredModel, layers: float, *more: Any) -> Candidate:
+    """A drafter that runs so many of the target's layers, over its keys and values. A recurrent model has none."""
+    share, bits = layers / model.depth, getattr(method, "draft_quantize", None) or ""
+    is_searching, identity = isinstance(method, Swift), digest([method.spelled, *more])
+    return Candidate(
+        drafter, identity, share * FEWER_BITS.get(bits, 1.0), None if model.family.recurrent else share, is_searching
+    )
+
+
 def _exits(method: LayerSkip, model: LayeredModel, rows: int, capacity: int) -> Made:
     assert method.exit_layer is not None
-    made = LayersDrafter(model, rows, method.exit_layer, shortlist=method.shortlist(model))
-    return {f"layerskip, exit {method.exit_layer}": made.candidate(method.spelled)}
+    chain = replace(
+        method,
+        num_speculative_tokens=MAX_DRAFTS,
+        confidence_threshold=None,
+        reuse_cache=True,
+        rejection_sample_method="coupled",
+    )
+    drafter = chain.create_drafter(model, rows, capacity)
+    return {f"layerskip, exit {method.exit_layer}": _of_layers(drafter, chain, model, method.exit_layer)}
 
 
 def _skipping(method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> Made:
-    skip, drafting_model = method.skip_set(model), method.drafting_model(model)
-    name = f"self_speculative, {method.draft_quantize}" if drafting_model is not None else "self_speculative"
-    made = LayersDrafter(model, rows, model.depth, skip or SkipSet(), drafting_model, method.shortlist(model))
-    return {name: made.candidate(method.spelled)}
+    chain = replace(method, num_speculative_tokens=MAX_DRAFTS, stop_threshold=None)
+    skip, name = method.skip_set(model), "self_speculative"
+    left = model.depth - (len(skip.attention) + len(skip.mlp)) / 2
+    made = _of_layers(chain.create_drafter(model, rows, capacity), chain, model, left, sorted(skip.attention), sorted(skip.mlp))
+    return {name if method.draft_quantize is None else f"{name}, {method.draft_quantize}": made}
 
 
 def _draft_model(method: Speculative, model: LayeredModel, rows: int, capacity: int) -> Made:
     draft_model, coupled = method.draft_model_for(model), replace(method, rejection_sample_method="coupled")
-    made = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MOST_DRAFTS, None)
-    share = share_of(draft_model, model)
-    return {"speculative": Candidate(made, share, share, method.spelled)}
+    drafter = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MAX_DRAFTS, None)
+    ratio = size_ratio(draft_model, model)
+    return {"speculative": Candidate(drafter, draft_model.fingerprint, ratio, ratio)}
 
 
 def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> Made:
-    heads = method.heads_for(model)
-    shortlist = heads.shortlist if method.draft_vocabulary is None else method.shortlist(model)
-    found = {}
+    heads, shortlist, found = method.heads_for(model), method.shortlist(model), {}
     for number, layer in enumerate(heads.card.layers):
         if not method.exit_layers or layer in method.exit_layers:
-            made = LayersDrafter(model, rows, layer, shortlist=shortlist, head=(heads, number))
-            found[f"adadecode, head {layer}"] = made.candidate(method.spelled)
+            drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
+            found[f"adadecode, head {layer}"] = _of_layers(drafter, method, model, layer)
     return found
 
 
 def _searched(method: Swift, model: LayeredModel, rows: int, capacity: int) -> Made:
-    made = SearchingDrafter(method.optimisation(model), model, rows, method.shortlist(model))
-    return {"swift": made.candidate(method.spelled, searches=True)}
+    optimisation = method.optimisation(model)
+    drafter = SwiftChainDrafter(optimisation, model, rows, MAX_DRAFTS, method.shortlist(model))
+    left = model.depth - optimisation.skipped.sum() / 2
+    return {"swift": _of_layers(drafter, method, model, float(left))}
 
 
-def _whole(method: Method, model: LayeredModel, rows: int, capacity: int) -> Made:
-    """A method that no rule of ours stops. Drafts that it would draw at random are coupled to the target's noise."""
+def _own_schedule(method: Method, model: LayeredModel, rows: int, capacity: int) -> Made:
+    """Any other method as a whole. Drafts that it would draw at random are coupled to the target's noise."""
     if hasattr(method, "rejection_sample_method"):
         method = replace(method, rejection_sample_method="coupled")  # type: ignore[call-arg]
-    drafter = method.create_drafter(model, rows, capacity)
-    return {method.name: Candidate(drafter, WHOLE_STEP, 0.0, method.spelled, own_rule=True)}
+    return {method.name: Candidate(method.create_drafter(model, rows, capacity), digest(method.spelled), None, None)}
 
 
 MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
@@ -77,11 +122,10 @@ MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
     Recycle: lambda *_: {},
     Swift: _searched,
 }
-"""Method -> its drafters by name; another one drafts as a whole. What is looked up or recycled is drafted on the host, without
-a model."""
+"""Method -> its drafters by name. Lookups and recycled tokens are drafted on the host, without a model."""
 
 
-def refuse(method: Method) -> None:
+def check_candidate(method: Method) -> None:
     """ValueError for a method that is no candidate."""
     if method.name in ("auto", "autoregressive"):
         raise ValueError(f"{method.name} drafts nothing that could be chosen or left out")
@@ -89,37 +133,18 @@ def refuse(method: Method) -> None:
         raise ValueError(f"{method.name} with these settings changes texts, so it cannot be left out here and there")
 
 
-def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capacity: int) -> Made:
-    """The drafters of all candidates, each by a name of its own."""
+def candidates_of(methods: Sequence[Method], model: LayeredModel, rows: int, capacity: int) -> Made:
+    """All drafters of the methods, each by a name of its own."""
     made: Made = {}
     for method in methods:
-        for name, one in MAKERS.get(type(method), _whole)(method, model, rows, capacity).items():
+        for name, one in MAKERS.get(type(method), _own_schedule)(method, model, rows, capacity).items():
             made[name if name not in made else f"{name} ({len(made)})"] = one
     return made
 
 
-def identities(methods: Sequence[Method], candidates: Made) -> dict[str, str]:
-    """Drafter -> what tells it apart from others that bear its name: what it was asked for as, and its draft model."""
-    told = digest(sorted(one.spelled for one in methods if type(one) is AdaDecode))
-    found = {}
-    for name, candidate in candidates.items():
-        one = candidate.drafter
-        if candidate.own_rule:
-            found[name] = digest(candidate.spelled)
-        elif isinstance(one, DraftModelDrafter):
-            found[name] = one.draft_model.fingerprint
-        elif isinstance(one, LayersDrafter):
-            skip = None if one.skip is None else [sorted(one.skip.attention), sorted(one.skip.mlp)]
-            few = None if one.drafting_model is None else str(one.drafting_model.engine.quantize)
-            ids = None if one.shortlist is None else digest(one.shortlist.tolist())
-            found[name] = digest([one.layers, skip, few, ids, told if one.head is not None else None])
-    return found
-
-
-def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
-    """The candidates where none are named: those that need nothing, the model's own method, where that can be one, what is
-    bundled for the model, and the model in four bits where the native engine has it in more. Of several that could be as fast
-    the first one is tried first."""
+def usual_methods(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
+    """The candidates if none are named: those that need nothing, the model's own method if it is lossless, bundled heads, and
+    the model in four bits if the native engine has it in more."""
     found: list[Method] = [PromptLookup()] if model.family.recurrent else [PromptLookup(), Recycle()]
     of_model: list[Method] = []
     if not model.family.recurrent:
