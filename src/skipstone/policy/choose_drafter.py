@@ -362,7 +362,9 @@ class Policy:
         return self._affordable(Decision(name, price, current, f"{name} is tried", thresholds, explores=True), min_drafts=2)
 
     def _continue_trial(self, current: str | None, price: float) -> Decision | None:
-        return None if self.trial is None else self._try(self.trial[0], current, price)
+        if self.trial is None or self.exploration < 0:
+            return None
+        return self._try(self.trial[0], current, price)
 
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
@@ -538,13 +540,15 @@ class Policy:
         return time
 
     def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
-        """Whether this is a step of a trial, but not the last one. Counts them. A slow one ends the trial."""
-        kind = decision.kind
-        if not decision.explores or kind not in self.costs.drafting:
+        """Whether this is a step of a trial that is not timed. Counts them. A slow one ends the trial. A drafter with its own
+        schedule needs more steps to get going, and all are timed."""
+        kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
+        if not decision.explores or not (has_schedule or kind in self.costs.drafting):
             return False
-        left = (self.trial[1] if self.trial is not None and self.trial[0] == kind else TRIAL_STEPS) - 1
+        first = LOOKAHEAD if has_schedule else TRIAL_STEPS
+        left = (self.trial[1] if self.trial is not None and self.trial[0] == kind else first) - 1
         self.trial = (kind, left) if left and not is_slow else None
-        return self.trial is not None
+        return self.trial is not None and not has_schedule
 
     def _watch(self, kind: str, factor: float) -> None:
         """Two surprises in a row ask for a probe. factor: of the time that was expected."""

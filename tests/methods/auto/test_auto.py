@@ -234,7 +234,7 @@ class Clocked:
     """Steps that take the time that a table says: of a plain step one millisecond. extra: of a draft step, by drafter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, float], token: float = 0.03) -> None:
-        self.drafts, self.token, self.total, self.tokens, self.requests = drafts, token, 0.0, 0, [(0, 0.0)]
+        self.drafts, self.token, self.total, self.tokens = drafts, token, 0.0, 0
         own = AutoDrafter.observe_step
 
         def clocked(session: AutoDrafter, step: Step) -> None:
@@ -303,9 +303,8 @@ def test_dear_drafts_are_not_made_however_right_they_are(monkeypatch: pytest.Mon
     clock, method = Clocked(monkeypatch, {"speculative": 1.1}), Auto((Speculative(near(raw, 0.02)),))
     texts_of(raw, method, count=10)
     assert clock.rate > 0.98
-    known, drafts = method.report(raw), 3  # as many as it was timed with last
-    taken = known["draft_setups"]["speculative"] + drafts * known["draft_steps"]["speculative"]
-    assert taken == pytest.approx(drafts * 1.1, rel=0.1), "it was tried and timed"
+    step = method.report(raw)["draft_steps"]["speculative"]
+    assert step == pytest.approx(1.1, rel=0.2), "it was tried and timed, against a guess of .1"
 
 
 def test_learning_that_takes_longer_than_drafts_gain_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +443,7 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     found = list(replayed(file))
     assert len({one.again.kind for one in found}) >= 3
     assert all(one.is_same for one in found)
-    drafted = [one for one in found if one.again.kind == "layerskip, exit 2" == one.recorded.kind and one.position > 50]
+    drafted = [one for one in found if one.again.kind == one.recorded.kind not in (PLAIN, PROBE) and one.position > 50]
     taken = [1000 * sum(step.seconds for step in one.results) - one.tokens for one in drafted]  # a plain step takes 1 ms
     counted = [one.lost == pytest.approx(own, abs=0.01) for one, own in zip(drafted, taken, strict=True)]
     assert sum(counted) >= 0.9 * len(counted) > 0, "but for stalls and first steps"

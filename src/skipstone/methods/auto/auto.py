@@ -207,7 +207,7 @@ class AutoDrafter(Drafter):
         self._settle()
         self.learned.resize(sum(self.view.alive))
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
-        if not rows or not self._can_replay:
+        if not rows or not self._can_replay or not self.learned.policy.costs.plain.measurements:
             return
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
@@ -293,8 +293,10 @@ class AutoDrafter(Drafter):
         self._settle()
         policy, self._asked = self.learned.policy, (matches, self._can_replay)
         began = self.model.ranks.now()
-        self._decided = policy.decide(*self._asked) if has_room else None
-        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason="no room for a draft")
+        is_timed = policy.costs.plain.measurements > 0
+        self._decided = policy.decide(*self._asked) if has_room and is_timed else None
+        reason = "no room for a draft" if is_timed else "plain decoding is timed"
+        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
         self._left = self._decision.steps - 1
         if self._decision.kind == PROBE:
             self._keeps = False
@@ -316,7 +318,7 @@ class AutoDrafter(Drafter):
         if kind in self.candidates and self.candidates[kind].draft_step is None:
             return self.candidates[kind].drafter.propose_draft(limits)
         thresholds = decision.thresholds
-        if not thresholds or thresholds[0] > 1:
+        if kind in (PLAIN, PROBE) or not thresholds or thresholds[0] > 1:
             return self._empty_draft()
         acceptance = self.learned.policy.drafters[kind].acceptance
         rule = Survival(acceptance.slope, acceptance.offset, thresholds[1:], decision.shared[1:])
