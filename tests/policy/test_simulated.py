@@ -24,8 +24,9 @@ WORKS = {
     **{f"held_out: {name}": w for name, w in HELD_OUT.items()},
 }
 QUICK = ("workloads: code, nano", "held_out: drafters of 20 plain steps, server", "held_out: phases that change, server")
-LOST_TO_COLD_STEPS = 0.02
-"""Share of the time that plain steps behind drafts lose beside what they are charged, measured."""
+NOISE = 0.05
+"""Share by which the true time may lie above the one that is charged: single times differ by 4 %, plain ones that all others are
+held against included. The bound itself is proved in test_regret_budget.py."""
 
 
 @cache
@@ -37,8 +38,8 @@ def ratio(name: str, everything: bool) -> float:
         rates.append(simulation.rate())
         if WORKS[name].slowdown is None and not WORKS[name].compile_time:
             for tokens, time in simulation.requests:
-                assert time <= (1 + SLACK + LOST_TO_COLD_STEPS) * tokens + REQUEST_CREDIT + 3
-            assert simulation.total <= (1 + SLACK + LOST_TO_COLD_STEPS) * simulation.position + CREDIT + 3
+                assert time <= (1 + SLACK + NOISE) * tokens + REQUEST_CREDIT + 3
+            assert simulation.total <= (1 + SLACK + NOISE) * simulation.position + CREDIT + 3
     return fmean(rates) / fmean(TODAY[f"{name}: {mode}"]["rates"])
 
 

@@ -453,7 +453,7 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     assert not all(one.is_same for one in replayed(file)), "decisions rest on what is recorded"
 
 
-@pytest.mark.parametrize("text", ["{}", "nothing", '{"policy": 3}', '{"request": null}', '{"other": 1}'])
+@pytest.mark.parametrize("text", ["{}", "nothing", '{"state": 3}', '{"request": null}', '{"other": 1}'])
 def test_a_file_that_is_no_log_is_refused_with_its_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     file.write_text(text + "\n")

@@ -6,7 +6,7 @@ A line of JSON each: a policy, then the events that change it. `Policy` depends 
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -53,7 +53,7 @@ class PolicyLog:
 
     def policy(self, live: int, policy: Policy) -> None:
         """Where the events of a policy begin."""
-        self._write("policy", live, policy_to_json(policy))
+        self._write("state", live, policy_to_json(policy))
 
     def begin_request(self) -> None:
         self._write("request", 0, None)
@@ -74,12 +74,14 @@ class PolicyLog:
 @dataclass(frozen=True)
 class Replayed:
     """A decision of a file, made again. position: committed tokens before it. recorded, again: what was decided then and now.
-    deciding, learning: seconds that these take now. lost: plain steps that the budget was charged."""
+    replay_seconds: of replays before it. deciding, learning: seconds that these take now. lost: plain steps that the budget was
+    charged."""
 
     position: int
     recorded: Decision
     again: Decision
     results: list[StepResult]
+    replay_seconds: float
     deciding: float
     learning: float
     lost: float
@@ -93,6 +95,11 @@ class Replayed:
         return sum(one.tokens for one in self.results)
 
     @property
+    def seconds(self) -> float:
+        """Of its steps, and of the replays before them."""
+        return self.replay_seconds + sum(one.seconds for one in self.results)
+
+    @property
     def steps(self) -> int:
         return sum(one.steps for one in self.results)
 
@@ -101,21 +108,24 @@ def replayed(path: Path) -> Iterator[Replayed]:
     """All decisions of a file, made again. ValueError with the line for a file that is no log of this version; OSError for one
     that cannot be read."""
     policies: dict[tuple[int, ...], Policy] = {}
+    replay_seconds = 0.0
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 event = json.loads(line)
                 writer = tuple(event.pop("writer"))
                 ((kind, values),) = event.items()
-                if kind == "policy":
+                if kind == "state":
                     policies[writer] = policy_from_json(values)
                 elif kind == "request":
                     for one in [one for key, one in policies.items() if key[0] == writer[0]]:
                         one.begin_request()
                 elif kind == "replay":
                     policies[writer].observe_replay(*values)
+                    replay_seconds += values[3]
                 elif (found := _steps(policies[writer], kind, *values)) is not None:
-                    yield found
+                    yield replace(found, replay_seconds=replay_seconds)
+                    replay_seconds = 0.0
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
                 raise ValueError(
                     f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
@@ -135,4 +145,6 @@ def _steps(policy: Policy, kind: str, asked: Sequence[Any], decided: Any, taken:
     if decided is None:
         return None
     lost = balance + policy.budget.slack * tokens - policy.budget.request
-    return Replayed(before, _DECISION.validate_python(decided), again, done, decided_at - began, learnt_at - decided_at, lost)
+    return Replayed(
+        before, _DECISION.validate_python(decided), again, done, 0.0, decided_at - began, learnt_at - decided_at, lost
+    )

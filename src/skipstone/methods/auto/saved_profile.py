@@ -49,7 +49,7 @@ def save_profile(model: LayeredModel, policy: Policy, identities: dict[str, str]
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
     held = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities}
-    write_json(path, {**held, "policy": policy_to_json(policy)})
+    write_json(path, {**held, "state": policy_to_json(policy)})
     return path
 
 
@@ -96,7 +96,7 @@ def read(path: Path, source: object = None) -> dict[str, Any]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: {path.name} is damaged: {error}") from error
-    parts = {"version": int, "key": dict, "about": dict, "drafters": dict, "policy": dict}
+    parts = {"version": int, "key": dict, "about": dict, "drafters": dict, "state": dict}
     if not isinstance(held, dict) or any(not isinstance(held.get(name), kind) for name, kind in parts.items()):
         raise ValueError(f"{source}: {path.name} is no file of `skipstone tune`, which holds {', '.join(parts)}")
     if held["version"] != VERSION:
@@ -107,7 +107,7 @@ def read(path: Path, source: object = None) -> dict[str, Any]:
 def _policy(held: dict[str, Any], first: Policy, identities: dict[str, str], source: object) -> Policy:
     """What a file says, as `load_profile`. ValueError where it is damaged."""
     try:
-        known = policy_from_json(held["policy"])
+        known = policy_from_json(held["state"])
         same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
         costs, fresh = known.costs, first.costs
         costs.drafting = {name: costs.drafting[name] if name in same else one for name, one in fresh.drafting.items()}
@@ -118,4 +118,4 @@ def _policy(held: dict[str, Any], first: Policy, identities: dict[str, str], sou
         known.drafters = {name: known.drafters[name] if name in same else one for name, one in first.drafters.items()}
         return known.restarted(first.budget)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source} is damaged: its policy cannot be read ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{source} is damaged: its state cannot be read ({type(error).__name__}: {error})") from error
