@@ -25,7 +25,7 @@ WORKS = {
 }
 QUICK = ("workloads: code, nano", "held_out: drafters of 20 plain steps, server", "held_out: phases that change, server")
 NOISE = 0.05
-"""Share by which the true time may lie above the one that is charged: single times differ by 4 %, plain ones that all others are
+"""Share by which the true time may lie above the charged one: single times differ by 4 %, plain ones that all others are
 held against included. The bound itself is proved in test_regret_budget.py."""
 
 

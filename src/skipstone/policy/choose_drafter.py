@@ -224,7 +224,9 @@ class Policy:
             return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
             return self._wait(current, price, 0.0)
-        explored = self._explore(current, price, matches, can_replay)
+        explored = self._continue_trial(current, price)
+        if explored is None and self._may_choose:
+            explored = self._explore(current, price, matches, can_replay)
         return explored or self._look_up(current, price, matches) or self._draft(current, price)
 
     def stands(self, decision: Decision, matches: Sequence[int]) -> bool:
@@ -233,7 +235,7 @@ class Policy:
 
     def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0:
+        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0 or not self._may_choose:
             return None
         current = self._choose()
         best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
@@ -241,10 +243,10 @@ class Policy:
 
     def _choose(self) -> str | None:
         """The best drafter, None for plain decoding."""
+        if not self._may_choose and (self.current != RECYCLE or self.recycled.tree is not None):
+            return self.current
         rates = self.rates()
         current = self.current if self.current in rates else None
-        if current == self.current and not self._may_choose:
-            return current
         best = max(rates, key=rates.__getitem__, default=None)
         rate = 1.0 if current is None else rates[current]
         if best is not None and rates[best] > max(rate, 1.0) * (1 + MARGIN):
@@ -292,7 +294,7 @@ class Policy:
             thresholds,
             tuple([one * price for one in own.shared]),
             tree=self.recycled.tree if current == RECYCLE else None,
-            steps=STEPS_AT_ONCE if current != RECYCLE and self.costs.measurements(current) >= WELL_KNOWN else 1,
+            steps=STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1,
         )
         return self._affordable(wanted) or self._wait(current, price, self._stake(current, 1))
 
@@ -339,8 +341,6 @@ class Policy:
 
     def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
         """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
-        if (decision := self._continue_trial(current, price)) is not None:
-            return decision
         if self.exploration >= COLD_LOSS and self._is_old(HOST):
             reason, drafts = "the scoring of what no model drafts is timed", tuple(2 * min(match, 1) for match in matches)
             if any(matches):
@@ -410,14 +410,17 @@ class Policy:
     def _potential(self, name: str) -> float:
         """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
         several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
-        costs, one = self.costs.of(name), self.drafters[name]
+        costs, one, best, doubt = self.costs.of(name), self.drafters[name], 0.0, COST_DOUBT
         if name in self.costs.schedules:
             return one.rate.upper_bound
-        doubt = COST_DOUBT if name not in self.costs.timed_at else math.sqrt(COST_DOUBT)
+        if name in self.costs.timed_at:
+            doubt = math.sqrt(doubt)
         survivals = self._survivals(name, LOOKAHEAD)
-        doubted = replace(costs, draft_step=costs.draft_step / doubt, start=costs.start / doubt, fixed=costs.fixed / doubt)
-        doubted = replace(doubted, scoring=lambda n: max(costs.scoring(n) / doubt, min(costs.scoring(n), 1.0)))
-        return max(doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1))
+        for drafts in range(1, LOOKAHEAD + 1):
+            scoring = costs.scoring(drafts + 1)
+            doubted = replace(costs, scoring=lambda _, v=scoring: max(v, doubt * min(v, 1.0)))
+            best = max(best, doubt * doubted.speedup(expected_tokens(survivals[:drafts]), drafts))
+        return best
 
     def _survivals(self, name: str, drafts: int) -> list[float]:
         return [self.drafters[name].acceptance.mean ** n for n in range(1, drafts + 1)]
@@ -454,12 +457,15 @@ class Policy:
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
-        kind, tokens = decision.kind, sum([one.tokens for one in results])
-        if self.current != decision.current or self._may_choose:
+        kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
+        if self.current != decision.current or is_choice:
             self.chosen_at, self.current = self.position, decision.current
             for one in self.drafters.values():
                 one.rate.fade(self.position)
-        time = self._observe_plain(decision, results) if kind in (PLAIN, PROBE) else self._observe_drafting(decision, results)
+        if kind in (PLAIN, PROBE):
+            time = self._observe_plain(decision, results)
+        else:
+            time = self._observe_drafting(decision, results, is_choice)
         self.budget.charge(time, tokens)
         for match in [match for one in results for match in one.matches]:
             self.matches.observe(*match)
@@ -506,15 +512,17 @@ class Policy:
             self.surprises = 0
         plain.observe(seconds)
 
-    def _observe_drafting(self, decision: Decision, results: Sequence[StepResult]) -> float:
-        """After steps that drafted. Returns the time that is charged."""
+    def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
+        """After steps that drafted. Returns the time that is charged. is_choice: drafters were compared before them; costs that
+        are known well are learnt only then."""
         kind, tokens, preparing = decision.kind, sum([one.tokens for one in results]), any(one.preparing for one in results)
         costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
         time = self._charged(taken, expected, preparing)
         if not self._is_warming_up(decision, taken > 2 * expected) and not preparing:
             self._watch(kind, taken / expected)
-            if abs(self.surprises) < 2:
+            is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
+            if abs(self.surprises) < 2 and not is_routine:
                 self._time(kind, results[-1])
         if kind == LOOKUP and not decision.explores:
             keep = 1 - 1 / WINDOW

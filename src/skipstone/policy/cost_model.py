@@ -196,20 +196,13 @@ class ScoringTime:
         self.draw()
 
     def draw(self) -> None:
-        """Works the table out."""
-        table, last, value, slope = [0.0, 1.0], 1, 0.0, self.line.step
-        known = {n: (count / (count + PLACE_DOUBT)) * (mean - self.line(n - 1)) for n, (mean, count) in self.places.items()}
-        ordered = sorted(known)
+        """Works the table out. A number that was not measured differs from the line as the next smaller one does."""
+        line, value, offset, table = self.line, 0.0, 0.0, [0.0, 1.0]
         for n in range(2, TABLE + 2):
-            while ordered and ordered[0] < n:
-                last = ordered.pop(0)
-            if n in known:
-                offset = known[n]
-            elif last in known and ordered:
-                offset = known[last] + (known[ordered[0]] - known[last]) * (n - last) / (ordered[0] - last)
-            else:
-                offset = known.get(last, known[ordered[0]] if ordered else 0.0)
-            value = max(value, self.line.start + slope * (n - 1) + offset)
+            if n in self.places:
+                mean, count = self.places[n]
+                offset = (mean - line.start - line.step * (n - 1)) * count / (count + PLACE_DOUBT)
+            value = max(value, line.start + line.step * (n - 1) + offset)
             table.append(value)
         self.table = table
 
