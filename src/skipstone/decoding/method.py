@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedModel
 
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
+from skipstone.files import digest
 from skipstone.models.layered import LayeredModel
 
 
@@ -99,6 +100,13 @@ class Method:
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         """What drafts for a session of `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
+
+    def auto_candidates(self, model: LayeredModel, rows: int, capacity: int) -> dict[str, Candidate]:
+        """How it drafts for `auto`: drafters by name. By default as a whole, by its own schedule. Drafts that it would draw at
+        random are coupled to the target's noise."""
+        is_drawn = hasattr(self, "rejection_sample_method")
+        method = replace(self, rejection_sample_method="coupled") if is_drawn else self  # type: ignore[call-arg]
+        return {self.name: Candidate(method.create_drafter(model, rows, capacity), digest(method.spelled))}
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""

@@ -11,20 +11,22 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.drafter import layers_used
+from skipstone.decoding.drafter import Candidate, layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
+from skipstone.methods.shared.candidates import of_layers
 from skipstone.methods.shared.chain import Chain, ChainDrafter
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class LayerSkip(ShortlistMethod):
 
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> "LayerSkipDrafter":
         return LayerSkipDrafter(self, model, rows)
+
+    def auto_candidates(self, model: LayeredModel, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Chains whose length `auto` decides."""
+        assert self.exit_layer is not None
+        chain = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None, reuse_cache=True)
+        chain = replace(chain, rejection_sample_method="coupled")
+        drafter = chain.create_drafter(model, rows, capacity)
+        return {f"layerskip, exit {self.exit_layer}": of_layers(drafter, chain, model, self.exit_layer)}
 
 
 class LayerSkipDrafter(ChainDrafter):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
@@ -50,6 +50,10 @@ class Recycle(DraftingMethod):
 
     def report(self, model: Any) -> dict[str, Any]:
         return states.known(self, None, model)
+
+    def auto_candidates(self, model: LayeredModel, rows: int, capacity: int) -> dict[str, Candidate]:
+        """None: `auto` drafts like this by itself, without a model."""
+        return {}
 
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         return RecycleDrafter(self, model, rows, states.of(self, model, rows, None, Kept))

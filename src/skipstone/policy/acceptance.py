@@ -55,23 +55,23 @@ class ConfidenceAcceptance:
 
     def observe(self, drafts: Iterable[tuple[float, bool]]) -> None:
         """Drafts were judged: (confidence, accepted)."""
-        keep = 1 - 1 / MEMORY
+        slope, offset, covariance, keep = self.slope, self.offset, self.covariance, 1 - 1 / MEMORY
+        slope_variance, offset_variance, mean, weight = self.slope_variance, self.offset_variance, self.mean, self.weight
         for confidence, accepted in drafts:
             place = _logit(confidence)
-            predicted = _sigmoid(self.slope * place + self.offset)
-            slope_gain = self.slope_variance * place + self.covariance
-            offset_gain = self.covariance * place + self.offset_variance
-            curvature = max(predicted * (1 - predicted), CLOSEST)
-            shrink = 1 / (1 / curvature + slope_gain * place + offset_gain)
-            self.slope_variance = min((self.slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
-            self.offset_variance = min((self.offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
-            limit = math.sqrt(max(self.slope_variance * self.offset_variance, 0.0))
-            self.covariance = min(max((self.covariance - shrink * slope_gain * offset_gain) / keep, -limit), limit)
-            error = accepted - predicted
-            self.slope = max(self.slope + (self.slope_variance * place + self.covariance) * error, 0.0)
-            self.offset += (self.covariance * place + self.offset_variance) * error
-            self.weight = self.weight * keep + 1
-            self.mean += (accepted - self.mean) / self.weight
+            predicted = _sigmoid(slope * place + offset)
+            slope_gain, offset_gain = slope_variance * place + covariance, covariance * place + offset_variance
+            shrink = 1 / (1 / max(predicted * (1 - predicted), CLOSEST) + slope_gain * place + offset_gain)
+            slope_variance = min((slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
+            offset_variance = min((offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
+            limit = math.sqrt(max(slope_variance * offset_variance, 0.0))
+            covariance = min(max((covariance - shrink * slope_gain * offset_gain) / keep, -limit), limit)
+            error, weight = accepted - predicted, weight * keep + 1
+            slope = max(slope + (slope_variance * place + covariance) * error, 0.0)
+            offset += (covariance * place + offset_variance) * error
+            mean += (accepted - mean) / weight
+        self.slope, self.offset, self.covariance, self.mean, self.weight = slope, offset, covariance, mean, weight
+        self.slope_variance, self.offset_variance = slope_variance, offset_variance
 
 
 @dataclass(slots=True)

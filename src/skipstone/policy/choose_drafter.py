@@ -10,12 +10,12 @@ Times are in plain steps unless a name says seconds. Positions count the committ
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
-from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, expected_tokens
+from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCosts, expected_tokens
 from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
 from skipstone.policy.regret_budget import RegretBudget
 
@@ -410,17 +410,15 @@ class Policy:
     def _potential(self, name: str) -> float:
         """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
         several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
-        costs, one, best, doubt = self.costs.of(name), self.drafters[name], 0.0, COST_DOUBT
+        costs, one, doubt = self.costs.of(name), self.drafters[name], COST_DOUBT
         if name in self.costs.schedules:
             return one.rate.upper_bound
         if name in self.costs.timed_at:
             doubt = math.sqrt(doubt)
-        survivals = self._survivals(name, LOOKAHEAD)
-        for drafts in range(1, LOOKAHEAD + 1):
-            scoring = costs.scoring(drafts + 1)
-            doubted = replace(costs, scoring=lambda _, v=scoring: max(v, doubt * min(v, 1.0)))
-            best = max(best, doubt * doubted.speedup(expected_tokens(survivals[:drafts]), drafts))
-        return best
+        table, survivals = self.costs.scoring_of(name).table, self._survivals(name, LOOKAHEAD)
+        scoring = [max(one / doubt, min(one, 1.0)) for one in table[: LOOKAHEAD + 2]]
+        doubted = StepCosts(1.0, costs.draft_step / doubt, scoring.__getitem__, costs.start / doubt, costs.fixed / doubt)
+        return max([doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1)])
 
     def _survivals(self, name: str, drafts: int) -> list[float]:
         return [self.drafters[name].acceptance.mean ** n for n in range(1, drafts + 1)]

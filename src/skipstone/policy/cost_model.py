@@ -7,6 +7,7 @@ fills it from the steps of the loop. The speed-up is computed here and nowhere e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Any
 
 from skipstone.policy.draft_length import LOOKAHEAD
 
@@ -39,7 +40,7 @@ class StepCosts:
 
     plain: float
     draft_step: float
-    scoring: Callable[[float], float]
+    scoring: Callable[[Any], float]
     start: float = 0.0
     fixed: float = 0.0
 

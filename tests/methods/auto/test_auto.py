@@ -29,8 +29,7 @@ from skipstone import (
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.request import Request
-from skipstone.methods import resolve
-from skipstone.methods.auto import candidates
+from skipstone.methods import resolve, speculative
 from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.policy_log import replayed
 from skipstone.models.layered import LayeredModel
@@ -255,7 +254,7 @@ class Clocked:
             replays(session, *asked)
 
         monkeypatch.setattr(AutoDrafter, "_replay", replayed)
-        monkeypatch.setattr(candidates, "size_ratio", lambda *models: 0.1)
+        monkeypatch.setattr(speculative, "size_ratio", lambda *models: 0.1)
         monkeypatch.setattr(AutoDrafter, "replay_seconds", lambda session, began: REPLAY / 1000)
         monkeypatch.setattr(AutoDrafter, "policy_seconds", lambda session, began: 0.0)
 

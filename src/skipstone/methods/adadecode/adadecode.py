@@ -19,18 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter, layers_used
+from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
+from skipstone.methods.adadecode.chain import HeadChainDrafter
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.tallies import Tallies
 from skipstone.methods.shared import states
+from skipstone.methods.shared.candidates import of_layers
 from skipstone.methods.shared.chain import Chain
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.engine import Survival
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,15 @@ class AdaDecode(ShortlistMethod):
 
     def create_drafter(self, model: LayeredModel, rows: int, capacity: int) -> Drafter:
         return AdaDecodeDrafter(self, model, rows)
+
+    def auto_candidates(self, model: LayeredModel, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Each head drafts chains whose length `auto` decides."""
+        heads, shortlist, found = self.heads_for(model), self.shortlist(model), dict[str, Candidate]()
+        for number, layer in enumerate(heads.card.layers):
+            if not self.exit_layers or layer in self.exit_layers:
+                drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
+                found[f"adadecode, head {layer}"] = of_layers(drafter, self, model, layer)
+        return found
 
 
 @dataclass

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skipstone.decoding.drafter import Candidate
 from skipstone.limits import SMALL_STATE_BYTES
-from skipstone.methods.auto.candidates import Candidate
 from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.recycle import Kept
 from skipstone.policy.choose_drafter import CHOOSE_EVERY, COPIED, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
