@@ -43,7 +43,7 @@ def plain(steps: int = 1, seconds: float = 1.0, warm: int | None = None) -> Step
 
 
 def won(tokens: float, time: float, steps: float = 60.0) -> Rate:
-    return Rate(tokens, time, steps, tokens, time, 64)
+    return Rate(tokens, time, steps, 64)
 
 
 def test_first_plain_decoding_is_timed() -> None:
@@ -65,7 +65,7 @@ def test_the_drafter_with_the_best_rate_drafts_as_long_as_that_pays() -> None:
     decision = policy.decide()
     assert (decision.kind, decision.current) == ("a", "a")
     mean = policy.drafters["a"].acceptance.mean
-    assert decision.price == pytest.approx((90 + 8 * 98 / 68) / 68)
+    assert decision.price == pytest.approx((90 + 8) / 68)
     assert decision.thresholds[1] == pytest.approx(decision.price * 0.21 / mean, rel=0.02)
     assert decision.thresholds[0] == pytest.approx(0.21 / mean, rel=0.02), "to draft at all is held against a plain step"
     assert decision.steps == int(4.0 / decision.stake), "six steps of so many drafts may lose more than the budget has"
@@ -259,8 +259,7 @@ def test_a_cost_is_measured_again_after_long_if_it_may_matter() -> None:
 def test_plain_steps_are_measured_now_and_then() -> None:
     policy = timed(exploration=4.0, current="a", chosen_at=64)
     policy.drafters["a"].rate = won(90.0, 60.0)
-    policy.position = 64 + choose.PLAIN_AT_ONCE + 1
-    policy.chosen_at = policy.position
+    policy.position, policy.chosen_at = 64 + choose.PLAIN_AT_ONCE + 1, None
     decision = policy.decide()
     assert (decision.kind, decision.steps) == (PROBE, choose.PROBE_STEPS)
     policy.observe(decision, [StepResult(4.0, 4.3, 4, warm_steps=2, warm_seconds=0.9)])
@@ -353,7 +352,6 @@ def test_a_request_begins_with_half_of_what_others_have_shown() -> None:
     policy.budget.charge(9.0, 1.0)
     policy.begin_request()
     assert policy.drafters["a"].rate.tokens == 45
-    assert policy.drafters["a"].rate.usual_tokens == 90
     assert policy.budget.request == 12.0
     assert policy.budget.remaining == pytest.approx(4 - 8 + 0.015)
 

@@ -11,6 +11,7 @@ Deviations: nodes are the ones of greatest survival under RANK_ACCEPTANCES, of w
 80, since a pass of so many tokens is dear on a CPU; of several places of a token the accepted one is kept; in sampling kept
 tokens are the likeliest by the raw logits, and the tree is verified by match."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from skipstone.methods.shared.lookups import LookupDrafter, RowDraft
 from skipstone.models.engines.engine import Survival
 from skipstone.models.layered import LayeredModel
 from skipstone.models.picks import NO_TOKEN
+from skipstone.policy.cost_model import TABLE
 from skipstone.policy.draft_length import best_tree
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
@@ -73,6 +75,14 @@ class Kept:
 
     def report(self) -> dict[str, Any]:
         return {"steps": self.steps, "tokens": len(self.continuations)}
+
+    def ranks(self, root: int, tokens: Sequence[int]) -> list[int]:
+        """Of every token behind a root, its place among those kept for the one before it; TABLE for one that is not."""
+        found = []
+        for before, token in zip((root, *tokens), tokens, strict=False):
+            known = self.continuations.get(before, ())
+            found.append(known.index(token) if token in known else TABLE)
+        return found
 
 
 @cache

@@ -11,26 +11,19 @@ from skipstone.policy.draft_length import MAX_DRAFTS, RankTree, best_tree
 
 PRIOR_SLOPE, PRIOR_OFFSET = 0.7, -0.3
 """Logit of acceptance = slope x logit of confidence + offset, before anything was seen: drafters are overconfident."""
-PRIOR_VARIANCES = (0.25, 1.0)
-"""Variances of slope and offset around these. No later belief is less certain."""
-CLOSEST = 3e-4
-"""Confidences closer than this to 0 or 1 count as this close. The native engine's chain clamps by the same number."""
-PRIOR_ACCEPTANCE = 0.6
-"""Mean acceptance before anything was seen: the middle of .42 to .86, the means of the drafters in docs/lab."""
+PRIOR_VARIANCES = (0.25, 1.0)  # of slope and offset around these; no later belief is less certain
+CLOSEST = 3e-4  # confidences closer than this to 0 or 1 count as this close, as in the native engine's chain
+PRIOR_ACCEPTANCE = 0.6  # mean acceptance before anything was seen: the middle of .42 to .86, the drafters' means in docs/lab
 MATCH_DOUBT = 3.0
 """A match of m tokens continues rightly with probability m / (m + 3), before anything was seen: .25 at 1, .77 at 10. After i
 right tokens it is m + i long."""
-PRIOR_WEIGHT = 10.0
-"""Judged drafts or tokens that each of these priors counts as."""
-MEMORY = 400.0
-"""Judged drafts or tokens after which one counts 1/e: a request or two."""
-MATCH_BUCKETS = 4
-"""Matches of 1, 2 to 3, 4 to 7 and at least 8 tokens are told apart."""
+PRIOR_WEIGHT = 10.0  # judged drafts or tokens that each of these priors counts as
+MEMORY = 400.0  # judged drafts or tokens after which one counts 1/e: a request or two
+MATCH_BUCKETS = 4  # matches of 1, 2 to 3, 4 to 7 and at least 8 tokens are told apart
 FIRST_RANK, RANKS = 0.4, 5
 """Probability that the token kept first for a token follows it, half as often the second, and so on for five ranks, before
 anything was seen (docs/lab: .38 to .52 on text that is not poetry)."""
-TREE_TOKENS, TREE_DEPTH = 200, 6
-"""Tokens after which the tree is built anew, and its depth: seven tokens in a row are hardly ever kept."""
+TREE_TOKENS, TREE_DEPTH = 200, 6  # tokens until the tree is built anew, and its depth: seven in a row are hardly ever kept
 
 
 @dataclass(slots=True)

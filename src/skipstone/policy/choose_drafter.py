@@ -1,8 +1,8 @@
 """Which drafter drafts next, how far, or none; and what is measured next.
 
 Each drafter has a rate: tokens a plain step, over its own steps and over replays of committed text. The best one drafts
-(`Policy.decide`). An exploration account, a small share of the time, pays for what may change that: replays, exploration steps
-of other drafters, and measurements of a plain step. The regret budget must cover every step.
+(`Policy.decide`). An exploration account, a small share of the time, pays for what may change that: replays, trials of other
+drafters, and measurements of a plain step. The regret budget must cover every step.
 
 Times are in plain steps unless a name says seconds. Positions count the committed tokens, of a batch the mean of its rows.
 """
@@ -22,55 +22,42 @@ from skipstone.policy.regret_budget import RegretBudget
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """Steps that no model drafts for. A probe is a plain step that is taken to measure one."""
 
-HALF_LIFE, USUAL_HALF_LIFE = 300.0, 4000.0
-"""Tokens after which a step counts half in a drafter's rate, and in its usual rate: a passage, and a dozen requests."""
-PRIOR_TIME = 8.0
-"""Plain steps at the usual rate that a rate begins with, and at rate 1 that a usual rate begins with."""
-MARGIN = 0.02
-"""Share by which another drafter's rate must be larger: noise of a rate over 300 tokens."""
-CHOOSE_EVERY = 16
-"""Tokens between two choices of a drafter."""
-WINDOW = 32
-"""Tokens of a replay. One pass over them takes hardly longer than one over eight."""
-COPIED = 8
-"""Tokens that a lookup commits in a copied passage, which says nothing of other drafters."""
-MAX_REPLAY = 1.5
-"""Plain steps above which a drafter is tried instead of replayed: two steps of it lose less, and they commit tokens."""
-EXPLORATION_SHARE = 0.005
-"""Share of the time that exploration may lose; at first three times as much, and less with every HALF_LIFE tokens."""
-MAX_EXPLORATION = 4.0
-"""Plain steps on the exploration account at first, and at most: an exploration of a drafter that fails costs up to three."""
-SPREAD = 1.5
-"""Relative standard deviation of the tokens of one step, for the upper confidence bound of a rate."""
+HALF_LIFE = 300.0  # tokens after which a step counts half in a drafter's rate: a passage of text
+PRIOR_TIME = 8.0  # plain steps at rate 1 that a rate begins with: fewer let one lucky replay choose a drafter
+MARGIN = 0.02  # share by which another drafter's rate must be larger: noise of a rate over 300 tokens
+CHOOSE_EVERY = 16  # tokens between two choices of a drafter; with 24, chains lose up to 5 % on text that changes (simulated)
+WINDOW = 32  # tokens of a replay: one pass over them takes hardly longer than one over eight
+COPIED = 8  # tokens that a lookup commits in a copied passage, which says nothing of other drafters
+EXPLORATION_SHARE = 0.004  # of the time that exploration may lose; at first thrice as much, and less with each HALF_LIFE
+MAX_EXPLORATION = 4.0  # plain steps on the exploration account at first, and at most: a trial that fails costs up to three
+SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the upper confidence bound of a rate
+AGAIN = 1000  # tokens after which a drafter is replayed, and timed, again
 TRIAL_STEPS = 3
-"""Steps of an exploration by drafting, and steps up to which next to nothing is known of a drafter. Only the last step is
-timed: the first ones find other weights in the caches."""
-TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))
-"""Of such a step: two drafts, and more while the drafter is sure."""
-AGAIN = 1000
-"""Tokens after which a drafter is replayed, and timed, again."""
+"""Steps of a trial, and steps up to which next to nothing is known of a drafter. Only the last step of a trial is timed: the
+first ones find other weights in the caches."""
+TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of such a step: two drafts, and more while the drafter is sure
 COST_DOUBT = 4.0
-"""Factor by which costs may be too high that this process has not measured: a saved profile may be wrong by 3. Those that were
-measured long ago may be by its root. A drafter that is worth drafting if they are is timed. One that is believed to be slow
-would otherwise never be tried again."""
+"""Factor by which costs may be too high that this process has not measured, as a saved profile may be wrong by 3. Costs that
+were measured long ago may be by its root. A drafter that is worth drafting if they are is timed. Otherwise one that is believed
+to be slow would never be tried again."""
 CHANGED = 1.25
-"""Factor by which two steps in a row must differ from what was expected before a plain step is measured. The plain step must
-differ by its root for the whole machine to be slower or faster."""
-COLD_STEPS, COLD_LOSS = 2, 0.5
-"""Plain steps behind a draft that are slow because it filled the caches, and what each counts as lost at most."""
-PROBE_STEPS = COLD_STEPS + 2
-"""Plain steps of a probe, of which the last two are measured."""
+"""Factor by which two steps in a row must differ from what was expected before a plain step is measured. If the plain step
+differs by its root, the whole machine is slower or faster."""
+COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps behind a draft that are slow, as it filled the caches, and what each loses at most
+PROBE_STEPS = COLD_STEPS + 2  # of which the last two are measured
 STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
 """Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes about 2 % of
 the shortest steps there are (1.6 ms). Also the tokens between two probes."""
 
 
 class Decision(NamedTuple):
-    """What the next steps do, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE, or a drafter's name. price: tokens that a plain
-    step is worth. current: the best drafter now. thresholds: survivals that a chain needs to be continued; shared: the same for
-    one row of several, whose draft step the others pay for. drafts: of a lookup, for every row. explores: the exploration
-    account pays. steps: that the decision stands for, as long as no lookup is worth more. stake: plain steps that one of them
-    is expected to lose if no draft is accepted."""
+    """What the next steps do, and why.
+
+    kind: PLAIN, PROBE, LOOKUP, RECYCLE, or a drafter's name. price: tokens that a plain step is worth. current: the best
+    drafter. thresholds: survivals that a chain needs to be continued; shared: the same for one row of several, whose draft step
+    the others pay for. drafts: of a lookup, for every row. explores: the exploration account pays. steps: that the decision
+    stands for, as long as no lookup is worth more. stake: plain steps that one of them loses if no draft is accepted.
+    """
 
     kind: str
     price: float = 1.0
@@ -87,12 +74,14 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What became of a step, or of several plain ones. tokens: committed, of a batch the mean of its rows; all counts are.
-    steps: that these are. drafts: that were scored. passes: draft steps. drafting, scoring: seconds of these; 0 if unknown.
-    fixed: seconds of the policy itself, which
-    those of a step that drafts include. confidences: (confidence, accepted) of judged drafts. matches: (match, tokens of its
-    continuation that are right, tokens that the text tells of). ranks: of one row's tokens among the kept ones. warm_steps,
-    warm_seconds: plain steps behind enough others, and what one of them takes. preparing: the engine compiled something."""
+    """What became of a step, or of several plain ones. All counts are means of the rows of a batch.
+
+    tokens: committed. seconds: of all of it. drafts: that were scored. passes: draft steps. drafting, scoring: seconds of
+    these; 0 if unknown. fixed: seconds of the policy itself, which a drafting step's `seconds` include. confidences:
+    (confidence, accepted) of judged drafts. matches: (match, right tokens of its continuation, tokens that the text tells of).
+    ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds: plain steps behind enough others, and what one of
+    them takes. preparing: the engine compiled something.
+    """
 
     tokens: float
     seconds: float
@@ -112,38 +101,28 @@ class StepResult:
 
 @dataclass(slots=True)
 class Rate:
-    """Tokens and time of the latest steps, and of all of them, which other requests have shown."""
+    """Tokens, time and number of the latest steps of a drafter. Older ones count less."""
 
     tokens: float = 0.0
     time: float = 0.0
     steps: float = 0.0
-    usual_tokens: float = 0.0
-    usual_time: float = 0.0
     position: int = 0
 
     def add(self, position: int, tokens: float, time: float, steps: int = 1) -> None:
         self.fade(position)
-        self.tokens += tokens
-        self.time += time
-        self.steps += steps
-        self.usual_tokens += tokens
-        self.usual_time += time
+        self.tokens, self.time, self.steps = self.tokens + tokens, self.time + time, self.steps + steps
 
     def fade(self, position: int) -> None:
-        passed, self.position = position - self.position, position
-        keep, usual = 0.5 ** (passed / HALF_LIFE), 0.5 ** (passed / USUAL_HALF_LIFE)
-        self.tokens, self.time, self.steps = self.tokens * keep, self.time * keep, self.steps * keep
-        self.usual_tokens, self.usual_time = self.usual_tokens * usual, self.usual_time * usual
+        self.keep(0.5 ** ((position - self.position) / HALF_LIFE))
+        self.position = position
 
-    def halve(self) -> None:
-        """Another request begins."""
-        self.tokens, self.time, self.steps = self.tokens / 2, self.time / 2, self.steps / 2
+    def keep(self, share: float) -> None:
+        self.tokens, self.time, self.steps = self.tokens * share, self.time * share, self.steps * share
 
     @property
     def value(self) -> float:
         """Tokens a plain step."""
-        usual = (self.usual_tokens + PRIOR_TIME) / (self.usual_time + PRIOR_TIME)
-        return (self.tokens + PRIOR_TIME * usual) / (self.time + PRIOR_TIME)
+        return (self.tokens + PRIOR_TIME) / (self.time + PRIOR_TIME)
 
     @property
     def upper_bound(self) -> float:
@@ -168,14 +147,10 @@ class DrafterState:
         """Whether not even its first draft is worth its time."""
         return bool(self.thresholds) and self.thresholds[0] > 1
 
-    @property
-    def is_unknown(self) -> bool:
-        return self.rate.steps < TRIAL_STEPS
-
 
 class Exploration(NamedTuple):
-    """Something to measure. value: tokens since it was measured, for each plain step that measuring is expected to lose. kind:
-    PROBE, "replay" or "trial", some steps of a drafter."""
+    """Something to measure. value: tokens since it was measured, for each plain step of its cost. kind: PROBE, "replay" or
+    "trial". cost: plain steps that it is expected to lose."""
 
     value: float
     kind: str
@@ -185,7 +160,7 @@ class Exploration(NamedTuple):
 
 @dataclass(slots=True)
 class Policy:
-    """All that decisions rest on. `decide`, `stands` and `next_replay` only read it; `begin_request`, `observe` and
+    """All that decisions rest on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
     `observe_replay` change it. So a list of events makes every decision again.
 
     drafters: RECYCLE among them if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode.
@@ -217,11 +192,11 @@ class Policy:
         """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up.
         can_replay: whether `next_replay` is asked as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
-        price = self._price_of(current)
+        price, reason = self._price_of(current), "steps took longer, or less long, than expected: a plain step is measured"
         if self.costs.plain.measurements < TRIAL_STEPS:
             return Decision(PLAIN, reason="plain decoding is timed")
         if abs(self.surprises) > 1:
-            return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
+            return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
         if self.budget.remaining <= 0:
             return self._wait(current, price, 0.0)
         explored = self._continue_trial(current, price)
@@ -241,6 +216,11 @@ class Policy:
         best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
         return best.name if best is not None and best.kind == "replay" else None
 
+    @property
+    def _may_choose(self) -> bool:
+        """Whether drafters are compared with each other before the next step."""
+        return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
+
     def _choose(self) -> str | None:
         """The best drafter, None for plain decoding."""
         if not self._may_choose and (self.current != RECYCLE or self.recycled.tree is not None):
@@ -255,22 +235,14 @@ class Policy:
             return None
         return current if rate > (1 + MARGIN if self.drafters[current].is_hopeless else 1 - MARGIN) else None
 
-    @property
-    def _may_choose(self) -> bool:
-        return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
-
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
         return {name: one.rate.value for name, one in self.drafters.items() if name != RECYCLE or self.recycled.tree}
 
     def _price_of(self, current: str | None) -> float:
         """Tokens that a plain step is worth."""
-        if current is None or self.drafters[current].is_hopeless:
-            return 1.0
-        return max(1.0, self.drafters[current].rate.value)
-
-    def _probe(self, current: str | None, price: float, reason: str) -> Decision:
-        return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
+        is_plain = current is None or self.drafters[current].is_hopeless
+        return 1.0 if is_plain or current is None else max(1.0, self.drafters[current].rate.value)
 
     def _wait(self, current: str | None, price: float, amount: float) -> Decision:
         """Plain steps until so much may be lost."""
@@ -282,20 +254,13 @@ class Policy:
         if current is None:
             steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
             return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=steps)
-        own = self.drafters[current]
+        own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
         if own.is_hopeless:
             return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
         thresholds = (*own.thresholds[:1], *[one * price for one in own.thresholds[1:]])
-        wanted = Decision(
-            current,
-            price,
-            current,
-            f"{current}: {price:.2f} x plain decoding",
-            thresholds,
-            tuple([one * price for one in own.shared]),
-            tree=self.recycled.tree if current == RECYCLE else None,
-            steps=STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1,
-        )
+        shared, tree = tuple([one * price for one in own.shared]), self.recycled.tree if current == RECYCLE else None
+        steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
+        wanted = Decision(current, price, current, reason, thresholds, shared, tree=tree, steps=steps)
         return self._affordable(wanted) or self._wait(current, price, self._stake(current, 1))
 
     def _stake(self, kind: str, drafts: float) -> float:
@@ -330,8 +295,7 @@ class Policy:
         survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
         length_price = max(price, self.lookups[0] / self.lookups[1])
         drafts = best_drafts(survivals, length_price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
-        accepted = [one / rows for chain, kept in zip(survivals, drafts, strict=True) for one in chain[:kept]]
-        tokens = expected_tokens(accepted)
+        tokens = expected_tokens([one / rows for chain, n in zip(survivals, drafts, strict=True) for one in chain[:n]])
         if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
             return None
         reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
@@ -342,8 +306,9 @@ class Policy:
     def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
         """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
         if self.exploration >= COLD_LOSS and self._is_old(HOST):
-            reason, drafts = "the scoring of what no model drafts is timed", tuple(2 * min(match, 1) for match in matches)
+            reason = "the scoring of lookups and recycled tokens is timed"
             if any(matches):
+                drafts = tuple(2 * min(match, 1) for match in matches)
                 return self._affordable(Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True))
             if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
                 short = RankTree((-1, 0), (0, 0), 1.0)
@@ -351,25 +316,20 @@ class Policy:
         best = self._best_exploration(current, {}, can_replay)
         if best is None or best.kind == "replay":
             return None
-        return (
-            self._probe(current, price, "a plain step is measured")
-            if best.kind == PROBE
-            else self._try(best.name, current, price)
-        )
+        if best.kind == "trial":
+            return self._try(best.name, current, price)
+        return Decision(PROBE, price, current, "a plain step is measured", steps=PROBE_STEPS, explores=True)
 
     def _try(self, name: str, current: str | None, price: float) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
         return self._affordable(Decision(name, price, current, f"{name} is tried", thresholds, explores=True), min_drafts=2)
 
     def _continue_trial(self, current: str | None, price: float) -> Decision | None:
-        if self.trial is None or self.exploration < 0:
-            return None
-        return self._try(self.trial[0], current, price)
+        return None if self.trial is None or self.exploration < 0 else self._try(self.trial[0], current, price)
 
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
-        timed_at = self.costs.timed_at.get(name)
-        few = self.costs.measurements(name) < TRIAL_STEPS
+        timed_at, few = self.costs.timed_at.get(name), self.costs.measurements(name) < TRIAL_STEPS
         return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
@@ -387,36 +347,32 @@ class Policy:
         for name, one in self.drafters.items():
             if name == RECYCLE or (name == current and not one.is_hopeless):
                 continue
-            age = AGAIN + self.position if one.seen_at is None else self.position - one.seen_at
-            hopes = age >= (WINDOW / 2 if one.is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
+            age, is_unknown = self.position - (-AGAIN if one.seen_at is None else one.seen_at), one.rate.steps < TRIAL_STEPS
+            hopes = age >= (WINDOW / 2 if is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
             replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
-            is_replayed = replay < (math.inf if one.searches else MAX_REPLAY)
+            is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer one loses more than two steps of a trial
             if is_replayed and hopes and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining:
-                yield Exploration(age * (TRIAL_STEPS if one.is_unknown else 1) / cost, "replay", name, cost)
-            if (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best):
+                yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
+            is_wanted = (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
+            if is_wanted and self._stake(name, 2) <= remaining:
                 cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -AGAIN)
-                is_first = timed_at < 0 and not one.is_unknown
-                value = math.inf if is_first else max(self.position - timed_at, 0 if is_replayed else age) / cost
-                if self._stake(name, 2) <= remaining:
-                    yield Exploration(value, "trial", name, cost)
+                value = max(self.position - timed_at, 0 if is_replayed else age) / cost
+                yield Exploration(math.inf if timed_at < 0 and not is_unknown else value, "trial", name, cost)
 
     def _trial_cost(self, name: str, price: float) -> float:
         """Plain steps that a trial is expected to lose."""
-        costs, survivals = self.costs.of(name), self._survivals(name, TRIAL_STEPS)
-        if name in self.costs.schedules:
-            return max(costs.step(0) - 1, COLD_LOSS)
-        return max(TRIAL_STEPS * (costs.step(TRIAL_STEPS) - expected_tokens(survivals) / price), COLD_LOSS)
+        costs, tokens = self.costs.of(name), expected_tokens(self._survivals(name, TRIAL_STEPS))
+        lost = costs.step(0) - 1 if name in self.costs.schedules else TRIAL_STEPS * (costs.step(TRIAL_STEPS) - tokens / price)
+        return max(lost, COLD_LOSS)
 
     def _potential(self, name: str) -> float:
         """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
         several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
-        costs, one, doubt = self.costs.of(name), self.drafters[name], COST_DOUBT
         if name in self.costs.schedules:
-            return one.rate.upper_bound
-        if name in self.costs.timed_at:
-            doubt = math.sqrt(doubt)
-        table, survivals = self.costs.scoring_of(name).table, self._survivals(name, LOOKAHEAD)
-        scoring = [max(one / doubt, min(one, 1.0)) for one in table[: LOOKAHEAD + 2]]
+            return self.drafters[name].rate.upper_bound
+        costs, survivals = self.costs.of(name), self._survivals(name, LOOKAHEAD)
+        doubt = math.sqrt(COST_DOUBT) if name in self.costs.timed_at else COST_DOUBT
+        scoring = [max(one / doubt, min(one, 1.0)) for one in self.costs.scoring_of(name).table[: LOOKAHEAD + 2]]
         doubted = StepCosts(1.0, costs.draft_step / doubt, scoring.__getitem__, costs.start / doubt, costs.fixed / doubt)
         return max([doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1)])
 
@@ -430,28 +386,29 @@ class Policy:
         self.budget.begin_request()
         self.starts_request = True
         for one in self.drafters.values():
-            one.rate.halve()
+            one.rate.keep(0.5)
 
     def resized(self, rows: int) -> "Policy":
-        """The same where so many rows decode: all is known but what steps take. The budget is shared."""
+        """The same where so many rows decode. If that is less than twice as many, or more than half, steps take about the same
+        and one plain step is timed; otherwise what steps take is a guess. The budget is shared."""
         other = copy.deepcopy(self)
-        other.budget, other.rows, other.trial, other.surprises = self.budget, rows, None, 0
-        other.costs.plain.measurements = 0
-        other.costs.scoring = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}
-        other._forget_times()
-        return other
+        other.budget, other.rows, is_near = self.budget, rows, max(rows, self.rows) < 2 * min(rows, self.rows)
+        other.costs.plain.measurements = TRIAL_STEPS - 1 if is_near else 0
+        if not is_near:
+            other.costs.scoring, other.costs.timed_at = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}, {}
+        return other._with_old_times()
 
     def restarted(self, budget: RegretBudget) -> "Policy":
         """The same in another process, which measures costs once more."""
-        self.budget, self.exploration, self.trial, self.surprises = budget, MAX_EXPLORATION, None, 0
-        self._forget_times()
+        self.budget, self.exploration, self.costs.timed_at = budget, MAX_EXPLORATION, {}
         self.begin_request()
-        return self
+        return self._with_old_times()
 
-    def _forget_times(self) -> None:
-        self.costs.timed_at, self.chosen_at, self.stalled_at = {}, None, None
+    def _with_old_times(self) -> "Policy":
+        self.chosen_at, self.stalled_at, self.trial, self.surprises = None, None, None, 0
         for one in self.drafters.values():
             one.thresholds, one.shared = (), ()
+        return self
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
@@ -460,10 +417,8 @@ class Policy:
             self.chosen_at, self.current = self.position, decision.current
             for one in self.drafters.values():
                 one.rate.fade(self.position)
-        if kind in (PLAIN, PROBE):
-            time = self._observe_plain(decision, results)
-        else:
-            time = self._observe_drafting(decision, results, is_choice)
+        is_plain = kind in (PLAIN, PROBE)
+        time = self._observe_plain(decision, results) if is_plain else self._observe_drafting(decision, results, is_choice)
         self.budget.charge(time, tokens)
         for match in [match for one in results for match in one.matches]:
             self.matches.observe(*match)

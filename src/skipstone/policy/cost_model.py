@@ -11,23 +11,18 @@ from typing import Any
 
 from skipstone.policy.draft_length import LOOKAHEAD
 
-FIRST_SLOPE = 0.04
-"""Plain steps that scoring one token more takes, before any was measured: 25 tokens double a pass on two CPU cores."""
-FIRST_START = 0.1
-"""Plain steps that drafting takes beside its draft steps, before any was measured."""
+FIRST_SLOPE = 0.04  # plain steps that scoring one token more takes, until measured: 25 tokens double a pass on two CPU cores
+FIRST_START = 0.1  # plain steps that drafting takes beside its draft steps, until measured
 RELATIVE_NOISE, START_DEVIATION = 0.1, 2 * FIRST_START
 """Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
 MEMORY, PLAIN_MEMORY = 50.0, 4.0
-"""Measurements after which one counts 1/e: of drafting and scoring, and of a plain step or a replay, which are measured
-seldom."""
+"""Measurements after which one counts 1/e: of drafting and scoring, and of plain steps and replays, which are seldom timed."""
 MAX_CHANGE = 0.25
 """Share of a belief by which one measurement may differ from it. A stall takes longer and says nothing of the next step."""
-PLACE_DOUBT = 4.0
-"""Measurements of one number of tokens that count as much as the line through all numbers."""
-TABLE = 64
-"""Numbers of tokens for which V is worked out beforehand: a tree of recycled tokens has at most 63 nodes."""
-WELL_KNOWN = 24
-"""Measurements after which steps are planned several at once: the belief then differs by 2 % from the mean (.1 / sqrt(24))."""
+PLACE_DOUBT = 4.0  # measurements of one number of tokens that count as much as the line through all numbers
+TABLE = 64  # numbers of tokens for which V is worked out: a tree of recycled tokens has at most 63 nodes
+WELL_KNOWN = 24  # measurements of a belief that then differs by 2 % from the mean (.1 / sqrt(24))
+HOST = ""  # the drafter of tokens that no model drafts: looked up, or recycled
 
 
 @dataclass(frozen=True)
@@ -86,55 +81,47 @@ class MeanTime:
 class LineTime:
     """A belief about times that grow with a length: start + step x length, by regularised least squares around a guess.
 
-    weight .. length_error: discounted sums over measurements, of 1, length, length^2, error and length x error, where the error
-    is the distance from the guess. Each measurement counts by its relative error.
+    sums: discounted, over measurements, of 1, length, length^2, error and length x error, where the error is the distance from
+    the guess. Each measurement counts by its relative error.
     """
 
     start: float
     step: float
     measurements: int = 0
     guess: tuple[float, float] = (0.0, 0.0)
-    weight: float = 0.0
-    length: float = 0.0
-    square: float = 0.0
-    error: float = 0.0
-    length_error: float = 0.0
+    sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: float) -> float:
         return self.start + self.step * length
 
-    def doubt(self) -> None:
-        """What was measured is no more than a guess: the next measurement far from it replaces it."""
-        self.measurements, self.weight = 0, 0.0
+    def scale(self, factor: float) -> None:
+        self.start, self.step = self.start * factor, self.step * factor
 
     def observe(self, length: float, time: float) -> None:
         believed, keep = self(length), 1 - 1 / MEMORY
-        if not self.measurements:
-            scale = time / believed
-            if abs(scale - 1) > MAX_CHANGE:
-                self.start, self.step, believed = self.start * scale, self.step * scale, time
-            self.guess = self.start, self.step
-            self.weight = self.length = self.square = self.error = self.length_error = 0.0
+        if not self.measurements:  # a guess: a time far from it replaces it
+            if abs(time / believed - 1) > MAX_CHANGE:
+                self.scale(time / believed)
+                believed = time
+            self.guess, self.sums = (self.start, self.step), (0.0, 0.0, 0.0, 0.0, 0.0)
         self.measurements += 1
         start, step = self.guess
         change = min(max(time - believed, -MAX_CHANGE * believed), MAX_CHANGE * believed)
         error, weight = believed + change - start - step * length, 1 / believed**2
-        self.weight = self.weight * keep + weight
-        self.length = self.length * keep + weight * length
-        self.square = self.square * keep + weight * length * length
-        self.error = self.error * keep + weight * error
-        self.length_error = self.length_error * keep + weight * length * error
-        w = self.weight + (RELATIVE_NOISE / START_DEVIATION) ** 2
-        s = self.square + (RELATIVE_NOISE / max(step, FIRST_SLOPE)) ** 2
-        determinant = w * s - self.length**2
-        self.step = step + (w * self.length_error - self.length * self.error) / determinant
-        self.start = start + (s * self.error - self.length * self.length_error) / determinant
+        one, n, nn, e, ne = self.sums
+        one, n, nn = one * keep + weight, n * keep + weight * length, nn * keep + weight * length * length
+        e, ne = e * keep + weight * error, ne * keep + weight * length * error
+        self.sums = one, n, nn, e, ne
+        one += (RELATIVE_NOISE / START_DEVIATION) ** 2
+        nn += (RELATIVE_NOISE / max(step, FIRST_SLOPE)) ** 2
+        self.step = step + (one * ne - n * e) / (one * nn - n * n)
+        self.start = start + (nn * e - n * ne) / (one * nn - n * n)
         if self.step <= 0:  # the start gives way
             self.step = step / MEMORY
-            self.start = start + (self.error - self.length * (self.step - step)) / w
+            self.start = start + (e - n * (self.step - step)) / one
         if self.start < 0:
             self.start = 0.0
-            self.step = max(step + (self.length_error + self.length * start) / s, step / MEMORY)
+            self.step = max(step + (ne + n * start) / nn, step / MEMORY)
 
 
 def _first_table() -> list[float]:
@@ -178,10 +165,6 @@ class ScoringTime:
         found.draw()
         return found
 
-    def doubt(self) -> None:
-        """As of a line."""
-        self.line.doubt()
-
     def observe(self, tokens: float, time: float) -> None:
         """A pass over so many tokens of every row took so long."""
         if tokens <= 1:
@@ -208,10 +191,6 @@ class ScoringTime:
         self.table = table
 
 
-HOST = ""
-"""The drafter of tokens that no model drafts: looked up, or recycled."""
-
-
 @dataclass(slots=True)
 class LearnedCosts:
     """What steps take, as far as the loop has measured. All times but `plain_seconds` are in plain steps, so that they stay
@@ -219,8 +198,7 @@ class LearnedCosts:
 
     plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
     scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
-    -> a whole step. replays: drafter -> a replay.
-    timed_at: drafter -> position at which this process timed it.
+    -> a whole step. replays: drafter -> a replay. timed_at: drafter -> position at which this process timed it.
     """
 
     plain: MeanTime
@@ -250,18 +228,21 @@ class LearnedCosts:
         return self.drafting[drafter].measurements if drafter in self.drafting else self.scoring[HOST].line.measurements
 
     def doubt(self, drafter: str) -> None:
-        """A drafter's times are guesses again."""
-        for belief in (self.drafting.get(drafter), self.scoring.get(drafter)):
-            if belief is not None:
-                belief.doubt()
+        """A drafter's times are guesses again: the next measurement far from them replaces them."""
         if drafter in self.schedules:
             self.schedules[drafter].measurements = 0
+        elif drafter in self.drafting:
+            self.drafting[drafter].measurements = 0
+            if drafter in self.scoring:
+                self.scoring[drafter].line.measurements = 0
+        else:
+            self.scoring[HOST].line.measurements = 0
 
     def observe_scoring(self, drafter: str, tokens: float, time: float) -> None:
         """Scoring so many tokens of every row took so long. HOST learns from others until its own drafts were timed."""
         if drafter not in self.scoring:
             self.scoring[drafter] = self.scoring[HOST].copy()
-        for name in {drafter} if HOST in self.timed_at else {drafter, HOST}:
+        for name in [drafter] if HOST in (*self.timed_at, drafter) else [drafter, HOST]:
             self.scoring[name].observe(tokens, time)
 
     def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
@@ -269,8 +250,6 @@ class LearnedCosts:
         line = self.drafting[drafter]
         before, was_guess = line(passes), not line.measurements
         line.observe(passes, time)
-        if was_guess:
-            scale = line(passes) / before
-            for other in self.drafting.values():
-                if not other.measurements:
-                    other.start, other.step = other.start * scale, other.step * scale
+        for other in self.drafting.values():
+            if was_guess and not other.measurements:
+                other.scale(line(passes) / before)

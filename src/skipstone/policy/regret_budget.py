@@ -6,10 +6,8 @@ All amounts are in plain steps.
 
 from dataclasses import dataclass
 
-SLACK = 0.015
-"""Share of plain decoding's time that may be lost. Default of the setting `slack`."""
-CREDIT = 4.0
-"""Plain steps that may be lost before anything was won: about one exploration step of each of four drafters."""
+SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
+CREDIT = 4.0  # plain steps that may be lost before anything was won: about one trial of each of four drafters
 REQUEST_CREDIT = 12.0
 """Plain steps that one request may lose of the time that others have won. With 4, requests that begin with text that is hard
 to foretell drafted no more and became the slowest ones (docs/lab)."""

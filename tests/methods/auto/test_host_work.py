@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skipstone.decoding.request import Request
-from skipstone.methods.auto.auto import Auto, AutoDrafter, PlainSteps
+from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import HostWork, median_interval
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
@@ -95,25 +95,29 @@ def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
     part of the scoring: there it counts as what it took."""
     drafter = looking()
     plain = drafter.learned.policy.costs.plain.value
-    drafter._decision, drafter._plain = Decision(PLAIN), PlainSteps()
+    drafter._decision = Decision(PLAIN)
     drafter._looks_up, drafter._keeps = True, keeps
     drafter._plain_in_a_row, drafter._ran_prompt, drafter._host_seconds = plain_before, behind_prompt, plain / 10
     drafter._add_plain(1.0, 9 * plain)
-    result = drafter._plain.result()
-    assert (result.steps, result.warm_steps) == (1, 0)
+    (result,) = drafter._results
+    assert (result.steps, drafter._warm) == (1, [])
     assert result.seconds == pytest.approx(1.1 * plain if by_its_parts else 9 * plain)
 
 
 def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
     drafter = looking()
-    drafter._plain, drafter._looks_up, drafter._keeps, drafter._ran_prompt = PlainSteps(), False, False, False
+    drafter._looks_up, drafter._keeps, drafter._ran_prompt = False, False, False
     drafter._plain_in_a_row = 0
     for seconds in (1.3, 1.1, 9.0, 1.0, 1.2):
         drafter._add_plain(1.0, seconds)
-    result = drafter._plain.result()
-    assert (result.tokens, result.steps, result.warm_steps) == (5.0, 5, 3)
+    (result,) = drafter._results
+    assert (result.tokens, result.steps) == (5.0, 5)
     assert result.seconds == pytest.approx(13.6)
-    assert result.warm_seconds == pytest.approx((1.0 + 1.2 + 2 * 1.2) / 3), "a stall counts as twice the median"
+    drafter._settle()
+    assert list(drafter.learned.plain_seconds)[-3:] == [9.0, 1.0, 1.2]
+    assert (result.warm_steps, result.warm_seconds) == (3, pytest.approx((1.0 + 1.2 + 2 * 1.2) / 3)), (
+        "a stall counts twice the median"
+    )
 
 
 def test_the_median_of_what_values_are_drawn_from_lies_in_the_interval() -> None:

@@ -6,8 +6,7 @@ This file measures and obeys. Drafts are coupled to the target's noise, so that 
 plain decoding with the same seed, whatever is decided.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,12 +24,12 @@ from skipstone.methods.auto import saved_profile
 from skipstone.methods.auto.candidates import candidates_of, check_candidate, usual_methods
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.policy_log import PolicyLog
-from skipstone.methods.auto.row_texts import RowTexts, ranks_of
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import ChainDrafter
 from skipstone.methods.shared.draft_model import DraftModelDrafter
+from skipstone.methods.shared.matches import MatchDrafter
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
@@ -79,25 +78,6 @@ class Auto(Method):
         return AutoDrafter(self, model, rows, capacity)
 
 
-@dataclass(slots=True)
-class PlainSteps:
-    """Plain steps of one decision, added up."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    steps: int = 0
-    warm: list[float] = field(default_factory=list)
-    fixed: float = 0.0
-    matches: list[tuple[int, int, int]] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-
-    def result(self) -> StepResult:
-        """As one result."""
-        result = StepResult(self.tokens, self.seconds, self.steps, fixed=self.fixed, matches=self.matches, ranks=self.ranks)
-        result.warm_steps, result.warm_seconds = len(self.warm), typical(self.warm)
-        return result
-
-
 class AutoDrafter(Drafter):
     """Owns drafters. Asks the policy, lets one of them draft, measures, and tells the policy."""
 
@@ -107,10 +87,10 @@ class AutoDrafter(Drafter):
         self.candidates = candidates_of(wanted, model, rows, capacity)
         recycle = next((one for one in wanted if isinstance(one, Recycle)), None)
         self.learned = states.of(method, model, rows, None, lambda: self._first_learned(recycle is not None))
-        self.texts = RowTexts(rows, looks_up=any(isinstance(one, PromptLookup) for one in wanted))
+        self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in wanted))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = [one.drafter for one in self.candidates.values()]
-        self.requirements = Requirements(max(WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters), 0))
+        self.requirements = Requirements(max([WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters)]))
         self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters]
         # what a model's own layers draft depends on no text
         self._listeners = [
@@ -121,12 +101,13 @@ class AutoDrafter(Drafter):
         }
         self._engines = [model.engine, *(one.draft_model.engine for one in self._readers.values())]
         self._prepared = sum(one.preparations for one in self._engines)
-        self._requests = [False] * rows  # rows that have one
-        # the decision that is being carried out
-        self._decision, self._decided = Decision(PLAIN), None  # and what it was, before there was nothing to draft
-        self._asked: tuple[Sequence[int], bool] = ((), True)  # what it was decided with
+        self._has_request = [False] * rows
+        # the decision that is being carried out, what it was before it turned out that there is nothing to draft, and what it
+        # was asked with
+        self._decision, self._decided, self._asked = Decision(PLAIN), None, (list[int](), True)
         self._left = 0  # steps that it stands for beside this one
-        self._plain, self._drafted = PlainSteps(), list[StepResult]()
+        self._results: list[StepResult] = []  # of its steps, plain ones as one
+        self._warm: list[float] = []  # seconds of plain steps that did nothing else, behind others
         self._is_quiet = False  # it does nothing but decode plainly
         self._unread: list[list[RowVerdict]] = []  # of such steps: reading them between short steps takes long
         # this step
@@ -138,8 +119,8 @@ class AutoDrafter(Drafter):
 
     def _first_learned(self, recycles: bool) -> Learned:
         """What is known before the first request: a saved profile, or guesses."""
-        method, model, first = self.method, self.model, first_policy(self.candidates, self.method.slack, recycles)
-        known = None
+        method, model, known = self.method, self.model, None
+        first = first_policy(self.candidates, method.slack, recycles)
         if method.remembers or method.profile is not None:
             identities = {name: one.identity for name, one in self.candidates.items()}
             known = saved_profile.load_profile(model, first, identities, method.profile)
@@ -181,13 +162,13 @@ class AutoDrafter(Drafter):
         for one in self._members:
             one.add_request(row, request)
         self.learned.lookups.begin_text(self.learned.steps)
-        if not any(self._requests):
+        if not any(self._has_request):
             self.learned.begin_request()
-        self._requests[row] = True
+        self._has_request[row] = True
 
     def remove_request(self, row: int) -> None:
         self._settle()
-        self._requests[row] = False
+        self._has_request[row] = False
         for one in self._members:
             one.remove_request(row)
 
@@ -227,8 +208,11 @@ class AutoDrafter(Drafter):
         logits = drafter.replay_tokens(row, tokens)  # [n, V]
         sure, right = list[float](), list[bool]()
         if logits is not None:
+            last = self.view.store.length[row]
+            positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
+            drawn = self.view.sampler.would_draw(row, logits, positions)  # [n], with the noise of these positions
             sure = logits.softmax(-1).amax(-1).nan_to_num(0.0).tolist()
-            right = (self._drawn(row, logits) == on_device(tokens[1:], logits.device)).tolist()
+            right = (drawn == on_device(tokens[1:], logits.device)).tolist()
             if not drafter.observe_replay(right):
                 sure, right = [], []
         seconds = 0.0 if self._take_preparations() or logits is None else self.replay_seconds(began)
@@ -236,12 +220,6 @@ class AutoDrafter(Drafter):
         self.learned.policy.observe_replay(name, sure, right, seconds, read)
         if self.learned.log is not None:
             self.learned.log.replay(self.learned.live, name, sure, right, seconds, read)
-
-    def _drawn(self, row: int, logits: Tensor) -> Tensor:
-        """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
-        last = self.view.store.length[row]
-        positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
-        return self.view.sampler.would_draw(row, logits, positions)
 
     def replay_seconds(self, began: float) -> float:
         return self.model.ranks.since(began)
@@ -272,17 +250,16 @@ class AutoDrafter(Drafter):
             self._decide(matches, has_room)
         self._host_seconds = self.model.ranks.since(began) if self._looks_up else 0.0
         draft = self._draft(self._decision, limits)
-        if not draft.width and self._decision.kind != PROBE and not self._drafted:
+        if not draft.width and self._decision.kind != PROBE and not self._results:
             self._decision = self._decision._replace(kind=PLAIN)
         self._is_quiet = self._decision.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
         return draft
 
     def _plan_host_work(self) -> None:
         """Whether texts are looked up and continuations kept in this step: not where little of it could be drafted."""
-        learned, policy = self.learned, self.learned.policy
-        recycles, remaining = policy.current == RECYCLE, policy.budget.remaining
+        learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
+        looks, keeps, recycles = learned.lookups, learned.keeping, policy.current == RECYCLE
         rests = remaining < 0 or not policy.costs.plain.measurements or (self._left > 0 and self._decision.kind == PROBE)
-        looks, keeps = learned.lookups, learned.keeping
         pays = self._decision.kind == LOOKUP and looks.gain > looks.spent
         self._looks_up = self.texts.looks_up and not rests and remaining >= 1 and looks.is_wanted(learned.steps, pays)
         self._keeps = self.recycle is not None and not rests and (remaining >= 1 or recycles)
@@ -291,15 +268,13 @@ class AutoDrafter(Drafter):
     def _decide(self, matches: list[int], has_room: bool) -> None:
         """What the next steps do."""
         self._settle()
-        policy, self._asked = self.learned.policy, (matches, self._can_replay)
-        began = self.model.ranks.now()
+        began, policy, self._asked = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
         is_timed = policy.costs.plain.measurements > 0
         self._decided = policy.decide(*self._asked) if has_room and is_timed else None
         reason = "no room for a draft" if is_timed else "plain decoding is timed"
         self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
         self._left = self._decision.steps - 1
-        if self._decision.kind == PROBE:
-            self._keeps = False
+        self._keeps = self._keeps and self._decision.kind != PROBE
         self._fixed_seconds += self.policy_seconds(began)
 
     def _empty_draft(self) -> Draft:
@@ -307,7 +282,7 @@ class AutoDrafter(Drafter):
         return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
 
     def _draft(self, decision: Decision, limits: list[int]) -> Draft:
-        kind = decision.kind
+        kind, thresholds, drafter = decision.kind, decision.thresholds, self._producer
         if kind == LOOKUP:
             return self.texts.draft_matches(decision.drafts, limits)
         if kind == RECYCLE:
@@ -315,14 +290,13 @@ class AutoDrafter(Drafter):
             assert decision.tree is not None
             self.recycle.shape = tuple(zip(decision.tree.parents, decision.tree.ranks, strict=True))
             return self.recycle.propose_draft(limits)
-        if kind in self.candidates and self.candidates[kind].draft_step is None:
-            return self.candidates[kind].drafter.propose_draft(limits)
-        thresholds = decision.thresholds
-        if kind in (PLAIN, PROBE) or not thresholds or thresholds[0] > 1:
+        if drafter is not None and self._has_schedule:
+            return drafter.propose_draft(limits)
+        if drafter is None or not thresholds or thresholds[0] > 1:
             return self._empty_draft()
         acceptance = self.learned.policy.drafters[kind].acceptance
         rule = Survival(acceptance.slope, acceptance.offset, thresholds[1:], decision.shared[1:])
-        return self.candidates[kind].drafter.propose_draft([min(one, len(thresholds)) for one in limits], rule)
+        return drafter.propose_draft([min(one, len(thresholds)) for one in limits], rule)
 
     @property
     def _producer(self) -> Drafter | None:
@@ -330,14 +304,18 @@ class AutoDrafter(Drafter):
         kind = self._decision.kind
         return self.recycle if kind == RECYCLE else self.candidates[kind].drafter if kind in self.candidates else None
 
+    @property
+    def _has_schedule(self) -> bool:
+        """Whether what drafts in this step stops by its own rule."""
+        candidate = self.candidates.get(self._decision.kind)
+        return candidate is not None and candidate.draft_step is None
+
     def needs_logits(self, draft: Draft) -> bool:
         return self._keeps
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
-        candidate = self.candidates.get(self._decision.kind)
-        if candidate is not None and candidate.draft_step is None:
-            return candidate.drafter.observe_scores(draft, scores, verdict)
-        return self.recycle.observe_scores(draft, scores, verdict) if self.recycle is not None and self._keeps else None
+        producer = self._producer if self._has_schedule else self.recycle if self._keeps else None
+        return None if producer is None else producer.observe_scores(draft, scores, verdict)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
@@ -353,24 +331,25 @@ class AutoDrafter(Drafter):
             draft is not None
             and draft.confidence is not None
             and draft.width
-            and (self._decision.explores or not self._drafted)
+            and (self._decision.explores or not self._results)
         ):
             for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                 self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
         row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
         if self._keeps and row is not None:
-            self._ranks = ranks_of(self.learned.kept, self.texts.text[row][-1], verdicts[row].tokens)
+            self._ranks = self.learned.kept.ranks(self.texts.text[row][-1], verdicts[row].tokens)
         self.texts.count(verdicts, self._decision.kind == LOOKUP and draft is not None)
         self._host_seconds += self.model.ranks.since(began) if self._looks_up else 0.0
-        producer, has_draft = self._producer, draft is not None and draft.width > 0
-        notes_are_its_own = producer is not None and producer is not self.recycle and not isinstance(producer, ChainDrafter)
-        others = [replace(verdict, notes=[]) for verdict in verdicts] if notes_are_its_own else verdicts
+        producer = self._producer
+        others = (
+            [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
+        )  # the notes are its own
         for one in self._listeners:
             if one is not producer:
                 one.observe_commits(None, others)
         if producer is not None:
-            producer.observe_commits(draft if has_draft else None, verdicts)
+            producer.observe_commits(draft if draft is not None and draft.width else None, verdicts)
 
     def observe_step(self, step: Step) -> None:
         """Times, to what they teach."""
@@ -397,41 +376,40 @@ class AutoDrafter(Drafter):
     def _add_plain(self, tokens: float, seconds: float) -> None:
         """A plain step was taken. Only one that does nothing else, behind others, tells what plain decoding takes."""
         self._plain_in_a_row += 1
-        added, plain = self._plain, self.learned.policy.costs.plain.value
-        is_warm = self._plain_in_a_row > COLD_STEPS
-        rests = not (self._looks_up or self._keeps)
-        if rests and is_warm and seconds:
-            added.warm.append(seconds)
+        is_warm, plain = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain.value
+        if is_warm and seconds and not (self._looks_up or self._keeps):
+            self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
         elif plain and (self._ran_prompt or is_warm) and not self._keeps:
             seconds = plain + self._host_seconds  # all else is as in plain decoding
+        if not self._results:
+            self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
+        (added,) = self._results
         added.tokens, added.seconds, added.steps = added.tokens + tokens, added.seconds + seconds, added.steps + 1
         added.fixed, self._fixed_seconds = added.fixed + self._fixed_seconds, 0.0
-        if self._looks_up:
-            added.matches += self.texts.judged
-        if self._keeps:
-            added.ranks += self._ranks
+        if not self._is_quiet:
+            added.matches = [*added.matches, *(self.texts.judged if self._looks_up else ())]
+            added.ranks = [*added.ranks, *(self._ranks if self._keeps else ())]
 
     def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
         """A step that drafted was taken."""
-        self._plain_in_a_row, self._ran_prompt = 0, False
-        candidate = self.candidates.get(self._decision.kind)
-        drafting = self.model.ranks.agreed(step.seconds_draft) if candidate is not None else 0.0
+        fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
+        drafts = self._decision.kind in self.candidates
+        drafting = self.model.ranks.agreed(step.seconds_draft) if drafts else 0.0
         result = StepResult(
             tokens,
-            seconds + self._fixed_seconds,
+            seconds + fixed,
             drafts=step.verified_nodes / rows,
-            passes=max(step.draft_steps, default=0) if candidate is not None else 0,
+            passes=max(step.draft_steps, default=0) if drafts else 0,
             drafting=drafting,
             scoring=seconds - drafting,
-            fixed=self._fixed_seconds,
+            fixed=fixed,
             confidences=self._judged,
             matches=self.texts.judged,
             ranks=self._ranks,
             preparing=preparing,
         )
-        self._drafted.append(result)
-        self._fixed_seconds = 0.0
+        self._results.append(result)
 
     def _read_quiet_steps(self) -> None:
         """Tell all what quiet steps have committed."""
@@ -444,14 +422,12 @@ class AutoDrafter(Drafter):
     def _settle(self) -> None:
         """The decision stands no longer. The policy learns what it came to."""
         self._read_quiet_steps()
-        results = [*([self._plain.result()] if self._plain.steps else []), *self._drafted]
-        self._left = 0
-        if not results:
+        results, warm, self._results, self._warm, self._left = self._results, self._warm, [], [], 0
+        if not results or not results[0].seconds:  # an engine compiled in the first step of all
             return
         began, decision, learned = self.model.ranks.now(), self._decision, self.learned
-        self._plain, self._drafted = PlainSteps(), []
-        if results[0].seconds:  # else an engine compiled in the first step of all
-            learned.policy.observe(decision, results)
-            if learned.log is not None:
-                learned.log.steps(learned.live, self._asked, self._decided, decision, results)
+        results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
+        learned.policy.observe(decision, results)
+        if learned.log is not None:
+            learned.log.steps(learned.live, self._asked, self._decided, decision, results)
         self._fixed_seconds += self.policy_seconds(began)

@@ -103,13 +103,10 @@ class Learned:
             "steps": self.steps,
             "kinds": self.kinds,
             "current": policy.current,
-            "rates": policy.rates(),
             "plain_seconds": plain,
             "plain_interval": (min(low, plain), max(high, plain)),  # the belief follows the latest ones
             "draft_steps": {name: line.step for name, line in costs.drafting.items()},
             "draft_setups": {name: line.start for name, line in costs.drafting.items()},
-            "scoring": {n: costs.scoring_of(policy.current or "")(n) for n in (2, COPIED, CHOOSE_EVERY)},
-            "remaining_budget": policy.budget.remaining,
         }
 
 

@@ -17,11 +17,9 @@ from skipstone.models.layered import LayeredModel
 from skipstone.policy.choose_drafter import RECYCLE, Policy
 from skipstone.policy.cost_model import HOST
 
-VERSION = 7
-"""Of the file."""
-TUNED = "tune.json"  # file of a repository on the hub: what was learnt
-NODE = "node"
-"""The one entry of the key that may differ in a file which a user names: the machine's own name."""
+VERSION = 7  # of the file
+TUNED = "tune.json"  # its name in a repository on the hub
+NODE = "node"  # the one entry of the key that may differ in a file that a user names: the machine's own name
 
 
 def key_of(model: LayeredModel) -> dict[str, Any]:
@@ -64,13 +62,9 @@ def load_profile(model: LayeredModel, first: Policy, identities: dict[str, str],
     if source is not None:
         return _policy(named(source, model), first, identities, source)
     path = place_of(model)
-    if path is None or not path.exists():
-        return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["version"] != VERSION or held["key"] != key_of(model):
-            return None
-        return _policy(held, first, identities, path)
+    with suppress(OSError, ValueError):
+        if path is not None and (held := read(path))["key"] == key_of(model):
+            return _policy(held, first, identities, path)
     return None
 
 

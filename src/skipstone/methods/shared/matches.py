@@ -1,24 +1,22 @@
-"""The rows' texts, as `auto` knows them: matches that are looked up, and what became of them."""
+"""Lookups for a caller that decides how much of a match is drafted, and learns what became of every match."""
 
 from collections.abc import Sequence
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.request import Request
 from skipstone.methods.prompt_lookup import Index, IndexedDrafter
-from skipstone.methods.recycle import Kept
 from skipstone.methods.shared.lookups import RowDraft
 from skipstone.policy.acceptance import MATCH_BUCKETS
 from skipstone.policy.choose_drafter import COPIED
-from skipstone.policy.cost_model import TABLE
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 MATCH_LENGTHS = tuple(2**n for n in range(MATCH_BUCKETS + 1))
 """Tokens of the n-grams that are looked up: 1 to 16."""
 
 
-class RowTexts(IndexedDrafter):
-    """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged:
-    matches of the latest step, each with (its tokens, tokens of its continuation that are right, tokens that can be told)."""
+class MatchDrafter(IndexedDrafter):
+    """The rows' texts, and the matches of their ends. uncopied: of every row, the latest tokens that were generated and not
+    copied. judged: matches of the latest step: (tokens, right tokens of the continuation, tokens that can be told)."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
         super().__init__(rows, lambda: Index(MATCH_LENGTHS, "recent"), looks_up=looks_up)
@@ -63,12 +61,3 @@ class RowTexts(IndexedDrafter):
                 while right < told and found[right] == verdict.tokens[right]:
                     right += 1
                 self.judged.append((match, right, told))
-
-
-def ranks_of(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
-    """Of every committed token, its place among those that were kept for the one before it, TABLE for one that was not."""
-    found = []
-    for before, token in zip((root, *tokens), tokens, strict=False):
-        known = kept.continuations.get(before, ())
-        found.append(known.index(token) if token in known else TABLE)
-    return found
