@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.control.record import replayed
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto
+from skipstone.methods.auto.policy_log import replayed
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def switches(log: Path) -> tuple[int, float]:
     count, tokens, last = 0, 0.0, None
     for one in replayed(log):
         count, last = count + (one.again.current != last), one.again.current
-        tokens += one.done.tokens
+        tokens += one.tokens
     return count, tokens
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import _http
 
 import skipstone
 from skipstone.methods.adadecode.heads import load_heads
-from skipstone.methods.auto import memory
+from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.methods.drafting.layer_sets import load_profile
 from skipstone.models import fetching
 from skipstone.models.fetching import HubName, hub_name
@@ -119,7 +119,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPSTONE_CACHE", str(tmp_path_factory.mktemp("tuned")))
-        path = memory.remember(model, found.state, found.identities, {})
+        path = save_profile(model, found.policy, found.identities, {})
     held = json.loads(path.read_text())
     held["key"]["node"] = "elsewhere"
     path.write_text(json.dumps(held))

@@ -20,7 +20,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import write_draft
 from skipstone.export.hub.card import MARK
 from skipstone.export.layers import Kept
-from skipstone.methods.auto import memory
+from skipstone.methods.auto.saved_profile import save_profile
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import all_but
@@ -46,7 +46,7 @@ def tuned_file(folder: Path) -> Path:
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPSTONE_CACHE", str(folder / "cache"))
-        return memory.remember(model, found.state, found.identities, {"speed_up": 1.5})
+        return save_profile(model, found.policy, found.identities, {"speed_up": 1.5})
 
 
 MADE: dict[str, Callable[[Path], Path]] = {

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.control.record import Decided
-from skipstone.control.state import Done, Plan
 from skipstone.lab.inspect import decisions
+from skipstone.methods.auto.policy_log import Replayed
+from skipstone.policy.choose_drafter import Decision, StepResult
 
 pytest.importorskip("matplotlib")
 
 
-def decided(position: int, kind: str, tokens: float, seconds: float, shadow: float = 0.0, steps: int = 1) -> Decided:
-    plan = Plan(kind, 1.0, None, "")
-    return Decided(position, plan, plan, Done(tokens, seconds, aside_seconds=shadow, steps=steps), 1e-5, 1e-5, 0.0)
+def decided(position: int, kind: str, tokens: float, seconds: float, replay: float = 0.0, steps: int = 1) -> Replayed:
+    decision = Decision(kind)
+    return Replayed(position, decision, decision, [StepResult(tokens, seconds, steps)], replay, 1e-5, 1e-5, 0.0)
 
 
 STEPS = [
     decided(0, "plain", 1, 0.010),
     decided(1, "lookup", 5, 0.020),
-    decided(6, "plain", 1, 0.012, shadow=0.005),
+    decided(6, "plain", 1, 0.012, replay=0.005),
     decided(7, "probe", 1, 0.010),
     decided(8, "plain", 4, 0.040, steps=4),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from skipstone import LayerSkip, Method, Request, SelfSpeculative
-from skipstone.control import control
-from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
 from skipstone.engines.engine import ChainStart
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.methods.auto import auto, mind
+from skipstone.methods.auto import auto
 from skipstone.models.facts import Facts
+from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
 from tests.helpers.pairwise import crossed
@@ -200,18 +198,17 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = T
     """Drafts of every row, step by step, of plans that are made up from the position: measured times would not repeat. shared:
     whether the draft steps that rows pay for together cost anything. Rows have room all the time."""
 
-    def decide(state: State, matches: Sequence[int] = ()) -> Plan:
-        if state.position < 2:
-            return Plan(PLAIN, 1.0, None, "")
-        dice = random.Random(state.position)
+    def decide(policy: Policy, *_: object) -> Decision:
+        if policy.position < 2:
+            return Decision(PLAIN)
+        dice = random.Random(policy.position)
         beside = [0.6 * dice.random() ** 3 for _ in range(DRAFTS)]
         least = tuple(one + shared * 0.2 * dice.random() ** 2 for one in beside)
-        return Plan("layerskip, exit 2", 1.0, None, "", thresholds=(0.0, *least), beside=(0.0, *beside) if together else ())
+        return Decision("layerskip, exit 2", thresholds=(0.0, *least), shared=(0.0, *beside) if together else ())
 
-    monkeypatch.setattr(control, "decide", decide)
-    monkeypatch.setattr(control, "due", lambda *_: None)
-    monkeypatch.setattr(mind, "LEARNT_AT_ONCE", 1)  # the position is that of every step
-    monkeypatch.setattr(auto, "mind_of", lambda *_: auto.Mind())  # each run learns by itself
+    monkeypatch.setattr(Policy, "decide", decide)
+    monkeypatch.setattr(Policy, "next_replay", lambda *_: None)
+    monkeypatch.setattr(auto.states, "of", lambda method, model, rows, more, make: make())  # each run learns by itself
     asked = requests(3, frozenset(), (200, 200, 200))
     drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), use_profile=False), asked, steps=30)
     return [tuple(one.valid.sum(1).tolist()) for one in drafts]

@@ -12,8 +12,8 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.control.record import Decided
     from skipstone.lab.inspect.lens import HeadLens, Lens
+    from skipstone.methods.auto.policy_log import Replayed
 
 
 def inspect(
@@ -80,20 +80,20 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
     from itertools import groupby
 
-    from skipstone.control.record import replayed
     from skipstone.lab.inspect.decisions import save
+    from skipstone.methods.auto.policy_log import replayed
 
     found = list(replayed(path))
     if out is not None:
         save(found, out)
         print(f"skipstone: {out}", file=sys.stderr)
-    same = sum(one.same for one in found)
+    same = sum(one.is_same for one in found)
     if as_json:
         decisions = [
             {
                 "position": one.position,
-                "tokens": one.done.tokens,
-                "same": one.same,
+                "tokens": one.tokens,
+                "same": one.is_same,
                 "kind": one.again.kind,
                 "reason": one.again.reason,
                 "plain_steps_lost": one.lost,
@@ -105,29 +105,29 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     table = _table("at token", "steps", "drafter", "tokens", "because")
     for (kind, reason), group in groupby(found, lambda one: (one.again.kind, one.again.reason)):
         plans = list(group)
-        steps, tokens = sum(one.done.steps for one in plans), sum(one.done.tokens for one in plans)
+        steps, tokens = sum(one.steps for one in plans), sum(one.tokens for one in plans)
         table.add_row(str(plans[0].position), str(steps), kind, f"{tokens:g}", reason)
     terminal.console().print(table)
     terminal.console().print(_losses(found))
     print(f"{same} of {len(found)} decisions are as recorded{_durations(found) if found else ''}")
 
 
-def _losses(found: "list[Decided]") -> Any:
+def _losses(found: "list[Replayed]") -> Any:
     """What kinds of decisions come to beside plain decoding, those that lose most first."""
     table = _table("drafter", "plans", "steps", "tokens", "plain steps lost")
     kinds = {kind: [one for one in found if one.again.kind == kind] for kind in {one.again.kind for one in found}}
     for kind, plans in sorted(kinds.items(), key=lambda each: -sum(one.lost for one in each[1])):
-        steps, tokens = sum(one.done.steps for one in plans), sum(one.done.tokens for one in plans)
+        steps, tokens = sum(one.steps for one in plans), sum(one.tokens for one in plans)
         table.add_row(kind, str(len(plans)), str(steps), f"{tokens:g}", f"{sum(one.lost for one in plans):.1f}")
     return table
 
 
-def _durations(found: "list[Decided]") -> str:
+def _durations(found: "list[Replayed]") -> str:
     """What deciding and learning take now."""
     from statistics import median
 
     deciding, learning = 1e6 * median(one.deciding for one in found), 1e6 * median(one.learning for one in found)
-    steps = sum(one.done.steps for one in found) / len(found)
+    steps = sum(one.steps for one in found) / len(found)
     return f", {deciding:.0f} us to decide and {learning:.0f} us to learn from it, in the middle, for {steps:.1f} steps"
 
 

@@ -43,7 +43,7 @@ def tune(
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
-    from skipstone.methods.auto.memory import remember
+    from skipstone.methods.auto.saved_profile import save_profile
 
     more = [resolve(one) for one in method or ()]
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
@@ -57,7 +57,7 @@ def tune(
         raise ValueError("nothing was decoded: every text ended with its first token")
     said = tuning.recommendation(found)
     about = {"texts": found.texts, "speed_up": found.speed_up, "recommendation": said}
-    path = remember(ModelRunner(loaded), found.state, found.identities, about) if keep else None
+    path = save_profile(ModelRunner(loaded), found.policy, found.identities, about) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model or BUNDLED, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": found.plain_seconds, "candidates": [asdict(one) for one in found.candidates]}

@@ -129,6 +129,22 @@ class Drafter:
         return []
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter that `auto` may choose.
+
+    identity: tells it from others of its name. draft_step: first guess of a draft step in plain steps; None if it drafts by its
+    own schedule. replay: first guess of a replay, in passes of the target over as many tokens; None if it cannot be replayed.
+    searches: replays are evaluations of its search.
+    """
+
+    drafter: Drafter
+    identity: str
+    draft_step: float | None = None
+    replay: float | None = None
+    searches: bool = False
+
+
 class NoDrafter(Drafter):
     """Proposes nothing: every step is plain decoding."""
 

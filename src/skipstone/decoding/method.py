@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from transformers import PreTrainedModel
 
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.utils.files import digest
 
 
 class _AcceptsAliases(type):
@@ -137,6 +138,13 @@ class Method(metaclass=_AcceptsAliases):
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """What drafts for a session of `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """How it drafts for `auto`: drafters by name. By default as a whole, by its own schedule. Drafts that it would draw at
+        random are coupled to the target's noise."""
+        is_drawn = hasattr(self, "rejection_sample_method")
+        method = replace(self, rejection_sample_method="coupled") if is_drawn else self  # type: ignore[call-arg]
+        return {self.name: Candidate(method.create_drafter(model, rows, capacity), digest(method.spelled))}
 
     def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""

@@ -10,19 +10,23 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts m
 (`draft_vocabulary`, off by default).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.drafter import layers_used
+from skipstone.decoding.drafter import Candidate, layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
+from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,14 @@ class LayerSkip(ShortlistMethod):
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "LayerSkipDrafter":
         return LayerSkipDrafter(self, model, rows)
 
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Chains whose length `auto` decides."""
+        assert self.exit_layer is not None
+        chain = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None, reuse_cache=True)
+        chain = replace(chain, rejection_sample_method="coupled")
+        drafter = chain.create_drafter(model, rows, capacity)
+        return {f"layerskip, exit {self.exit_layer}": of_layers(drafter, chain, model, self.exit_layer)}
+
 
 class LayerSkipDrafter(ChainDrafter):
     """Drafts at depth E; the scoring pass runs layers[E:] on the n+1 exit states that drafting left behind."""
@@ -88,3 +100,8 @@ class LayerSkipDrafter(ChainDrafter):
         if not self.reuse_cache:
             forward.restart()
         return chain.draft(forward, exit_layer=self.exit_layer)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """One pass of the first E layers over the tokens."""
+        states = states_behind(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
+        return self.model.logits(states, self.shortlist)[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
@@ -49,6 +49,10 @@ class PromptLookup(DraftingMethod):
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
             )
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """None: `auto` drafts like this by itself, without a model."""
+        return {}
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return PromptLookupDrafter(self, rows)

@@ -11,15 +11,15 @@ Deviations: nodes are the ones of greatest survival under RANK_ACCEPTANCES, of w
 80, since a pass of so many tokens is dear on a CPU; of several places of a token the accepted one is kept; in sampling kept
 tokens are the likeliest by the raw logits, and the tree is verified by match."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from skipstone.control import price
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
@@ -28,6 +28,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.picks import NO_TOKEN
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
+from skipstone.policy.cost_model import TABLE
+from skipstone.policy.draft_length import best_tree
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
@@ -52,6 +54,10 @@ class Recycle(DraftingMethod):
     def report(self, model: Any) -> dict[str, Any]:
         return states.known(self, None, model)
 
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """None: `auto` drafts like this by itself, without a model."""
+        return {}
+
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return RecycleDrafter(self, model, rows, states.of(self, model, rows, None, Kept))
 
@@ -71,11 +77,19 @@ class Kept:
     def report(self) -> dict[str, Any]:
         return {"steps": self.steps, "tokens": len(self.continuations)}
 
+    def ranks(self, root: int, tokens: Sequence[int]) -> list[int]:
+        """Of every token behind a root, its place among those kept for the one before it; TABLE for one that is not."""
+        found = []
+        for before, token in zip((root, *tokens), tokens, strict=False):
+            known = self.continuations.get(before, ())
+            found.append(known.index(token) if token in known else TABLE)
+        return found
+
 
 @cache
 def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
     """(parent, rank) of every node: the tree of so many nodes that is expected to commit most."""
-    found = price.tree(RANK_ACCEPTANCES[:candidates], 0.0, lambda _: 0.0, most=nodes, depth=DEPTH)
+    found = best_tree(RANK_ACCEPTANCES[:candidates], 0.0, lambda _: 0.0, max_nodes=nodes, max_depth=DEPTH)
     return tuple(zip(found.parents, found.ranks, strict=True))
 
 

@@ -9,18 +9,20 @@ takes a greedy draft for a drawn one). With `draft_quantize` the layers that are
 keys and values; all layers are left then if no set is given, and nothing has to be searched for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.fewer_bits import check_draft_quantize
 from skipstone.methods.drafting.layer_sets import Space, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.drafting.skipping import SkippingDrafter
 from skipstone.models.passes import SkipSet
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,11 @@ class SelfSpeculative(ShortlistMethod):
         found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
         found.drafting_model = self.drafting_model(model)
         return found
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Chains whose length `auto` decides."""
+        chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, stop_threshold=None), self.skip_set(model)
+        skipped, name = [sorted(skip.attention), sorted(skip.mlp)], "self_speculative"
+        drafter, layers = chain.create_drafter(model, rows, capacity), model.depth - sum(map(len, skipped)) / 2
+        made = of_layers(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
+        return {name if self.draft_quantize is None else f"{name}, {self.draft_quantize}": made}

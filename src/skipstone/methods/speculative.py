@@ -9,16 +9,18 @@ draft that was accepted whole, one fewer after any other); "confidence" stops af
 as transformers' assisted generation does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.candidates import size_ratio
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 Schedule = Literal["constant", "heuristic", "confidence"]
 MORE = 2  # draft tokens that the heuristic schedule adds after a draft that was accepted whole
@@ -52,6 +54,13 @@ class Speculative(DraftModelMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SpeculativeDrafter(self, model, self.draft_model_for(model), rows, capacity)
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Chains whose length `auto` decides."""
+        draft_model, coupled = self.draft_model_for(model), replace(self, rejection_sample_method="coupled")
+        drafter = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MAX_DRAFTS, None)
+        ratio = size_ratio(draft_model, model)
+        return {"speculative": Candidate(drafter, draft_model.fingerprint, ratio, ratio)}
 
 
 class SpeculativeDrafter(DraftModelDrafter):

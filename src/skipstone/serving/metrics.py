@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from skipstone.control.state import PLAIN
 from skipstone.decoding.draft import Step
+from skipstone.policy.choose_drafter import PLAIN
 from skipstone.serving.answers import Choice
 from skipstone.serving.watch import Record
 from skipstone.utils.extras import installed

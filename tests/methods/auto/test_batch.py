@@ -8,14 +8,13 @@ import itertools
 import pytest
 import torch
 
-from skipstone.control import control, learning, price
-from skipstone.control.costs import Cost, Costs
-from skipstone.control.ledger import Account, Ledger
-from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
 from skipstone.engines.engine import Survival
-from skipstone.methods.auto.mind import Mind
-from skipstone.methods.auto.texts import progress
+from skipstone.methods.auto.learned import Learned
 from skipstone.methods.drafting.confidence import SurvivalRule
+from skipstone.policy.choose_drafter import PLAIN, Policy
+from skipstone.policy.cost_model import FIRST_SLOPE, HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
+from skipstone.policy.draft_length import Scoring, stop_thresholds
+from skipstone.policy.regret_budget import RegretBudget
 
 MOST, FIXED = 8, 0.02
 
@@ -26,8 +25,8 @@ ROWS = [(0.9, 0.9, 0.9), (0.9, 0.5, 0.2), (0.95, 0.7, 0.4), (0.6, 0.5, 0.4), (0.
 def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: float, *, together: bool) -> list[int]:
     """How many drafts every row makes. slope: what scoring a token of every row costs."""
     rows, mean, scoring = len(acceptances), sum(acceptances) / len(acceptances), _scoring(slope)
-    least = price.thresholds(step, FIXED, scoring, mean, worth, MOST)
-    beside = price.thresholds(0.0, 0.0, scoring, mean, worth, MOST)
+    least = stop_thresholds(step, FIXED, scoring, mean, worth, MOST)
+    beside = stop_thresholds(0.0, 0.0, scoring, mean, worth, MOST)
     if least[0] > 1:
         return [0] * rows
     survival = Survival(1.0, 0.0, least[1:], beside[1:] if together else ())
@@ -43,7 +42,7 @@ def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: fl
     return counts
 
 
-def _scoring(slope: float) -> price.Scoring:
+def _scoring(slope: float) -> Scoring:
     return lambda tokens: 1.0 + slope * (tokens - 1)
 
 
@@ -100,27 +99,32 @@ def test_a_batch_drafts_less_as_rows_are_added_that_gain_nothing() -> None:
 
 
 def test_what_may_be_lost_is_lost_once_however_many_rows_decode() -> None:
-    """Had every number of rows an account of its own, a batch that ends row by row would lose eight times as much."""
-    costs, lost = Costs(Cost(1.0, 3)), Ledger(request=Account(9.0, 50.0))
-    mind = Mind({1: State(costs, {}), 8: State(costs, {}, ledger=lost, rows=8, shadow_account=-1.0)}, live=8)
-    for live in (7, 1, 8):
-        mind.resize(live)
-        assert mind.state is not None
-        assert mind.state.ledger == lost
-        assert mind.state.shadow_account == -1.0
-        assert control.decide(mind.state).kind == PLAIN
+    """Had every number of rows a budget of its own, a batch that ends row by row would lose eight times as much."""
+    lost = RegretBudget(overall=-1.0)
+    learned = Learned(
+        {1: Policy(LearnedCosts(MeanTime(1.0, 3)), {}), 8: Policy(LearnedCosts(MeanTime(1.0, 3)), {}, lost, rows=8)}, live=8
+    )
+    for live in (7, 1, 8, 0):
+        learned.resize(live)
+        assert learned.policy.budget == lost
+        assert learned.policy.decide().kind == PLAIN
+    assert learned.live == 8, "nobody decodes in between two requests"
 
 
-def test_a_batch_is_as_far_as_its_slowest_row() -> None:
-    assert progress([50, 50, 50], [9, 1, 3], []) == 1, "one row was right, and the batch ends no sooner for it"
-    assert progress([50, 20, 50], [2, 1, 3], []) == 2, "a row that is ahead may wait"
-    assert progress([50, 10, 0], [4, 2, 0], [0]) == 4, "a row that ends early was not drafted to its end"
-    assert progress([7], [7], [0]) == 7
+def test_of_another_number_of_rows_all_is_known_but_times() -> None:
+    costs = LearnedCosts(MeanTime(1.0, 9), drafting={"a": LineTime(0.0, 0.3, 30)}, timed_at={"a": 5, HOST: 5})
+    one = Policy(costs, {})
+    eight = Learned({1: one})
+    eight.resize(8)
+    assert eight.policy.rows == 8
+    assert not eight.policy.costs.plain.measurements
+    assert not eight.policy.costs.timed_at
+    assert eight.policy.matches == one.matches
+    assert one.costs.timed_at, "what is known of one row stays"
 
 
-def test_what_one_row_wins_pays_no_other_rows_time() -> None:
-    state = State(Costs(Cost(1.0, 3)), {}, rows=8)
-    plan = Plan(LOOKUP, 1.0, None, "", drafts=(24, 0, 0, 0, 0, 0, 0, 0))
-    after = learning.observe(state, plan, Done(4.0, 3.0, verified=3, scoring=3.0, slowest=1))
-    assert after.ledger.request.plain == 1
-    assert after.ledger.request.debt > 0
+def test_scoring_of_more_rows_is_that_of_as_many_more_tokens() -> None:
+    eight = ScoringTime().among(8)
+    for n in (2, 4, 12):
+        assert eight(n) == pytest.approx((1 + FIRST_SLOPE * (8 * n - 1)) / (1 + FIRST_SLOPE * 7))
+    assert eight.among(1 / 8)(6) == pytest.approx(ScoringTime()(6))

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from skipstone import LayerSkip, PromptLookup
-from skipstone.control.state import PLAIN, PROBE
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.policy.choose_drafter import PLAIN, PROBE
 from tests.helpers.machine import llama, prompt, start
 
 PREPARING = 50.0
@@ -39,7 +39,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, engine: Any, when: Callable[[Tens
 
 
 def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither plain ones nor such that look up, draft or cast shadows. It compiles in all passes of several tokens, and in
+    """Neither plain ones nor such that look up, draft or replay. It compiles in all passes of several tokens, and in
     every fifth of one."""
     raw, path, count = llama(), tmp_path / "log.jsonl", [0]
 
@@ -53,18 +53,16 @@ def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Pat
     while decoder.stats.steps < 90:
         decoder.step()
     assert isinstance(decoder.session.drafter, AutoDrafter)
-    mind = decoder.session.drafter.mind
-    state = mind.state
-    assert state is not None
-    assert max(mind.plain_seconds) < 1
-    assert state.costs.plain.value < 1, "seconds"
-    assert state.ledger.overall.debt < PREPARING / 2
-    assert state.costs.scoring(2) < 20, "plain steps"
-    assert abs(mind.looking_worth.gain) < 20
-    steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if "step" in json.loads(line)]
-    drafted = [step["done"]["preparing"] for step in steps if step["taken"]["kind"] not in (PLAIN, PROBE)]
+    learned = decoder.session.drafter.learned
+    costs = learned.policy.costs
+    assert all(one < 1 for one in learned.plain_seconds)
+    assert costs.plain.value < 1, "seconds"
+    assert learned.policy.budget.remaining > -20
+    assert costs.scoring_of("")(2) < 20, "plain steps"
+    assert abs(learned.lookups.gain) < 20
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    taken = [(event["steps"][2][0], event["steps"][3]) for event in events if "steps" in event]
+    drafted = [result["preparing"] for kind, results in taken if kind not in (PLAIN, PROBE) for result in results]
     assert len(drafted) > 1
     assert all(drafted)
-    assert all(
-        seconds < 1 for line in path.read_text().splitlines() for seconds in json.loads(line).get("shadow", [0] * 6)[4:5]
-    )
+    assert all(event["replay"][3] < 1 for event in events if "replay" in event), "seconds"

@@ -15,13 +15,13 @@ from skipstone.export.hub import about
 from skipstone.export.hub.about import DATA, About
 from skipstone.export.hub.card import README
 from skipstone.methods.adadecode.heads import CARD, WEIGHTS, read_heads
-from skipstone.methods.auto import memory
+from skipstone.methods.auto import saved_profile
 from skipstone.methods.drafting.layer_sets import PROFILE, read_profile
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.utils.files import file_digest
 
 MODEL, HEADS, LAYER_SET, TUNED = "a model", "exit heads", "a layer set", "a tuned profile"
-MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, memory.TUNED: TUNED}
+MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, saved_profile.TUNED: TUNED}
 """The file of a repository that tells what it holds."""
 RUNS = ("model", "heads")  # folders in that of a training run: what it has made
 SINGLE, INDEX = (
@@ -131,10 +131,10 @@ def _file(path: Path) -> Parcel:
     if not isinstance(found, dict) or not {"state", "attention"} & set(found):
         raise ValueError(f"{path} is neither a profile of `skipstone search` nor one of `skipstone tune`")
     if "state" in found:
-        held = memory.read(path)
-        held["key"].pop(memory.NODE, None)  # the machine's name is nobody's business
+        held = saved_profile.read(path)
+        held["key"].pop(saved_profile.NODE, None)  # the machine's name is nobody's business
         content = (json.dumps(held, indent=1) + "\n").encode()
-        return Parcel(TUNED, {memory.TUNED: content}, (), about.of_tuned(held))
+        return Parcel(TUNED, {saved_profile.TUNED: content}, (), about.of_tuned(held))
     return Parcel(LAYER_SET, {PROFILE: path}, (), about.of_profile(read_profile(path)))
 
 

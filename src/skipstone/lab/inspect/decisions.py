@@ -7,42 +7,42 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from skipstone.control.record import Decided
-from skipstone.control.state import PLAIN, PROBE
+from skipstone.methods.auto.policy_log import Replayed
+from skipstone.policy.choose_drafter import PLAIN, PROBE
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
 
-def won(found: Sequence[Decided]) -> list[float]:
+def won(found: Sequence[Replayed]) -> list[float]:
     """Plain steps that were won by the end of every step: of its tokens, less what it took. ValueError without a plain step,
     whose median time is the measure."""
-    steps = [one.done for one in found if one.recorded.kind in (PLAIN, PROBE)]
-    plain = [done.warm[1] if done.warm and done.warm[0] else done.seconds / done.steps for done in steps]
+    steps = [step for one in found if one.recorded.kind in (PLAIN, PROBE) for step in one.results]
+    plain = [step.warm_seconds or step.seconds / step.steps for step in steps]
     if not plain:
         raise ValueError("the log holds no plain step, which times are measured by")
     unit = median(plain)
-    return list(accumulate(one.done.tokens - (one.done.seconds + one.done.aside_seconds) / unit for one in found))
+    return list(accumulate(one.tokens - one.seconds / unit for one in found))
 
 
-def figure(found: Sequence[Decided]) -> Any:
+def figure(found: Sequence[Replayed]) -> Any:
     """A matplotlib figure: a line for every drafter, with a bar for each of its steps as long as the tokens that it committed;
     below, the plain steps that were won so far."""
     drawn = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=(11, 4), layout="constrained")
     lines, gain = drawn.subplots(2, 1, sharex=True)
     kinds = list(dict.fromkeys(one.recorded.kind for one in found))
     for number, kind in enumerate(kinds):
-        bars = [(one.position, one.done.tokens) for one in found if one.recorded.kind == kind]
+        bars = [(one.position, one.tokens) for one in found if one.recorded.kind == kind]
         lines.broken_barh(bars, (number - 0.4, 0.8), color=f"C{number}", edgecolor="white", linewidth=0.4)
     lines.set_yticks(range(len(kinds)), kinds, fontsize=8)
     lines.invert_yaxis()
-    gain.plot([one.position + one.done.tokens for one in found], won(found), color="black", linewidth=1)
+    gain.plot([one.position + one.tokens for one in found], won(found), color="black", linewidth=1)
     gain.axhline(0, color="grey", linewidth=0.6)
     gain.set_ylabel("plain steps won")
     gain.set_xlabel("token")
     return drawn
 
 
-def save(found: Sequence[Decided], path: Path) -> None:
+def save(found: Sequence[Replayed], path: Path) -> None:
     """The picture as a .png or .svg file."""
     data = io.BytesIO()
     figure(found).savefig(data, format=path.suffix.removeprefix("."), dpi=120)

@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.control.state import LOOKUP, RECYCLE, State
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import generation
 from skipstone.hf.call import prepare_call
-from skipstone.methods.auto.auto import Auto, Mind, mind_of
-from skipstone.methods.auto.candidates import drafters_of, identities
+from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.methods.auto.learned import Learned
 from skipstone.methods.layerskip import LayerSkip
+from skipstone.policy.choose_drafter import LOOKUP, RECYCLE, Policy
 
 EXITS = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the depth at which early exits are looked at, beside the candidates that are there."""
@@ -41,14 +41,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a run came to. speed_up: of all of it over plain decoding, as the ledger has it. texts: decoded. stats: of all."""
+    """What a run came to. speed_up: of all of it over plain decoding. texts: decoded. stats: of all."""
 
     candidates: tuple[Candidate, ...]
     speed_up: float
     plain_seconds: float
     texts: int
     stats: Stats
-    state: State
+    policy: Policy
     identities: dict[str, str]
 
 
@@ -70,35 +70,32 @@ def tune(
     method, began = Auto(candidates(runner, more), use_profile=False), time.perf_counter()
     method.check(runner)
     total = Stats()
-    same = identities(method.methods(runner), drafters_of(method.methods(runner), runner, 1, 1))
+    known = AutoDrafter(method, runner, 1, 1)
+    identities = {name: one.identity for name, one in known.candidates.items()}
     for count in itertools.count(1):
         ids = prompts[(count - 1) % len(prompts)][None].to(model.device)
         output = generation.complete(method, prepare_call(model, ids, None, None, dict(options)))
         assert output.stats is not None
         total.merge(output.stats)
-        mind = mind_of(method, runner, 1)
-        if mind.state is not None:
-            yield told(mind, total, count, same)
+        if known.learned.policy.costs.plain.measurements:
+            yield told(known.learned, total, count, identities)
         if count >= len(prompts) and time.perf_counter() - began > seconds:
             return
 
 
-def told(mind: Mind, stats: Stats, texts: int, identities: dict[str, str]) -> Tuned:
-    """What is known by now. identities: of the drafters, as in `memory`."""
-    state = mind.state
-    assert state is not None
-    rates, account = state.rates(), state.ledger.overall
-    lookups = state.lookups.tokens / state.lookups.time
-    found = [Candidate("prompt_lookup", lookups, None, None, mind.kinds.get(LOOKUP, 0))]
-    if state.ranks is not None:
-        found.append(Candidate("recycle", rates.get(RECYCLE, 1.0), None, None, mind.kinds.get(RECYCLE, 0)))
-    for name, drafter in state.drafters.items():
-        own = state.costs.wholes[name].value if drafter.own_rule else state.costs.drafts[name].step
-        found.append(Candidate(name, rates[name], drafter.calibration.mean, own, mind.kinds.get(name, 0)))
+def told(learned: Learned, stats: Stats, texts: int, identities: dict[str, str]) -> Tuned:
+    """What is known by now. identities: of the drafters, as in a saved profile."""
+    policy, kinds = learned.policies[1], learned.kinds
+    rates, costs = policy.rates(), policy.costs
+    found = [Candidate("prompt_lookup", policy.lookups[0] / policy.lookups[1], None, None, kinds.get(LOOKUP, 0))]
+    for name, one in policy.drafters.items():
+        draft_step = costs.schedules[name].value if name in costs.schedules else costs.of(name).draft_step
+        own = (None, None) if name == RECYCLE else (one.acceptance.mean, draft_step)
+        found.append(Candidate(name, rates.get(name, 1.0), *own, kinds.get(name, 0)))
     found.sort(key=lambda one: -one.rate)
-    time_taken = account.plain + account.debt
-    speed_up = account.plain / time_taken if time_taken > 0 else 1.0
-    return Tuned(tuple(found), speed_up, state.costs.plain.value, texts, stats, state, identities)
+    plain = costs.plain.value
+    speed_up = stats.tokens * plain / stats.seconds if stats.seconds else 1.0
+    return Tuned(tuple(found), speed_up, plain, texts, stats, policy, identities)
 
 
 def recommendation(found: Tuned) -> str:

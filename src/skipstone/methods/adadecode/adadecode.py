@@ -19,18 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter, layers_used
+from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.engines.engine import Survival
 from skipstone.engines.host import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
+from skipstone.methods.adadecode.chain import HeadChainDrafter
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.tallies import Tallies
 from skipstone.methods.drafting import states
+from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.chain import Chain
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class AdaDecode(ShortlistMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return AdaDecodeDrafter(self, model, rows)
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Each head drafts chains whose length `auto` decides."""
+        heads, shortlist, found = self.heads_for(model), self.shortlist(model), dict[str, Candidate]()
+        for number, layer in enumerate(heads.card.layers):
+            if not self.exit_layers or layer in self.exit_layers:
+                drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
+                found[f"adadecode, head {layer}"] = of_layers(drafter, self, model, layer)
+        return found
 
 
 @dataclass

@@ -1,12 +1,11 @@
 """The fastest lossless way: of several drafters the one that pays most here and now, as long as one does, and plain decoding
 where none does.
 
-`control/` decides, from what every drafter would have said of the text that is known by now, from measured times, and from a
-ledger that bounds the loss against plain decoding. This file measures and obeys. Drafts are coupled to the target's noise, so
-that the text, drawn at random or not, is that of plain decoding with the same seed, whatever is decided.
+`policy/` decides, from replays of every drafter, from measured times, and within a budget for the loss against plain decoding.
+This file measures and obeys. Drafts are coupled to the target's noise, so that the text, drawn at random or not, is that of
+plain decoding with the same seed, whatever is decided.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.control import control, costs, learning
-from skipstone.control.ledger import Ledger
-from skipstone.control.record import Log
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Plan, Rules, State
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
@@ -29,19 +24,19 @@ from skipstone.engines.engine import Survival
 from skipstone.engines.host import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.auto import memory
-from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
-from skipstone.methods.auto.drafters import LayersDrafter
-from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_state
-from skipstone.methods.auto.texts import Texts, progress, ranks
+from skipstone.methods.auto import saved_profile
+from skipstone.methods.auto.candidates import candidates_of, check_candidate, usual_methods
+from skipstone.methods.auto.learned import Learned, first_policy
+from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.drafting import states
+from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
+from skipstone.methods.drafting.matches import MatchDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
-from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
-
-LEAST_FOR_LOOKING = 1.0
-"""Plain steps that may still be lost, below which nothing is looked up and nothing kept: these take time in every step, and of
-what they find little could be drafted."""
+from skipstone.methods.recycle import Recycle, RecycleDrafter
+from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, RECYCLE, WINDOW, Decision, StepResult
+from skipstone.policy.cost_model import TABLE, typical
+from skipstone.policy.regret_budget import SLACK
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Auto(Method):
         None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
     )
     own: tuple[Method, ...] | None = setting(None, "one candidate more: the model's own method, where it names one.")
-    slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
+    slack: float = setting(SLACK, "share of plain decoding's time that may be lost.", within=(0, 1))
 
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
     use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
@@ -64,7 +59,7 @@ class Auto(Method):
 
     def methods(self, model: ModelRunner) -> tuple[Method, ...]:
         """The candidates on a model."""
-        return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
+        return usual_methods(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
 
     def takes_predictions(self, model: ModelRunner) -> bool:
         return any(isinstance(one, PromptLookup) for one in self.methods(model))
@@ -72,69 +67,69 @@ class Auto(Method):
     def check(self, model: ModelRunner) -> None:
         super().check(model)
         for one in (*(self.candidates or ()), *(self.own or ())):  # the usual ones fit by themselves
-            refuse(one)
+            check_candidate(one)
             one.check(model)
         if self.profile is not None:
-            memory.named(self.profile, model)
+            saved_profile.named(self.profile, model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
-        return AutoDrafter(self, model, rows, capacity, mind_of(self, model, rows))
-
-
-def mind_of(method: Auto, model: ModelRunner, rows: int) -> Mind:
-    """What a method knows of a model, for a batch of so many rows."""
-    return states.of(method, model, rows, None, Mind)
+        return AutoDrafter(self, model, rows, capacity)
 
 
 class AutoDrafter(Drafter):
-    """Asks, obeys, measures, tells."""
+    """Owns drafters. Asks the policy, lets one of them draft, measures, and tells the policy."""
 
-    def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int, mind: Mind) -> None:
+    def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
         wanted = method.methods(model)
-        lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
-        recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
-        rules, candidates = Rules(depth=DEPTH), drafters_of(wanted, model, rows, capacity)
-        slots = [one.drafter.requirements.scratch_slots for one in candidates.values()]
-        self.requirements = Requirements(max(rules.window, rules.most_nodes, *slots))
-        self.model, self.method, self.mind, self.rules, self.candidates = model, method, mind, rules, candidates
-        self.texts = Texts(rows, looks_up=lookups is not None)
-        self.recycle = None if recycling is None else RecycleDrafter(recycling, model, rows, mind.kept)
-        self._reads_logits = self.recycle is not None
-        self._taken = [False] * rows  # rows that have a request
-        self._listeners = [one for one in self._members if not isinstance(one, LayersDrafter)]  # layers know of no text
-        self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
-        self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
-        self._matches: list[int] = []  # that the plan was decided with
-        self._behind = 0  # plans that nothing was learnt from when it was decided
-        self._left = 0  # steps that the plan stands for beside this one
-        self._tally = Tally()  # of its steps
-        self._plain_in_a_row = 0  # steps since anything else ran
-        self._ran_prompt = False  # whether that was a prompt
-        self._looks_up = self._keeps = True  # in this step
-        self._is_quiet = False  # whether this step and those that are left of the plan do nothing but decode plainly
-        self._unread: list[list[RowVerdict]] = []  # of such steps; between the shortest ones there are it would take long
-        self._uncounted: list[tuple[float, float]] = []  # their seconds, and those that were spent before them beside decoding
-        self.ledger = Ledger(slack=method.slack)
-        if not mind.states and (method.use_profile or method.profile is not None):
-            known = memory.recalled(model, self._first_state(0.0), identities(wanted, candidates), method.profile)
-            mind.states |= {} if known is None else {1: known}
-        if method.log is not None and mind.log is None and model.ranks.writes:
-            mind.log = Log.at(Path(method.log))
-            for live, state in mind.states.items():
-                mind.log.state(live, state)
-        self.log = mind.log
-        self._draft_models = [one.drafter for one in candidates.values() if isinstance(one.drafter, DraftModelDrafter)]
-        draft_models = [one.draft_model for one in self._draft_models]
-        self._engines = [one.engine for one in (model, *draft_models)]
-        self._preparations = 0  # of these, when they were asked last
-        self._take_preparations()
-        self._room = [0] * rows  # of every row, tokens that it may still draft
+        self.method, self.model = method, model
+        self.candidates = candidates_of(wanted, model, rows, capacity)
+        recycle = next((one for one in wanted if isinstance(one, Recycle)), None)
+        self.learned = states.of(method, model, rows, None, lambda: self._first_learned(recycle is not None))
+        self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in wanted))
+        self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
+        drafters = [one.drafter for one in self.candidates.values()]
+        self.requirements = Requirements(max([WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters)]))
+        self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters]
+        # what a model's own layers draft depends on no text
+        self._listeners = [
+            one for one in self._members if isinstance(one, DraftModelDrafter) or not isinstance(one, ChainDrafter)
+        ]
+        self._readers = {
+            name: one.drafter for name, one in self.candidates.items() if isinstance(one.drafter, DraftModelDrafter)
+        }
+        self._engines = [model.engine, *(one.draft_model.engine for one in self._readers.values())]
+        self._prepared = sum(one.preparations for one in self._engines)
+        self._has_request = [False] * rows
+        # the decision that is being carried out, what it was before it turned out that there is nothing to draft, and what it
+        # was asked with
+        self._decision, self._decided, self._asked = Decision(PLAIN), None, (list[int](), True)
+        self._left = 0  # steps that it stands for beside this one
+        self._results: list[StepResult] = []  # of its steps, plain ones as one
+        self._warm: list[float] = []  # seconds of plain steps that did nothing else, behind others
+        self._is_quiet = False  # it does nothing but decode plainly
+        self._unread: list[list[RowVerdict]] = []  # of such steps: reading them between short steps takes long
+        # this step
+        self._looks_up = self._keeps = False
+        self._host_seconds = self._fixed_seconds = 0.0  # of lookups, and of the policy
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
+        self._plain_in_a_row, self._ran_prompt = 0, False
+
+    def _first_learned(self, recycles: bool) -> Learned:
+        """What is known before the first request: a saved profile, or guesses."""
+        method, model, known = self.method, self.model, None
+        first = first_policy(self.candidates, method.slack, recycles)
+        if method.use_profile or method.profile is not None:
+            identities = {name: one.identity for name, one in self.candidates.items()}
+            known = saved_profile.load_profile(model, first, identities, method.profile)
+        learned = Learned({1: first if known is None else known})
+        if method.log is not None and model.ranks.writes:
+            learned.log = PolicyLog.at(Path(method.log))
+            learned.log.policy(1, learned.policy)
+        return learned
 
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
@@ -158,354 +153,282 @@ class AutoDrafter(Drafter):
         for one in self.candidates.values():
             one.drafter.validate_request(request)
 
-    def prefill_tokens(self, chunk: int) -> None:
-        """Draft models read the prompts too: a user has named them."""
-        self._catch_up()
-        self._plain_in_a_row, self._ran_prompt = 0, True
-        for one in self.candidates.values():
-            one.drafter.prefill_tokens(chunk)
-
-    @property
-    def _members(self) -> list[Drafter]:
-        return [self.texts, *([self.recycle] if self.recycle else []), *(one.drafter for one in self.candidates.values())]
-
     def bind(self, view: SessionView) -> None:
         super().bind(view)
         for one in self._members:
             one.bind(view)
 
-    # ----------------------------------------------------------------------------------------------- the hooks of a drafter
-
     def add_request(self, row: int, request: Request) -> None:
+        self._settle()
         for one in self._members:
             one.add_request(row, request)
-        self._settle()
-        self.mind.learn()
-        self.mind.looking.begin(self.mind.steps)
-        if self.mind.states and not any(self._taken):
-            self.mind.begin()
-        self._taken[row] = True
+        self.learned.lookups.begin_text(self.learned.steps)
+        if not any(self._has_request):
+            self.learned.begin_request()
+        self._has_request[row] = True
 
     def remove_request(self, row: int) -> None:
         self._settle()
-        self.mind.learn()
-        self._taken[row] = False
+        self._has_request[row] = False
         for one in self._members:
             one.remove_request(row)
 
+    def prefill_tokens(self, chunk: int) -> None:
+        """Draft models read the prompts too: a user has named them."""
+        self._read_quiet_steps()
+        self._plain_in_a_row, self._ran_prompt = 0, True
+        for one in self.candidates.values():
+            one.drafter.prefill_tokens(chunk)
+
+    # ------------------------------------------------------------------------------------------------- replays
+
     def run_background_work(self) -> None:
-        """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
+        """A replay, where one is due."""
         if self._left:
             return
-        self.mind.resize(sum(self.view.alive))
-        if self.mind.behind:
-            return
-        state, rules = self.mind.state, self.rules
-        if state is None or self.view.sampler.processed:
-            return
+        self._settle()
+        self.learned.resize(sum(self.view.alive))
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
-        if not rows:
+        if not rows or not self._can_replay or not self.learned.policy.costs.plain.measurements:
             return
-        row = rows[self.mind.steps % len(rows)]
-        width = min(rules.window, self.texts.uncopied[row] - 1)
-        reading = {name: one.drafter for name, one in self.candidates.items() if one.drafter in self._draft_models}
-        lag = {name: one.tokens_to_replay(row, width) for name, one in reading.items()}
-        if width < rules.window // 2 or (name := control.due(state, lag)) is None:
-            return
+        row = rows[self.learned.steps % len(rows)]
+        width = min(WINDOW, self.texts.uncopied[row] - 1)
+        lag = {name: one.tokens_to_replay(row, width) for name, one in self._readers.items()}
+        if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
+            self._replay(name, row, width, lag.get(name, 0))
+
+    @property
+    def _can_replay(self) -> bool:
+        """Logits processors may depend on the text so far, so that a replay does not tell what would have been drafted."""
+        return not self.view.sampler.processed
+
+    def _replay(self, name: str, row: int, width: int, read: int) -> None:
+        """What a drafter would have said of the latest tokens of a row. read: tokens that it has to read for that."""
         self._take_preparations()
-        began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
-        logits = self.candidates[name].drafter.replay_tokens(row, tokens)
-        if logits is None:
-            self._graded(state, name, (), (), 0.0, 0)
-            return
-        confidence = logits.softmax(-1).amax(-1).nan_to_num(0.0)  # [n]
-        right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
-        sure, was_right = confidence.tolist(), right.tolist()
-        if not self.candidates[name].drafter.observe_replay(was_right):
-            sure, was_right = [], []
-        seconds = 0.0 if self._take_preparations() else self.shadow_seconds(began)
-        self.aside_seconds += seconds
+        began, drafter, tokens = self.model.ranks.now(), self.candidates[name].drafter, self.texts.text[row][-1 - width :]
+        logits = drafter.replay_tokens(row, tokens)  # [n, V]
+        sure, right = list[float](), list[bool]()
+        if logits is not None:
+            last = self.view.store.length[row]
+            positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
+            drawn = self.view.sampler.would_draw(row, logits, positions)  # [n], with the noise of these positions
+            sure = logits.softmax(-1).amax(-1).nan_to_num(0.0).tolist()
+            right = (drawn == on_device(tokens[1:], logits.device)).tolist()
+            if not drafter.observe_replay(right):
+                sure, right = [], []
+        seconds = 0.0 if self._take_preparations() or logits is None else self.replay_seconds(began)
         self._plain_in_a_row, self._ran_prompt = 0, False
-        self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
+        self.learned.policy.observe_replay(name, sure, right, seconds, read)
+        if self.learned.log is not None:
+            self.learned.log.replay(self.learned.live, name, sure, right, seconds, read)
+
+    def replay_seconds(self, began: float) -> float:
+        return self.model.ranks.since(began)
+
+    def policy_seconds(self, began: float) -> float:
+        """That learning and deciding took. A garbage collection may interrupt it, and is no step's fault."""
+        return min(self.model.ranks.since(began), self.learned.policy.costs.plain.value)
 
     def _take_preparations(self) -> bool:
         """Whether an engine has compiled or recorded something since this was called last."""
-        count, before = sum(one.preparations for one in self._engines), self._preparations
-        self._preparations = count
-        return count > before
+        before, self._prepared = self._prepared, sum(one.preparations for one in self._engines)
+        return self._prepared > before
 
-    def shadow_seconds(self, began: float) -> float:
-        """That a shadow took."""
-        return self.model.ranks.since(began)
-
-    def learning_seconds(self, began: float) -> float:
-        """That learning took."""
-        return self.mind.uninterrupted(self.model.ranks.since(began))
-
-    def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float, read: int) -> None:
-        self.mind.state = learning.shadow(state, name, sure, right, seconds, read)
-        if self.log is not None:
-            self.log.shadow(self.mind.live, name, sure, right, seconds, read)
-
-    def _drawn(self, row: int, logits: Tensor) -> Tensor:
-        """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
-        last = self.view.store.length[row]
-        positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
-        return self.view.sampler.would_draw(row, logits, positions)
+    # ------------------------------------------------------------------------------------------------- a step
 
     def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
-        """As planned."""
+        """As decided."""
         if self._left and self._is_quiet:
             self._left -= 1
-            return self._plain()
-        self._room, self._looking_seconds, self._host_seconds = limits, 0.0, 0.0
-        self._wake()
-        if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
-            self._left -= 1
-            self._is_quiet = not self._keeps
-            return self._plain()
+            return self._empty_draft()
+        began, has_room = self.model.ranks.now(), any(limits)
+        self._plan_host_work()
         self.texts.forget_matches()
-        began, matches = self.model.ranks.now(), []
-        if self._looks_up and any(limits):
-            matches = self.texts.look_up()
-            self._looking_seconds = self.model.ranks.since(began)
-        stands = self._left > 0 and any(limits) and control.stands(self._known, self.plan, matches)
-        if stands:
+        matches = self.texts.look_up() if self._looks_up and has_room else []
+        if self._left and has_room and self.learned.policy.stands(self._decision, matches):
             self._left -= 1
         else:
-            self._decide(limits, matches)
-        if self._looks_up:
-            self._host_seconds = self.model.ranks.since(began)
-        draft = self._planned(self.plan, limits)
-        if not stands and not draft.width and self.plan.kind != PROBE:
-            self.plan = replace(self.plan, kind=PLAIN)
-        self._is_quiet = self.plan.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
+            self._decide(matches, has_room)
+        self._host_seconds = self.model.ranks.since(began) if self._looks_up else 0.0
+        draft = self._draft(self._decision, limits)
+        if not draft.width and self._decision.kind != PROBE and not self._results:
+            self._decision = self._decision._replace(kind=PLAIN)
+        self._is_quiet = self._decision.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
         return draft
 
-    def _decide(self, limit: list[int], matches: list[int]) -> None:
+    def _plan_host_work(self) -> None:
+        """Whether texts are looked up and continuations kept in this step: not where little of it could be drafted."""
+        learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
+        looks, keeps, recycles = learned.lookups, learned.keeping, policy.current == RECYCLE
+        rests = remaining < 0 or not policy.costs.plain.measurements or (self._left > 0 and self._decision.kind == PROBE)
+        pays = self._decision.kind == LOOKUP and looks.gain > looks.spent
+        self._looks_up = self.texts.looks_up and not rests and remaining >= 1 and looks.is_wanted(learned.steps, pays)
+        self._keeps = self.recycle is not None and not rests and (remaining >= 1 or recycles)
+        self._keeps = self._keeps and keeps.is_wanted(learned.steps, recycles)
+
+    def _decide(self, matches: list[int], has_room: bool) -> None:
         """What the next steps do."""
         self._settle()
-        state, self._planned_as, self._matches, self._behind = self.mind.state, None, matches, self.mind.behind
-        if state is None or not any(limit):
-            why = "plain decoding is timed" if state is None else "no room for a draft"
-            self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
-            return
-        self.plan = self._planned_as = plan = control.decide(state, matches)
-        if plan.kind == PROBE:
-            self._keeps = self._reads_logits = False
-        self._left = plan.steps - 1
+        began, policy, self._asked = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
+        is_timed = policy.costs.plain.measurements > 0
+        self._decided = policy.decide(*self._asked) if has_room and is_timed else None
+        reason = "no room for a draft" if is_timed else "plain decoding is timed"
+        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
+        self._left = self._decision.steps - 1
+        self._keeps = self._keeps and self._decision.kind != PROBE
+        self._fixed_seconds += self.policy_seconds(began)
 
-    def _wake(self) -> None:
-        """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
-        mind, state = self.mind, self.mind.state
-        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
-        rests = rests or (self._left > 0 and self.plan.kind == PROBE)
-        recycles = state is not None and state.current == RECYCLE
-        short = state is not None and state.ledger.room < LEAST_FOR_LOOKING
-        looks = self.texts.looks_up and not (rests or short)
-        keeps = self.recycle is not None and not (rests or (short and not recycles))
-        self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP and mind.looking_worth.pays)
-        self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, recycles)
-        self._reads_logits = self._keeps
-
-    def _plain(self) -> Draft:
+    def _empty_draft(self) -> Draft:
         view = self.view
         return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
 
-    @property
-    def _known(self) -> State:
-        """What the plan was decided with."""
-        assert self.mind.state is not None
-        return self.mind.state
-
-    def _planned(self, plan: Plan, limit: list[int]) -> Draft:
-        if plan.kind in (PLAIN, PROBE):
-            return self._plain()
-        if plan.kind == LOOKUP:
-            return self.texts.looked_up(plan.drafts, limit)
-        if plan.kind == RECYCLE:
+    def _draft(self, decision: Decision, limits: list[int]) -> Draft:
+        kind, thresholds, drafter = decision.kind, decision.thresholds, self._producer
+        if kind == LOOKUP:
+            return self.texts.draft_matches(decision.drafts, limits)
+        if kind == RECYCLE:
             assert self.recycle is not None
-            assert plan.tree is not None
-            self.recycle.shape = tuple(zip(plan.tree.parents, plan.tree.ranks, strict=True))
-            return self.recycle.propose_draft(limit)
-        candidate = self.candidates[plan.kind]
-        if candidate.own_rule:
-            return candidate.drafter.propose_draft(limit)
-        if not plan.thresholds or plan.thresholds[0] > 1:
-            return self._plain()
-        limit = [min(one, len(plan.thresholds)) for one in limit]
-        calibration = self._known.drafters[plan.kind].calibration
-        rule = Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:])
-        return candidate.drafter.propose_draft(limit, rule)
+            assert decision.tree is not None
+            self.recycle.shape = tuple(zip(decision.tree.parents, decision.tree.ranks, strict=True))
+            return self.recycle.propose_draft(limits)
+        if drafter is not None and self._has_schedule:
+            return drafter.propose_draft(limits)
+        if drafter is None or not thresholds or thresholds[0] > 1:
+            return self._empty_draft()
+        acceptance = self.learned.policy.drafters[kind].acceptance
+        rule = Survival(acceptance.slope, acceptance.offset, thresholds[1:], decision.shared[1:])
+        return drafter.propose_draft([min(one, len(thresholds)) for one in limits], rule)
+
+    @property
+    def _producer(self) -> Drafter | None:
+        """What drafts in this step; None for plain steps and lookups."""
+        kind = self._decision.kind
+        return self.recycle if kind == RECYCLE else self.candidates[kind].drafter if kind in self.candidates else None
+
+    @property
+    def _has_schedule(self) -> bool:
+        """Whether what drafts in this step stops by its own rule."""
+        candidate = self.candidates.get(self._decision.kind)
+        return candidate is not None and candidate.draft_step is None
 
     def needs_logits(self, draft: Draft) -> bool:
-        return self._reads_logits
+        return self._keeps
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
-        candidate = self.candidates.get(self.plan.kind)
-        if candidate is not None and candidate.own_rule:
-            return candidate.drafter.observe_scores(draft, scores, verdict)
-        if self.recycle is not None and self._keeps:
-            return self.recycle.observe_scores(draft, scores, verdict)
-        return None
+        producer = self._producer if self._has_schedule else self.recycle if self._keeps else None
+        return None if producer is None else producer.observe_scores(draft, scores, verdict)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
         if draft is None:
             self._settle()  # other rows decode from now on
-        if self._is_quiet and draft is not None:
+        elif self._is_quiet:
             self._unread.append(verdicts)
             return
-        began = self.model.ranks.now()
-        self._judged, self._ranks = [], []
-        if draft is not None:
-            self._judge(draft, verdicts)
-        if self.recycle is not None and self._keeps:
-            row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
-            if row is not None:
-                self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
-        candidate = self.candidates.get(self.plan.kind)
-        chosen = self.recycle if self.plan.kind == RECYCLE else None if candidate is None else candidate.drafter
-        self.texts.count(verdicts, self.plan.kind == LOOKUP and draft is not None)
-        if self._looks_up:
-            self._host_seconds += self.model.ranks.since(began)
-        has_own_notes = candidate is not None and candidate.own_rule
-        silent = [replace(verdict, notes=[]) for verdict in verdicts] if has_own_notes else verdicts
-        for one in self._listeners:
-            if one is not chosen:
-                one.observe_commits(None, silent)
-        if chosen is not None:
-            chosen.observe_commits(draft if draft is not None and draft.width else None, verdicts)
-
-    def _judge(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
-        """Hold what was looked up, and how sure a drafter was, against what was committed."""
-        if self._looks_up:
+        began, self._judged, self._ranks = self.model.ranks.now(), [], []
+        if draft is not None and self._looks_up:
             self.texts.judge(verdicts)
-        if draft.confidence is not None and draft.width and (self.plan.trial or not self._tally.steps):
+        if (
+            draft is not None
+            and draft.confidence is not None
+            and draft.width
+            and (self._decision.explores or not self._results)
+        ):
             for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                 self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
+        row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
+        if self._keeps and row is not None:
+            self._ranks = self.learned.kept.ranks(self.texts.text[row][-1], verdicts[row].tokens)
+        self.texts.count(verdicts, self._decision.kind == LOOKUP and draft is not None)
+        self._host_seconds += self.model.ranks.since(began) if self._looks_up else 0.0
+        producer = self._producer
+        others = (
+            [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
+        )  # the notes are its own
+        for one in self._listeners:
+            if one is not producer:
+                one.observe_commits(None, others)
+        if producer is not None:
+            producer.observe_commits(draft if draft is not None and draft.width else None, verdicts)
 
     def observe_step(self, step: Step) -> None:
         """Times, to what they teach."""
         if step.prefill:
             self._take_preparations()
             return
-        if self._is_quiet and self._left:
-            step.drafter, step.reason, step.probe = self.plan.kind, self.plan.reason, self.plan.kind == PROBE
-            aside, self.aside_seconds, self._learning_seconds = self.aside_seconds + self._learning_seconds, 0.0, 0.0
-            seconds = self.model.ranks.agreed(step.seconds - step.seconds_search)
-            self._uncounted.append((self._known.costs.plain.value if self._take_preparations() else seconds, aside))
-            return
-        self._catch_up()
-        mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
-        step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
-        mind.steps += 1
-        mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
+        decision, learned, live = self._decision, self.learned, [len(tokens) for tokens in step.tokens if tokens]
+        step.drafter, step.reason, step.probe = decision.kind, decision.reason, decision.kind == PROBE
+        learned.steps += 1
+        learned.kinds[decision.kind] = learned.kinds.get(decision.kind, 0) + 1
         seconds, rows = self.model.ranks.agreed(step.seconds - step.seconds_search), max(len(live), 1)
-        prepared = self._take_preparations()
-        if mind.state is None:
-            if live and not prepared:
-                mind.plain_seconds.append(seconds)
-                first = mind.state = self._first_state(seconds)
-                if self.log is not None:
-                    self.log.state(mind.live, first)
-            return
-        if plan.kind in (PLAIN, PROBE):
-            nearer = sum(live) / rows
-            seconds = mind.state.costs.plain.value if prepared else seconds  # as it was thought to take
-            self._plainly(nearer, seconds, self.aside_seconds + self._learning_seconds)
-            urgent = False
+        preparing, tokens, plain = self._take_preparations(), sum(live) / rows, learned.policy.costs.plain.value
+        if decision.kind in (PLAIN, PROBE):
+            self._add_plain(tokens, plain if preparing else seconds)
         else:
-            self._plain_in_a_row, self._ran_prompt = 0, False
-            done = self._drafted(step, seconds, sum(live), rows)
-            done = replace(done, preparing=True) if prepared else done
-            self._tally.add(done, plan.trial)
-            further = self._further(mind.state, done)
-            nearer, urgent, self.plan = done.nearer, further is None, further or plan
-        if self._looks_up and not prepared:
-            self._weigh_looking(nearer, seconds)
-        self.aside_seconds, began = 0.0, self.model.ranks.now()
-        if urgent or not self._left:
+            self._add_drafted(step, seconds, tokens, rows, preparing)
+        if self._looks_up and plain and not preparing:
+            gain = tokens / decision.price - (seconds - self._host_seconds) / plain if decision.kind == LOOKUP else 0.0
+            is_copy = any(right > 1 for _, right, _ in self.texts.judged)
+            learned.lookups.observe(learned.steps, gain, self._host_seconds / plain, is_copy)
+        if not self._left:
             self._settle()
-        self._learning_seconds = self.learning_seconds(began)
 
-    def _further(self, state: State, done: Done) -> Plan | None:
-        """The plan for its next steps after one that drafted; None where that has to be learnt from first."""
-        if not self.plan.trial or not self._left:
-            return None if learning.is_urgent(state, done) else self.plan
-        tally, price = self._tally, self.plan.price
-        time = tally.seconds / state.costs.plain.value
-        return control.further(state, self.plan, tally.steps, time - tally.nearer, time - tally.nearer / price)
-
-    def _catch_up(self) -> None:
-        """With what quiet steps have committed and taken."""
-        mind, kind = self.mind, self.plan.kind
-        for verdicts in self._unread:
-            self.texts.count(verdicts, looked_up=False)
-            for one in self._listeners:
-                one.observe_commits(None, verdicts)
-        for seconds, aside in self._uncounted:
-            self._plainly(1.0, seconds, aside)
-        mind.steps += len(self._uncounted)
-        mind.kinds[kind] = mind.kinds.get(kind, 0) + len(self._uncounted)
-        self._unread.clear()
-        self._uncounted.clear()
-
-    def _weigh_looking(self, nearer: float, seconds: float) -> None:
-        """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
-        plan, plain, spent, gain = self.plan, self._known.costs.plain.value, self._host_seconds, 0.0
-        if plan.kind == LOOKUP:
-            gain = nearer / plan.price - (seconds - spent) / plain
-        self.mind.looking_worth.add(gain, spent / plain)
-        if any(one.right >= REPEATED for one in self.texts.judged):
-            self.mind.looking.repeats(self.mind.steps)
-
-    def _plainly(self, tokens: float, seconds: float, aside: float) -> None:
-        """A plain step was taken. aside: seconds that were spent before it beside decoding."""
-        tally, rests = self._tally, self.plan.kind == PROBE or not (self._looks_up or self._keeps)
+    def _add_plain(self, tokens: float, seconds: float) -> None:
+        """A plain step was taken. Only one that does nothing else, behind others, tells what plain decoding takes."""
         self._plain_in_a_row += 1
-        warm = rests and self._plain_in_a_row > WARM_AFTER
-        if rests:
-            seconds -= self._looking_seconds
-        elif not self._keeps and (self._ran_prompt or self._plain_in_a_row > WARM_AFTER):
-            seconds = self._known.costs.plain.value + self._host_seconds  # all else is as in plain decoding
-        if warm:
-            self.mind.plain_seconds.append(seconds)
-        tally.plain(tokens, seconds, rests, warm, self._ran_prompt)
-        tally.aside_seconds += aside
-        if self._looks_up:
-            tally.matches += self.texts.judged
-        if self._keeps:
-            tally.ranks += self._ranks
+        is_warm, plain = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain.value
+        if is_warm and seconds and not (self._looks_up or self._keeps):
+            self._warm.append(seconds)
+            self.learned.plain_seconds.append(seconds)
+        elif plain and (self._ran_prompt or is_warm) and not self._keeps:
+            seconds = plain + self._host_seconds  # all else is as in plain decoding
+        if not self._results:
+            self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
+        (added,) = self._results
+        added.tokens, added.seconds, added.steps = added.tokens + tokens, added.seconds + seconds, added.steps + 1
+        added.fixed, self._fixed_seconds = added.fixed + self._fixed_seconds, 0.0
+        if not self._is_quiet:
+            added.matches = [*added.matches, *(self.texts.judged if self._looks_up else ())]
+            added.ranks = [*added.ranks, *(self._ranks if self._keeps else ())]
 
-    def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
-        """What became of a step that drafted."""
-        kind, drafting = self.plan.kind, self.model.ranks.agreed(step.seconds_draft)
-        by_model = kind in self.candidates
-        whole = by_model and self.candidates[kind].own_rule
-        return Done(
-            tokens=tokens / rows,
-            seconds=seconds + self._learning_seconds,
+    def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
+        """A step that drafted was taken."""
+        fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
+        drafts = self._decision.kind in self.candidates
+        drafting = self.model.ranks.agreed(step.seconds_draft) if drafts else 0.0
+        result = StepResult(
+            tokens,
+            seconds + fixed,
+            drafts=step.verified_nodes / rows,
+            passes=max(step.draft_steps, default=0) if drafts else 0,
+            drafting=drafting,
+            scoring=seconds - drafting,
+            fixed=fixed,
             confidences=self._judged,
-            verified=round(step.verified_nodes / rows),
-            passes=max(step.draft_steps, default=0) if by_model and not whole else 0,
-            drafting=drafting if by_model and not whole else None,
-            scoring=seconds - drafting * by_model if not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            aside_seconds=self.aside_seconds,
-            learning_seconds=self._learning_seconds,
-            slowest=None if rows == 1 else progress(self._room, [len(one) for one in step.tokens], step.finished),
+            preparing=preparing,
         )
+        self._results.append(result)
+
+    def _read_quiet_steps(self) -> None:
+        """Tell all what quiet steps have committed."""
+        for verdicts in self._unread:
+            self.texts.count(verdicts, is_lookup=False)
+            for one in self._listeners:
+                one.observe_commits(None, verdicts)
+        self._unread.clear()
 
     def _settle(self) -> None:
-        """The plan stands no longer, and what it came to is taken over."""
-        self._catch_up()
-        tally, self._tally, self._left = self._tally, Tally(), 0
-        if tally.steps:
-            self.mind.took(Taken(self._matches, self._planned_as, self.plan, tally.done(), self._behind))
-
-    def _first_state(self, seconds: float) -> State:
-        recycles = self.recycle is not None
-        return first_state(seconds, self.mind.live, self.candidates, self.rules, self.ledger, recycles)
+        """The decision stands no longer. The policy learns what it came to."""
+        self._read_quiet_steps()
+        results, warm, self._results, self._warm, self._left = self._results, self._warm, [], [], 0
+        if not results or not results[0].seconds:  # an engine compiled in the first step of all
+            return
+        began, decision, learned = self.model.ranks.now(), self._decision, self.learned
+        results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
+        learned.policy.observe(decision, results)
+        if learned.log is not None:
+            learned.log.steps(learned.live, self._asked, self._decided, decision, results)
+        self._fixed_seconds += self.policy_seconds(began)

@@ -151,7 +151,7 @@ class ChainDrafter(Drafter):
     def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
         """Logits, a token, what was observed; again, until no row drafts on."""
         view, most = self.view, [min(own, allowed) for own, allowed in zip(self.most, limits, strict=True)]
-        self.rule = self.confidence
+        self.rule, looks = self.confidence, self.looks or stop_rule is not None
         if stop_rule is not None:
             self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
         forward = view.start_forward(most, self.shortlist, self.drafting_model)
@@ -171,9 +171,9 @@ class ChainDrafter(Drafter):
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
             path = self.append(chain, forward)
-            if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
+            if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=looks):
                 break
-            if self.rule.joint and chain.stop(self.rule.together(chain.going), look=self.looks):
+            if self.rule.joint and chain.stop(self.rule.together(chain.going), look=looks):
                 break
         return self.finish(chain, forward)
 

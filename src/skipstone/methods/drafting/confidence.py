@@ -6,10 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skipstone.control.price import NEVER
 from skipstone.decoding.draft import RowVerdict
 from skipstone.engines.engine import Survival
 from skipstone.engines.host import on_device
+from skipstone.policy.draft_length import NEVER
 
 Threshold = float | Literal["adaptive"] | None
 """A number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts; None never stops drafting."""
@@ -82,7 +82,7 @@ class Confidence:
 
 
 class SurvivalRule(Confidence):
-    """Drafting goes on while the survival of what is drafted is worth it (`control.price.thresholds`), in one step.
+    """Drafting goes on while the survival of what is drafted is worth it (`policy.draft_length.stop_thresholds`), in one step.
 
     rows: batch size. alive: rows that decode.
     """

@@ -14,6 +14,7 @@ from skipstone.engines.partial_forward import PartialForward
 from skipstone.engines.picks import NO_TOKEN
 from skipstone.methods.drafting.chain import Chain, ChainDrafter
 from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.models.passes import SkipSet
 
 Ranked = tuple[Tensor, Tensor]
@@ -69,3 +70,13 @@ class SkippingDrafter(ChainDrafter):
         """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""
         confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """One pass over the tokens, without the skip set."""
+        model = self.drafting_model or self.model
+        states = states_behind(self.view.store, row, tokens[:-1], model, self.model.depth, self.replayed_skip())
+        return model.logits(states, self.shortlist)[0]
+
+    def replayed_skip(self) -> SkipSet:
+        """The skip set that the next replay is of."""
+        return self.skip

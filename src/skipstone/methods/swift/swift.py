@@ -11,7 +11,7 @@ by `auto` and `guard=true`, where a layer set drafts chains and evaluations are 
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.drafter import Drafter, Requirements, layers_used
+from skipstone.decoding.drafter import Candidate, Drafter, Requirements, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.engines.engine import Survival
 from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.methods.drafting import states
+from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
 from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.swift.chain import SwiftChainDrafter
 from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
+from skipstone.policy.draft_length import MAX_DRAFTS
 
 Window = deque[tuple[int, Tensor]]
 
@@ -42,6 +45,13 @@ class Swift(SwiftSettings):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SwiftDrafter(self, model, rows, self.optimisation(model))
+
+    def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
+        """Chains whose length `auto` decides. Its replays are the evaluations of the search."""
+        optimisation = self.optimisation(model)
+        drafter = SwiftChainDrafter(optimisation, model, rows, MAX_DRAFTS, self.shortlist(model))
+        layers = model.depth - float(optimisation.skipped.sum()) / 2
+        return {"swift": replace(of_layers(drafter, self, model, layers), searches=True)}
 
     def optimisation(self, model: ModelRunner) -> Optimisation:
         """What it has found on a model, across requests."""

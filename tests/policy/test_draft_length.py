@@ -1,4 +1,4 @@
-"""The price rule against brute force, and against the best policy that there is."""
+"""How far to draft, against brute force."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipstone.control.price import NEVER, allocate, survivals, thresholds, tree, trim
+from skipstone.policy.draft_length import NEVER, best_drafts, best_tree, stop_thresholds
 
 chances = st.floats(0.02, 0.98)
 prices = st.floats(1.0, 6.0)
@@ -16,18 +16,22 @@ scorings = st.lists(st.floats(0.0, 0.5), min_size=64, max_size=64).map(
 )
 
 
+def survivals(acceptances: list[float]) -> list[float]:
+    return list(itertools.accumulate(acceptances, lambda one, two: one * two))
+
+
 def flat(rows: int) -> float:
     return 1.0
 
 
 def test_a_threshold_by_hand() -> None:
     """V flat: price c / A for every place, and the first one pays for the fixed time, over all that follows it."""
-    found = thresholds(0.1, 0.0, flat, acceptance=0.8, price=2.0, most=3)
+    found = stop_thresholds(0.1, 0.0, flat, acceptance=0.8, price=2.0, max_drafts=3)
     assert found == pytest.approx([2 * 0.1 / 0.8] * 3)
-    first = thresholds(0.1, 0.05, flat, acceptance=0.8, price=2.0, most=9)[0]
+    first = stop_thresholds(0.1, 0.05, flat, acceptance=0.8, price=2.0, max_drafts=9)[0]
     gain = [sum(0.8**n for n in range(1, m + 1)) for m in range(1, 9)]
     assert first == pytest.approx(min(2 * (m * 0.1 + 0.05) / gain[m - 1] for m in range(1, 9)))
-    assert thresholds(0.1, 0.0, flat, acceptance=0.0, price=2.0, most=2) == [NEVER, NEVER]
+    assert stop_thresholds(0.1, 0.0, flat, acceptance=0.0, price=2.0, max_drafts=2) == [NEVER, NEVER]
 
 
 def test_thresholds_look_across_a_cliff() -> None:
@@ -36,7 +40,7 @@ def test_thresholds_look_across_a_cliff() -> None:
     def cliff(rows: int) -> float:
         return 1.0 if rows == 1 else 1.3
 
-    first = thresholds(0.02, 0.0, cliff, acceptance=0.9, price=3.0, most=8)[0]
+    first = stop_thresholds(0.02, 0.0, cliff, acceptance=0.9, price=3.0, max_drafts=8)[0]
     assert 3.0 * (0.02 + 0.3) / 0.9 > 1.0 > first
 
 
@@ -44,23 +48,24 @@ def test_thresholds_look_across_a_cliff() -> None:
 def test_thresholds_rise_with_price_and_costs(
     acceptance: float, price: float, scoring: Callable[[int], float], step: float, fixed: float
 ) -> None:
-    base = thresholds(step, fixed, scoring, acceptance, price, 12)
+    base = stop_thresholds(step, fixed, scoring, acceptance, price, 12)
     for other in (
-        thresholds(step, fixed, scoring, acceptance, price * 1.1, 12),
-        thresholds(step + 0.1, fixed, scoring, acceptance, price, 12),
-        thresholds(step, fixed + 0.1, scoring, acceptance, price, 12),
-        thresholds(step, fixed, scoring, acceptance * 0.9, price, 12),
+        stop_thresholds(step, fixed, scoring, acceptance, price * 1.1, 12),
+        stop_thresholds(step + 0.1, fixed, scoring, acceptance, price, 12),
+        stop_thresholds(step, fixed + 0.1, scoring, acceptance, price, 12),
+        stop_thresholds(step, fixed, scoring, acceptance * 0.9, price, 12),
     ):
         assert all(one <= two + 1e-12 for one, two in zip(base, other, strict=True))
 
 
 @given(st.lists(chances, max_size=12), prices, scorings)
-def test_trim_is_the_best_length(acceptances: list[float], price: float, scoring: Callable[[int], float]) -> None:
+def test_of_one_row_the_best_number_of_drafts_is_scored(
+    acceptances: list[float], price: float, scoring: Callable[[int], float]
+) -> None:
     chain = survivals(acceptances)
-    found = trim(chain, price, scoring)
+    (found,) = best_drafts([chain], price, scoring)
     worth = [1 + sum(chain[:n]) - price * scoring(n + 1) for n in range(len(chain) + 1)]
-    assert worth[found.drafts] == pytest.approx(max(worth))
-    assert found.tokens == pytest.approx(1 + sum(chain[: found.drafts]))
+    assert worth[found] == pytest.approx(max(worth))
 
 
 def subtrees(branches: int, depth: int, most: int) -> Iterator[frozenset[tuple[int, ...]]]:
@@ -77,7 +82,7 @@ def subtrees(branches: int, depth: int, most: int) -> Iterator[frozenset[tuple[i
 @given(st.lists(st.floats(0.05, 0.45), min_size=2, max_size=2), prices, scorings)
 def test_a_tree_is_the_best_of_all_trees(acceptances: list[float], price: float, scoring: Callable[[int], float]) -> None:
     most, depth = 5, 3
-    found = tree(acceptances, price, scoring, most=most, depth=depth)
+    found = best_tree(acceptances, price, scoring, max_nodes=most, max_depth=depth)
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(found.parents, found.ranks, strict=True):
         assert parent < len(paths), "a prefix is a tree"
@@ -100,9 +105,11 @@ def test_a_tree_is_the_best_of_all_trees(acceptances: list[float], price: float,
 
 @settings(deadline=None)
 @given(st.lists(st.lists(chances, max_size=4), min_size=1, max_size=3), prices, scorings)
-def test_an_allocation_is_the_best_of_all(chains: list[list[float]], price: float, scoring: Callable[[int], float]) -> None:
+def test_of_a_batch_the_best_numbers_of_drafts_are_scored(
+    chains: list[list[float]], price: float, scoring: Callable[[int], float]
+) -> None:
     rows = [survivals(chain) for chain in chains]
-    found = allocate(rows, price, scoring)
+    found = best_drafts(rows, price, scoring)
     assert all(0 <= count <= len(chain) for count, chain in zip(found, rows, strict=True))
 
     def worth(counts: tuple[int, ...]) -> float:
@@ -122,11 +129,11 @@ def rate(acceptance: float, step: float, fixed: float, drafts: int) -> float:
 @given(chances, st.floats(0.02, 0.6), st.floats(0.0, 0.1))
 def test_with_one_acceptance_the_rule_finds_the_best_length(acceptance: float, step: float, fixed: float) -> None:
     """Where every draft is accepted with the same probability, the best policy drafts a fixed number (all others are mixtures).
-    The rule at the price of its own rate, iterated from plain decoding's, ends within a hundredth of it (AUTO.md, 2)."""
+    The rule at the price of its own rate, iterated from plain decoding's, ends within a hundredth of it."""
     most = 40
     best = max(rate(acceptance, step, fixed, drafts) for drafts in range(most + 1))
     price = best
-    theta = thresholds(step, fixed, flat, acceptance, price, most)
+    theta = stop_thresholds(step, fixed, flat, acceptance, price, most)
     drafts = 0
     while drafts < most and acceptance**drafts >= theta[drafts]:
         drafts += 1

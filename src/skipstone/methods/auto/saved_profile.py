@@ -1,26 +1,25 @@
-"""What `auto` has learnt of a model on a machine, in a file: costs, calibrations, rates. `skipstone tune` writes it, and every
-process that decodes the same model in the same way begins with it; so does one that is given such a file of another machine of
-its kind, by its name or by a hub id."""
+"""What `auto` has learnt of a model on a machine, in a file: costs, acceptances, rates. `skipstone tune` writes it.
+
+Every process that decodes the same model in the same way begins with it. So does one that is given such a file of another
+machine of its kind, by its name or a hub id.
+"""
 
 import json
 import platform
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipstone.control import learning
-from skipstone.control.record import state_from_json, state_to_json
-from skipstone.control.state import RECYCLE, State
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.auto.policy_log import policy_from_json, policy_to_json
 from skipstone.models.fetching import fetch, hub_name
+from skipstone.policy.choose_drafter import RECYCLE, Policy
+from skipstone.policy.cost_model import HOST
 from skipstone.utils.files import cache_place, digest, write_json
 
-VERSION = 6
-"""Of the file."""
-TUNED = "tune.json"  # file of a repository on the hub: what was learnt
-NODE = "node"
-"""The one entry of the key that may differ in a file which a user names: the machine's own name."""
+VERSION = 7  # of the file
+TUNED = "tune.json"  # its name in a repository on the hub
+NODE = "node"  # the one entry of the key that may differ in a file that a user names: the machine's own name
 
 
 def key_of(model: ModelRunner) -> dict[str, Any]:
@@ -41,35 +40,31 @@ def place_of(model: ModelRunner) -> Path | None:
     return cache_place("auto", f"{digest(key_of(model))}.json")
 
 
-def remember(model: ModelRunner, state: State, identities: dict[str, str], about: dict[str, Any]) -> Path:
+def save_profile(model: ModelRunner, policy: Policy, identities: dict[str, str], about: dict[str, Any]) -> Path:
     """Write what was learnt. identities: drafter -> what tells it from others of its name. about: what a reader may want to
     know of it, as plain JSON values. OSError where it cannot be written."""
     path = place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
     held = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities}
-    write_json(path, {**held, "state": state_to_json(state)})
+    write_json(path, {**held, "state": policy_to_json(policy)})
     return path
 
 
-def recalled(model: ModelRunner, first: State, identities: dict[str, str], source: str | None = None) -> State | None:
+def load_profile(model: ModelRunner, first: Policy, identities: dict[str, str], source: str | None = None) -> Policy | None:
     """What a file says of these drafters. source: the file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION);
     None for what this machine has kept of the model.
 
-    first: where decoding would begin without it, whose rules and ledger count, and what it says of drafters that the file does
-    not know. A request begins, so that rates count half. None where nothing is kept, or where that is damaged or of another
-    version or machine; of a file that a user names, all that is an error as in `named`.
+    first: where decoding would begin without it, whose budget counts, and what it says of drafters that the file does not know.
+    None where nothing is kept, or where that is damaged or of another version or machine; of a file that a user names, all that
+    is an error as in `named`.
     """
     if source is not None:
-        return _state(named(source, model), first, identities, source)
+        return _policy(named(source, model), first, identities, source)
     path = place_of(model)
-    if path is None or not path.exists():
-        return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["version"] != VERSION or held["key"] != key_of(model):
-            return None
-        return _state(held, first, identities, path)
+    with suppress(OSError, ValueError):
+        if path is not None and (held := read(path))["key"] == key_of(model):
+            return _policy(held, first, identities, path)
     return None
 
 
@@ -103,23 +98,18 @@ def read(path: Path, source: object = None) -> dict[str, Any]:
     return held
 
 
-def _state(held: dict[str, Any], first: State, identities: dict[str, str], source: object) -> State:
-    """What a file says, as `recalled`. ValueError where it is damaged."""
+def _policy(held: dict[str, Any], first: Policy, identities: dict[str, str], source: object) -> Policy:
+    """What a file says, as `load_profile`. ValueError where it is damaged."""
     try:
-        state = state_from_json(held["state"])
+        known = policy_from_json(held["state"])
         same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
-        costs = replace(
-            state.costs,
-            drafts={name: state.costs.drafts[name] if name in same else one for name, one in first.costs.drafts.items()},
-            wholes={name: state.costs.wholes[name] if name in same else one for name, one in first.costs.wholes.items()},
-            shadows={**first.costs.shadows, **{name: one for name, one in state.costs.shadows.items() if name in same}},
-            scorings={name: one for name, one in state.costs.scorings.items() if name in same},
-        )
-        drafters = {**first.drafters, **{name: state.drafters[name] for name in same}}
-        recycling = first.ranks is not None
-        current = state.current if state.current in same or (recycling and state.current == RECYCLE) else None
-        ranks = (state.ranks or first.ranks) if recycling else None
-        kept = replace(state, costs=costs, drafters=drafters, current=current, ranks=ranks, rules=first.rules)
-        return learning.begin(replace(kept, ledger=first.ledger, pace=first.pace, steady=None))
+        costs, fresh = known.costs, first.costs
+        costs.drafting = {name: costs.drafting[name] if name in same else one for name, one in fresh.drafting.items()}
+        costs.schedules = {name: costs.schedules[name] if name in same else one for name, one in fresh.schedules.items()}
+        costs.replays = {name: costs.replays.get(name, one) if name in same else one for name, one in fresh.replays.items()}
+        costs.scoring = {name: one for name, one in costs.scoring.items() if name in same or name == HOST}
+        same |= {RECYCLE} & known.drafters.keys()
+        known.drafters = {name: known.drafters[name] if name in same else one for name, one in first.drafters.items()}
+        return known.restarted(first.budget)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source} is damaged: its state cannot be read ({type(error).__name__}: {error})") from error

@@ -1,0 +1,45 @@
+"""One of AdaDecode's heads as a candidate of `auto`: it drafts a chain from its layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.drafter import layers_used
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
+from skipstone.methods.adadecode.heads import ExitHeads
+from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.hindsight import states_behind
+
+
+class HeadChainDrafter(ChainDrafter):
+    """Drafts with the first layers of the target and an exit head. number: of the head."""
+
+    def __init__(
+        self, heads: ExitHeads, number: int, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
+    ) -> None:
+        super().__init__(model, rows, most=max_drafts, threshold=None, coupled=True)
+        self.heads, self.number, self.shortlist = heads, number, shortlist
+        self.exit_layer = heads.card.layers[number]
+        if heads.linear:
+            self.transform = heads.transform(number)
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [layers_used(name, exits=[self.exit_layer])]
+
+    def one_call(self) -> tuple[int, None] | None:
+        return (self.exit_layer, None) if self.heads.linear else None
+
+    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+        forward.advance(self.exit_layer)
+        return self.heads.logits(self.model, self.number, forward.hidden[:, -1:], self.shortlist)[:, 0]
+
+    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+        return chain.draft(forward, exit_layer=self.exit_layer)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """One pass of the first layers and the head over the tokens."""
+        states = states_behind(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
+        return self.heads.logits(self.model, self.number, states, self.shortlist)[0]

@@ -1,0 +1,132 @@
+"""What `auto` knows of a model across requests."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipstone.decoding.drafter import Candidate
+from skipstone.methods.auto.policy_log import PolicyLog
+from skipstone.methods.recycle import Kept
+from skipstone.policy.choose_drafter import CHOOSE_EVERY, COPIED, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
+from skipstone.policy.cost_model import FIRST_START, TABLE, LearnedCosts, LineTime, MeanTime
+from skipstone.policy.regret_budget import RegretBudget
+from skipstone.utils.limits import SMALL_STATE_BYTES
+
+
+@dataclass
+class HostWork:
+    """Work that takes some of the host's time in every step: looking texts up, or keeping continuations. It is done while it
+    pays, otherwise for PLAIN_AT_ONCE steps now and then, after ever longer rests, and at the beginning of a text.
+
+    until: step at which it rests, for `rest` steps. text_until, text_limit: step up to which it is done for a new text, and the
+    last one to which that is put off. gain, spent: plain steps that it gains and takes in a step.
+    """
+
+    until: int = PLAIN_AT_ONCE
+    rest: int = 2 * PLAIN_AT_ONCE
+    text_until: int = 0
+    text_limit: int = 0
+    gain: float = 0.5
+    spent: float = 0.0
+
+    def begin_text(self, step: int) -> None:
+        self.text_until, self.text_limit = step + COPIED, step + WINDOW
+
+    def observe(self, step: int, gain: float, spent: float, is_copy: bool) -> None:
+        """A step in which it was done. is_copy: the text repeats what stands before, so that it is done on."""
+        self.gain += (gain - self.gain) / WINDOW
+        self.spent += (spent - self.spent) / WINDOW
+        if is_copy:
+            self.text_until = max(self.text_until, min(step + COPIED, self.text_limit))
+
+    def is_wanted(self, step: int, pays: bool) -> bool:
+        """Asked once a step."""
+        if pays:
+            self.until, self.rest = step + PLAIN_AT_ONCE, 2 * PLAIN_AT_ONCE
+        elif step >= self.until + self.rest:
+            self.until, self.rest = step + PLAIN_AT_ONCE, min(2 * self.rest, CHOOSE_EVERY * PLAIN_AT_ONCE)
+        return step < max(self.until, self.text_until)
+
+
+@dataclass
+class Learned:
+    """policies: by the number of rows that decode, as that changes what steps take. live: that number now. kept: of recycled
+    tokens. steps, kinds: taken so far, and what drafted in them. plain_seconds: of the latest plain steps."""
+
+    policies: dict[int, Policy]
+    live: int = 1
+    kept: Kept = field(default_factory=Kept)
+    lookups: HostWork = field(default_factory=HostWork)
+    keeping: HostWork = field(default_factory=HostWork)
+    steps: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TABLE))
+    log: PolicyLog | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept.nbytes + (1 + len(self.policies)) * SMALL_STATE_BYTES
+
+    @property
+    def policy(self) -> Policy:
+        """Of the rows that decode now."""
+        return self.policies[self.live]
+
+    def begin_request(self) -> None:
+        """A request begins where none is running."""
+        for policy in self.policies.values():
+            policy.begin_request()
+        if self.log is not None:
+            self.log.begin_request()
+
+    def resize(self, live: int) -> None:
+        """So many rows decode now."""
+        if live == self.live or not live:
+            return
+        before, self.live = self.policy, live
+        if live not in self.policies:
+            nearest = min(self.policies, key=lambda rows: max(rows, live) / min(rows, live))
+            self.policies[live] = self.policies[nearest].resized(live)
+        self.policy.budget = before.budget  # what may be lost is lost once
+        if self.log is not None:
+            self.log.policy(live, self.policy)
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        policy, costs = self.policy, self.policy.costs
+        plain = costs.plain.value
+        if not costs.plain.measurements:
+            return {}
+        low, high = median_interval([*self.plain_seconds] or [plain])
+        return {
+            "steps": self.steps,
+            "kinds": self.kinds,
+            "current": policy.current,
+            "plain_seconds": plain,
+            "plain_interval": (min(low, plain), max(high, plain)),  # the belief follows the latest ones
+            "draft_steps": {name: line.step for name, line in costs.drafting.items()},
+            "draft_setups": {name: line.start for name, line in costs.drafting.items()},
+        }
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Where the median of such values lies in 95 of 100 cases, by their order; of few values the least and the largest."""
+    ordered, count = sorted(values), len(values)
+    far = max(int(count / 2 - count**0.5), 0)  # the binomial distribution's standard deviation is half the root
+    return ordered[far], ordered[count - 1 - far]
+
+
+def first_policy(candidates: Mapping[str, Candidate], slack: float, recycles: bool, rows: int = 1) -> Policy:
+    """A policy that knows guesses alone."""
+    costs = LearnedCosts(
+        MeanTime(0.0),
+        drafting={
+            name: LineTime(FIRST_START, one.draft_step) for name, one in candidates.items() if one.draft_step is not None
+        },
+        schedules={name: MeanTime(2.0) for name, one in candidates.items() if one.draft_step is None},
+        replays={name: MeanTime(2 * one.replay) for name, one in candidates.items() if one.replay is not None},
+    )
+    drafters = {name: DrafterState(searches=one.searches) for name, one in candidates.items()}
+    drafters |= {RECYCLE: DrafterState()} if recycles else {}
+    return Policy(costs, drafters, RegretBudget(slack), rows=rows)

@@ -1,0 +1,33 @@
+"""SWIFT as a candidate of `auto`: chains of the best layer set so far, and a search whose evaluations are `auto`'s replays."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.swift.optimisation import Optimisation
+from skipstone.models.passes import SkipSet
+
+
+class SwiftChainDrafter(SkippingDrafter):
+    """Drafts with a layer set that SWIFT's optimisation finds. While it searches, each replay evaluates a candidate set. What
+    is learnt of a candidate counts as the drafter's if it becomes the set in use."""
+
+    def __init__(
+        self, optimisation: Optimisation, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
+    ) -> None:
+        super().__init__(model, rows, most=max_drafts, threshold=None)
+        self.optimisation, self._candidate, self.shortlist = optimisation, optimisation.skipped, shortlist
+        self.skip = optimisation.skip
+
+    def replayed_skip(self) -> SkipSet:
+        self.skip, candidate = self.optimisation.skip, self.optimisation.candidate()
+        self._candidate = self.optimisation.skipped if candidate is None else candidate
+        return self.optimisation.space.to_skip_set(self._candidate)
+
+    def observe_replay(self, right: Sequence[bool]) -> bool:
+        if self.optimisation.searching:
+            self.optimisation.evaluated(self._candidate, sum(right) / len(right), len(right))
+            self.skip = self.optimisation.skip
+        return bool((self._candidate == self.optimisation.skipped).all())

@@ -1,0 +1,585 @@
+"""Which drafter drafts next, how far, or none; and what is measured next.
+
+Each drafter has a rate: tokens a plain step, over its own steps and over replays of committed text. The best one drafts
+(`Policy.decide`). An exploration account, a small share of the time, pays for what may change that: replays, trials of other
+drafters, and measurements of a plain step. The regret budget must cover every step.
+
+Times are in plain steps unless a name says seconds. Positions count the committed tokens, of a batch the mean of its rows.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
+from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCosts, expected_tokens
+from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
+from skipstone.policy.regret_budget import RegretBudget
+
+PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
+"""Steps that no model drafts for. A probe is a plain step that is taken to measure one."""
+
+HALF_LIFE = 300.0  # tokens after which a step counts half in a drafter's rate: a passage of text
+PRIOR_TIME = 8.0  # plain steps at rate 1 that a rate begins with: fewer let one lucky replay choose a drafter
+MARGIN = 0.02  # share by which another drafter's rate must be larger: noise of a rate over 300 tokens
+CHOOSE_EVERY = 16  # tokens between two choices of a drafter; with 24, chains lose up to 5 % on text that changes (simulated)
+WINDOW = 32  # tokens of a replay: one pass over them takes hardly longer than one over eight
+COPIED = 8  # tokens that a lookup commits in a copied passage, which says nothing of other drafters
+EXPLORATION_SHARE = 0.004  # of the time that exploration may lose; at first thrice as much, and less with each HALF_LIFE
+MAX_EXPLORATION = 4.0  # plain steps on the exploration account at first, and at most: a trial that fails costs up to three
+SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the upper confidence bound of a rate
+AGAIN = 1000  # tokens after which a drafter is replayed, and timed, again
+TRIAL_STEPS = 3
+"""Steps of a trial, and steps up to which next to nothing is known of a drafter. Only the last step of a trial is timed: the
+first ones find other weights in the caches."""
+TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of such a step: two drafts, and more while the drafter is sure
+COST_DOUBT = 4.0
+"""Factor by which costs may be too high that this process has not measured, as a saved profile may be wrong by 3. Costs that
+were measured long ago may be by its root. A drafter that is worth drafting if they are is timed. Otherwise one that is believed
+to be slow would never be tried again."""
+CHANGED = 1.25
+"""Factor by which two steps in a row must differ from what was expected before a plain step is measured. If the plain step
+differs by its root, the whole machine is slower or faster."""
+COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps behind a draft that are slow, as it filled the caches, and what each loses at most
+PROBE_STEPS = COLD_STEPS + 2  # of which the last two are measured
+STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
+"""Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes about 2 % of
+the shortest steps there are (1.6 ms). Also the tokens between two probes."""
+
+
+class Decision(NamedTuple):
+    """What the next steps do, and why.
+
+    kind: PLAIN, PROBE, LOOKUP, RECYCLE, or a drafter's name. price: tokens that a plain step is worth. current: the best
+    drafter. thresholds: survivals that a chain needs to be continued; shared: the same for one row of several, whose draft step
+    the others pay for. drafts: of a lookup, for every row. explores: the exploration account pays. steps: that the decision
+    stands for, as long as no lookup is worth more. stake: plain steps that one of them loses if no draft is accepted.
+    """
+
+    kind: str
+    price: float = 1.0
+    current: str | None = None
+    reason: str = ""
+    thresholds: tuple[float, ...] = ()
+    shared: tuple[float, ...] = ()
+    drafts: tuple[int, ...] = ()
+    tree: RankTree | None = None
+    explores: bool = False
+    steps: int = 1
+    stake: float = 0.0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What became of a step, or of several plain ones. All counts are means of the rows of a batch.
+
+    tokens: committed. seconds: of all of it. drafts: that were scored. passes: draft steps. drafting, scoring: seconds of
+    these; 0 if unknown. fixed: seconds of the policy itself, which a drafting step's `seconds` include. confidences:
+    (confidence, accepted) of judged drafts. matches: (match, right tokens of its continuation, tokens that the text tells of).
+    ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds: plain steps behind enough others, and what one of
+    them takes. preparing: the engine compiled something.
+    """
+
+    tokens: float
+    seconds: float
+    steps: int = 1
+    drafts: float = 0.0
+    passes: int = 0
+    drafting: float = 0.0
+    scoring: float = 0.0
+    fixed: float = 0.0
+    confidences: Sequence[tuple[float, bool]] = ()
+    matches: Sequence[tuple[int, int, int]] = ()
+    ranks: Sequence[int] = ()
+    warm_steps: int = 0
+    warm_seconds: float = 0.0
+    preparing: bool = False
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens, time and number of the latest steps of a drafter. Older ones count less."""
+
+    tokens: float = 0.0
+    time: float = 0.0
+    steps: float = 0.0
+    position: int = 0
+
+    def add(self, position: int, tokens: float, time: float, steps: int = 1) -> None:
+        self.fade(position)
+        self.tokens, self.time, self.steps = self.tokens + tokens, self.time + time, self.steps + steps
+
+    def fade(self, position: int) -> None:
+        self.keep(0.5 ** ((position - self.position) / HALF_LIFE))
+        self.position = position
+
+    def keep(self, share: float) -> None:
+        self.tokens, self.time, self.steps = self.tokens * share, self.time * share, self.steps * share
+
+    @property
+    def value(self) -> float:
+        """Tokens a plain step."""
+        return (self.tokens + PRIOR_TIME) / (self.time + PRIOR_TIME)
+
+    @property
+    def upper_bound(self) -> float:
+        return self.value * (1 + SPREAD / math.sqrt(self.steps + 1))
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """What is known of a drafter. seen_at: position at which it was replayed or drafted, None for never. thresholds, shared: at
+    price 1, from the position `priced_at`. searches: its replays are evaluations of a search, whatever they cost."""
+
+    rate: Rate = field(default_factory=Rate)
+    acceptance: ConfidenceAcceptance = field(default_factory=ConfidenceAcceptance)
+    seen_at: int | None = None
+    thresholds: tuple[float, ...] = ()
+    shared: tuple[float, ...] = ()
+    priced_at: int = 0
+    searches: bool = False
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether not even its first draft is worth its time."""
+        return bool(self.thresholds) and self.thresholds[0] > 1
+
+
+class Exploration(NamedTuple):
+    """Something to measure. value: tokens since it was measured, for each plain step of its cost. kind: PROBE, "replay" or
+    "trial". cost: plain steps that it is expected to lose."""
+
+    value: float
+    kind: str
+    name: str
+    cost: float
+
+
+@dataclass(slots=True)
+class Policy:
+    """All that decisions rest on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
+    `observe_replay` change it. So a list of events makes every decision again.
+
+    drafters: RECYCLE among them if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode.
+    current: the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: steps in a row that took
+    longer (less long: below 0) than expected; surprised: their drafter. starts_request: no step of it was taken yet.
+    """
+
+    costs: LearnedCosts
+    drafters: dict[str, DrafterState]
+    budget: RegretBudget = field(default_factory=RegretBudget)
+    recycled: RankAcceptance = field(default_factory=RankAcceptance)
+    matches: MatchAcceptance = field(default_factory=MatchAcceptance)
+    lookups: tuple[float, float] = (2 * PRIOR_TIME, PRIOR_TIME)
+    rows: int = 1
+    current: str | None = None
+    position: int = 0
+    chosen_at: int | None = None
+    probed_at: int = 0
+    stalled_at: int | None = None
+    exploration: float = MAX_EXPLORATION
+    trial: tuple[str, int] | None = None
+    surprises: int = 0
+    surprised: str = HOST
+    starts_request: bool = True
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def decide(self, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
+        """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up.
+        can_replay: whether `next_replay` is asked as well, so that drafters are tried only if that is worth more."""
+        current = self._choose()
+        price, reason = self._price_of(current), "steps took longer, or less long, than expected: a plain step is measured"
+        if self.costs.plain.measurements < TRIAL_STEPS:
+            return Decision(PLAIN, reason="plain decoding is timed")
+        if abs(self.surprises) > 1:
+            return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
+        if self.budget.remaining <= 0:
+            return self._wait(current, price, 0.0)
+        explored = self._continue_trial(current, price)
+        if explored is None and self._may_choose:
+            explored = self._explore(current, price, matches, can_replay)
+        return explored or self._look_up(current, price, matches) or self._draft(current, price)
+
+    def stands(self, decision: Decision, matches: Sequence[int]) -> bool:
+        """Whether a decision for several steps still holds, although there are matches now."""
+        return not any(matches) or self._look_up(decision.current, decision.price, matches) is None
+
+    def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
+        """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
+        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0 or not self._may_choose:
+            return None
+        current = self._choose()
+        best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
+        return best.name if best is not None and best.kind == "replay" else None
+
+    @property
+    def _may_choose(self) -> bool:
+        """Whether drafters are compared with each other before the next step."""
+        return self.chosen_at is None or self.position - self.chosen_at >= CHOOSE_EVERY
+
+    def _choose(self) -> str | None:
+        """The best drafter, None for plain decoding."""
+        if not self._may_choose and (self.current != RECYCLE or self.recycled.tree is not None):
+            return self.current
+        rates = self.rates()
+        current = self.current if self.current in rates else None
+        best = max(rates, key=rates.__getitem__, default=None)
+        rate = 1.0 if current is None else rates[current]
+        if best is not None and rates[best] > max(rate, 1.0) * (1 + MARGIN):
+            return best
+        if current is None:
+            return None
+        return current if rate > (1 + MARGIN if self.drafters[current].is_hopeless else 1 - MARGIN) else None
+
+    def rates(self) -> dict[str, float]:
+        """Of all drafters that could draft now."""
+        return {name: one.rate.value for name, one in self.drafters.items() if name != RECYCLE or self.recycled.tree}
+
+    def _price_of(self, current: str | None) -> float:
+        """Tokens that a plain step is worth."""
+        is_plain = current is None or self.drafters[current].is_hopeless
+        return 1.0 if is_plain or current is None else max(1.0, self.drafters[current].rate.value)
+
+    def _wait(self, current: str | None, price: float, amount: float) -> Decision:
+        """Plain steps until so much may be lost."""
+        steps = self.budget.steps_until(amount, WINDOW if current is not None else PLAIN_AT_ONCE)
+        return Decision(PLAIN, price, current, "more time was lost than may be: plain until it is won back", steps=steps)
+
+    def _draft(self, current: str | None, price: float) -> Decision:
+        """What the best drafter does."""
+        if current is None:
+            steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
+            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=steps)
+        own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
+        if own.is_hopeless:
+            return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
+        thresholds = (*own.thresholds[:1], *[one * price for one in own.thresholds[1:]])
+        shared, tree = tuple([one * price for one in own.shared]), self.recycled.tree if current == RECYCLE else None
+        steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
+        wanted = Decision(current, price, current, reason, thresholds, shared, tree=tree, steps=steps)
+        return self._affordable(wanted) or self._wait(current, price, self._stake(current, 1))
+
+    def _stake(self, kind: str, drafts: float) -> float:
+        """Plain steps that a step loses if none of so many drafts is accepted."""
+        return self.costs.of(kind).step(drafts) - 1
+
+    def _affordable(self, decision: Decision, min_drafts: int = 1) -> Decision | None:
+        """The same with no more drafts and steps than the budget pays for, None if that is none."""
+        remaining, kind, drafts = self.budget.remaining, decision.kind, list(decision.drafts)
+        if decision.tree is not None:
+            stake = self._stake(kind, len(decision.tree.ranks))
+        elif drafts:
+            while (stake := self._stake(kind, sum(drafts) / len(drafts))) > remaining and max(drafts) > 1:
+                drafts[drafts.index(max(drafts))] -= 1
+            decision = decision._replace(drafts=tuple(drafts))
+        else:
+            count = len(decision.thresholds)
+            while (stake := self._stake(kind, count)) > remaining and count > min_drafts:
+                count -= 1
+            decision = decision._replace(thresholds=decision.thresholds[:count], shared=decision.shared[:count])
+        if stake > remaining:
+            return None
+        steps = decision.steps if stake * decision.steps <= remaining else int(remaining / stake)
+        return decision._replace(steps=steps, stake=stake)
+
+    def _look_up(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
+        """A lookup that gains more than the current drafter does in the same time. A longer one is worth its scoring at the
+        rate of lookups: copied text is not there in the next step as well."""
+        if not any(matches):
+            return None
+        rows, scoring = len(matches), self.costs.scoring[HOST]
+        survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
+        length_price = max(price, self.lookups[0] / self.lookups[1])
+        drafts = best_drafts(survivals, length_price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
+        tokens = expected_tokens([one / rows for chain, n in zip(survivals, drafts, strict=True) for one in chain[:n]])
+        if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
+            return None
+        reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
+        return self._affordable(Decision(LOOKUP, price, current, reason, drafts=tuple(drafts)))
+
+    # ------------------------------------------------------------------------------------------------- exploration
+
+    def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
+        """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
+        if self.exploration >= COLD_LOSS and self._is_old(HOST):
+            reason = "the scoring of lookups and recycled tokens is timed"
+            if any(matches):
+                drafts = tuple(2 * min(match, 1) for match in matches)
+                return self._affordable(Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True))
+            if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
+                short = RankTree((-1, 0), (0, 0), 1.0)
+                return self._affordable(Decision(RECYCLE, price, current, reason, tree=short, explores=True))
+        best = self._best_exploration(current, {}, can_replay)
+        if best is None or best.kind == "replay":
+            return None
+        if best.kind == "trial":
+            return self._try(best.name, current, price)
+        return Decision(PROBE, price, current, "a plain step is measured", steps=PROBE_STEPS, explores=True)
+
+    def _try(self, name: str, current: str | None, price: float) -> Decision | None:
+        thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
+        return self._affordable(Decision(name, price, current, f"{name} is tried", thresholds, explores=True), min_drafts=2)
+
+    def _continue_trial(self, current: str | None, price: float) -> Decision | None:
+        return None if self.trial is None or self.exploration < 0 else self._try(self.trial[0], current, price)
+
+    def _is_old(self, name: str) -> bool:
+        """Whether a drafter was timed long ago, or not in this process."""
+        timed_at, few = self.costs.timed_at.get(name), self.costs.measurements(name) < TRIAL_STEPS
+        return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
+
+    def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
+        """What is worth most, if the exploration account pays for it; otherwise that is saved for. None for nothing."""
+        found = max(self._explorations(current, lag, can_replay), default=None)
+        return found if found is not None and self.exploration >= min(found.cost, MAX_EXPLORATION) else None
+
+    def _explorations(self, current: str | None, lag: Mapping[str, int], can_replay: bool) -> Iterable[Exploration]:
+        """All that the budget pays for."""
+        best, price, remaining = max([1.0, *self.rates().values()]), self._price_of(current), self.budget.remaining
+        since_probe = self.position - self.probed_at
+        if current is not None and since_probe > PLAIN_AT_ONCE and remaining > COLD_STEPS * COLD_LOSS:
+            cost = PROBE_STEPS * (1 - 1 / price) + COLD_LOSS
+            yield Exploration(since_probe / cost, PROBE, PLAIN, cost)
+        for name, one in self.drafters.items():
+            if name == RECYCLE or (name == current and not one.is_hopeless):
+                continue
+            age, is_unknown = self.position - (-AGAIN if one.seen_at is None else one.seen_at), one.rate.steps < TRIAL_STEPS
+            hopes = age >= (WINDOW / 2 if is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
+            replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
+            is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer one loses more than two steps of a trial
+            if is_replayed and hopes and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining:
+                yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
+            is_wanted = (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
+            if is_wanted and self._stake(name, 2) <= remaining:
+                cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -AGAIN)
+                value = max(self.position - timed_at, 0 if is_replayed else age) / cost
+                yield Exploration(math.inf if timed_at < 0 and not is_unknown else value, "trial", name, cost)
+
+    def _trial_cost(self, name: str, price: float) -> float:
+        """Plain steps that a trial is expected to lose."""
+        costs, tokens = self.costs.of(name), expected_tokens(self._survivals(name, TRIAL_STEPS))
+        lost = costs.step(0) - 1 if name in self.costs.schedules else TRIAL_STEPS * (costs.step(TRIAL_STEPS) - tokens / price)
+        return max(lost, COLD_LOSS)
+
+    def _potential(self, name: str) -> float:
+        """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
+        several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
+        if name in self.costs.schedules:
+            return self.drafters[name].rate.upper_bound
+        costs, survivals = self.costs.of(name), self._survivals(name, LOOKAHEAD)
+        doubt = math.sqrt(COST_DOUBT) if name in self.costs.timed_at else COST_DOUBT
+        scoring = [max(one / doubt, min(one, 1.0)) for one in self.costs.scoring_of(name).table[: LOOKAHEAD + 2]]
+        doubted = StepCosts(1.0, costs.draft_step / doubt, scoring.__getitem__, costs.start / doubt, costs.fixed / doubt)
+        return max([doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1)])
+
+    def _survivals(self, name: str, drafts: int) -> list[float]:
+        return [self.drafters[name].acceptance.mean ** n for n in range(1, drafts + 1)]
+
+    # ------------------------------------------------------------------------------------------------- learning
+
+    def begin_request(self) -> None:
+        """A request begins where none is running: what was learnt of others counts half."""
+        self.budget.begin_request()
+        self.starts_request = True
+        for one in self.drafters.values():
+            one.rate.keep(0.5)
+
+    def resized(self, rows: int) -> "Policy":
+        """The same where so many rows decode. If that is less than twice as many, or more than half, steps take about the same
+        and one plain step is timed; otherwise what steps take is a guess. The budget is shared."""
+        other = copy.deepcopy(self)
+        other.budget, other.rows, is_near = self.budget, rows, max(rows, self.rows) < 2 * min(rows, self.rows)
+        other.costs.plain.measurements = TRIAL_STEPS - 1 if is_near else 0
+        if not is_near:
+            other.costs.scoring, other.costs.timed_at = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}, {}
+        return other._with_old_times()
+
+    def restarted(self, budget: RegretBudget) -> "Policy":
+        """The same in another process, which measures costs once more."""
+        self.budget, self.exploration, self.costs.timed_at = budget, MAX_EXPLORATION, {}
+        self.begin_request()
+        return self._with_old_times()
+
+    def _with_old_times(self) -> "Policy":
+        self.chosen_at, self.stalled_at, self.trial, self.surprises = None, None, None, 0
+        for one in self.drafters.values():
+            one.thresholds, one.shared = (), ()
+        return self
+
+    def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
+        """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
+        kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
+        if self.current != decision.current or is_choice:
+            self.chosen_at, self.current = self.position, decision.current
+            for one in self.drafters.values():
+                one.rate.fade(self.position)
+        is_plain = kind in (PLAIN, PROBE)
+        time = self._observe_plain(decision, results) if is_plain else self._observe_drafting(decision, results, is_choice)
+        self.budget.charge(time, tokens)
+        for match in [match for one in results for match in one.matches]:
+            self.matches.observe(*match)
+        if RECYCLE in self.drafters and not (kind == LOOKUP and tokens >= COPIED):
+            self._observe_ranks(decision, [rank for one in results for rank in one.ranks])
+        share = EXPLORATION_SHARE + 2 * EXPLORATION_SHARE / (1 + self.position / HALF_LIFE)
+        lost = time - tokens / decision.price if decision.explores else 0.0
+        self.exploration = min(self.exploration + share * time - lost, MAX_EXPLORATION)
+        self.position += round(tokens)
+        self.starts_request = False
+        if self.current is not None and self.current in self.costs.drafting:
+            own = self.drafters[self.current]
+            if not own.thresholds or self.position - own.priced_at > min(2 * WINDOW, own.rate.steps):
+                self._set_thresholds(self.current)
+
+    def _observe_plain(self, decision: Decision, results: Sequence[StepResult]) -> float:
+        """After plain steps. They are charged as one each, and those behind a draft also what they take more."""
+        plain, steps, seconds = self.costs.plain, sum([one.steps for one in results]), sum([one.seconds for one in results])
+        if plain.measurements < TRIAL_STEPS:
+            plain.observe(seconds / steps)
+            return float(steps)
+        warm, warm_seconds = (
+            sum([one.warm_steps for one in results]),
+            sum([one.warm_steps * one.warm_seconds for one in results]),
+        )
+        excess = (seconds - warm_seconds) / plain.value - (steps - warm)
+        if warm:
+            self._observe_plain_step(warm_seconds / warm)
+            self.probed_at = self.position
+        if decision.current is not None and self.drafters[decision.current].is_hopeless:
+            self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
+        fixed = sum([one.fixed for one in results]) / plain.value
+        return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + fixed
+
+    def _observe_plain_step(self, seconds: float) -> None:
+        """A warm plain step takes so long. It tells whether the machine or a drafter has surprised."""
+        plain = self.costs.plain
+        if abs(self.surprises) > 1:
+            factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
+            if factor**2 > CHANGED:
+                plain.value = seconds
+            else:
+                self.costs.doubt(self.surprised)
+            self.surprises = 0
+        plain.observe(seconds)
+
+    def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
+        """After steps that drafted. Returns the time that is charged. is_choice: drafters were compared before them; costs that
+        are known well are learnt only then."""
+        kind, tokens, preparing = decision.kind, sum([one.tokens for one in results]), any(one.preparing for one in results)
+        costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
+        expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
+        time = self._charged(taken, expected, preparing)
+        if not self._is_warming_up(decision, taken > 2 * expected) and not preparing:
+            self._watch(kind, taken / expected)
+            is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
+            if abs(self.surprises) < 2 and not is_routine:
+                self._time(kind, results[-1])
+        if kind == LOOKUP and not decision.explores:
+            keep = 1 - 1 / WINDOW
+            self.lookups = self.lookups[0] * keep + tokens, self.lookups[1] * keep + time
+        if kind in self.drafters and (kind != RECYCLE or not decision.explores):
+            one = self.drafters[kind]
+            for result in results:
+                one.acceptance.observe(result.confidences)
+            one.rate.add(self.position, tokens, time, len(results))
+            one.seen_at = self.position + round(tokens)
+        if decision.explores:
+            self.chosen_at = None
+        return time
+
+    def _charged(self, time: float, expected: float, preparing: bool) -> float:
+        """The time of steps that is charged. Compiling is no step's fault, and a stall is seldom one's. The first step of a
+        request finds caches that the prompt has filled, as a plain one would."""
+        if preparing or self.starts_request:
+            return min(time, max(expected, 1.0))
+        if time > 2 * expected and (self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE):
+            self.stalled_at = self.position
+            return 2 * expected
+        return time
+
+    def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
+        """Whether this is a step of a trial that is not timed. Counts them. A slow one ends the trial. A drafter with its own
+        schedule needs more steps to get going, and all are timed."""
+        kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
+        if not decision.explores or not (has_schedule or kind in self.costs.drafting):
+            return False
+        first = LOOKAHEAD if has_schedule else TRIAL_STEPS
+        left = (self.trial[1] if self.trial is not None and self.trial[0] == kind else first) - 1
+        self.trial = (kind, left) if left and not is_slow else None
+        return self.trial is not None and not has_schedule
+
+    def _watch(self, kind: str, factor: float) -> None:
+        """Two surprises in a row ask for a probe. factor: of the time that was expected."""
+        if self.starts_request or 1 / CHANGED < factor < CHANGED:
+            self.surprises = 0
+        else:
+            sign = 1 if factor > 1 else -1
+            self.surprises, self.surprised = (self.surprises + sign if self.surprises * sign > 0 else sign), kind
+
+    def _time(self, kind: str, result: StepResult) -> None:
+        """What a step says of costs."""
+        costs, plain = self.costs, self.costs.plain.value
+        name = kind if kind in costs.drafting or kind in costs.schedules else HOST
+        if name not in costs.timed_at:
+            costs.doubt(name)
+        if name in costs.schedules:
+            costs.schedules[name].observe(result.seconds / plain)
+        else:
+            costs.fixed += (result.fixed / plain - costs.fixed) / CHOOSE_EVERY
+            if result.scoring and result.drafts:
+                costs.observe_scoring(name, result.drafts + 1, result.scoring / plain)
+            if result.drafting and result.passes:
+                costs.observe_drafting(name, result.passes, result.drafting / plain)
+        costs.timed_at[name] = self.position
+
+    def _observe_ranks(self, decision: Decision, ranks: Sequence[int]) -> None:
+        """What steps say of recycled tokens."""
+        tree, rate, scoring = self.recycled.tree, self.drafters[RECYCLE].rate, self.costs.scoring[HOST]
+        self.recycled.observe(ranks)
+        if decision.kind == RECYCLE:
+            self.recycled.pending.clear()
+        elif tree is not None:
+            for tokens in self.recycled.decode_virtually():
+                rate.add(self.position, tokens, self.costs.of(RECYCLE).step(len(tree.ranks)))
+        if self.position >= CHOOSE_EVERY:
+            self.recycled.build(self.position, max(1.0, rate.value), scoring.table[: scoring.max_drafts + 2])
+
+    def _set_thresholds(self, name: str) -> None:
+        own, costs, scoring = self.drafters[name], self.costs.of(name), self.costs.scoring_of(name)
+        mean, most = own.acceptance.mean, min(MAX_DRAFTS, scoring.max_drafts)
+        own.thresholds = tuple(stop_thresholds(costs.draft_step, costs.fixed + costs.start, scoring, mean, 1.0, most))
+        own.shared = tuple(stop_thresholds(0.0, 0.0, scoring, mean, 1.0, most)) if self.rows > 1 else ()
+        own.priced_at = self.position
+
+    def observe_replay(
+        self, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float = 0.0, read: int = 0
+    ) -> None:
+        """A drafter was replayed on the latest committed tokens, which it now decodes virtually with its own thresholds.
+
+        confidences, right: of every token; none where they say nothing of what it drafts now. seconds: that it took, 0 if
+        unknown. read: tokens that it had to read.
+        """
+        one = self.drafters[name]
+        if seconds:
+            time = seconds / self.costs.plain.value
+            self.costs.replays[name].observe(time / max(read / WINDOW, 1.0))
+            self.exploration -= time
+            self.budget.charge(time, 0.0)
+        one.seen_at, self.chosen_at = self.position, None
+        if not right:
+            return
+        one.acceptance.observe(zip(confidences, right, strict=True))
+        self._set_thresholds(name)
+        price, costs, place = max(1.0, one.rate.value), self.costs.of(name), 0
+        thresholds = (*one.thresholds[:1], *[each * price for each in one.thresholds[1:]])
+        while place < len(right):
+            survival, drafts, accepted, good = 1.0, 0, 0, True
+            while place + drafts < len(right) and drafts < len(thresholds) and survival >= thresholds[drafts]:
+                survival *= one.acceptance.predict(confidences[place + drafts])
+                good = good and right[place + drafts]
+                accepted, drafts = accepted + good, drafts + 1
+            one.rate.add(self.position, accepted + 1, costs.step(drafts) if drafts else 1.0)
+            place += accepted + 1

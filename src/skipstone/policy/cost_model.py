@@ -1,0 +1,255 @@
+"""What a step takes, and the speed-up that follows.
+
+One record, `StepCosts`, holds what a step of one drafter takes. Calibration fills it before decoding, and `LearnedCosts`
+fills it from the steps of the loop. The speed-up is computed here and nowhere else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any
+
+from skipstone.policy.draft_length import LOOKAHEAD
+
+FIRST_SLOPE = 0.04  # plain steps that scoring one token more takes, until measured: 25 tokens double a pass on two CPU cores
+FIRST_START = 0.1  # plain steps that drafting takes beside its draft steps, until measured
+RELATIVE_NOISE, START_DEVIATION = 0.1, 2 * FIRST_START
+"""Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
+MEMORY, PLAIN_MEMORY = 50.0, 4.0
+"""Measurements after which one counts 1/e: of drafting and scoring, and of plain steps and replays, which are seldom timed."""
+MAX_CHANGE = 0.25
+"""Share of a belief by which one measurement may differ from it. A stall takes longer and says nothing of the next step."""
+PLACE_DOUBT = 4.0  # measurements of one number of tokens that count as much as the line through all numbers
+TABLE = 64  # numbers of tokens for which V is worked out: a tree of recycled tokens has at most 63 nodes
+WELL_KNOWN = 24  # measurements of a belief that then differs by 2 % from the mean (.1 / sqrt(24))
+HOST = ""  # the drafter of tokens that no model drafts: looked up, or recycled
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Times of the parts of one step, all in one unit: seconds, or plain steps.
+
+    plain: a step of plain decoding. start, draft_step: a chain of k drafts takes start + k draft_step. scoring: n -> a pass
+    over n tokens of every row, V(n). fixed: the rest of a step that drafts.
+    """
+
+    plain: float
+    draft_step: float
+    scoring: Callable[[Any], float]
+    start: float = 0.0
+    fixed: float = 0.0
+
+    def step(self, drafts: float, scored: float | None = None) -> float:
+        """A step with so many draft steps. scored: tokens of each row that are scored, drafts + 1 if None."""
+        chain = self.start + drafts * self.draft_step if drafts else 0.0
+        return chain + self.scoring(drafts + 1 if scored is None else scored) + self.fixed
+
+    def speedup(self, tokens: float, drafts: float, scored: float | None = None, drafting: float = 1.0) -> float:
+        """Tokens per time over those of plain decoding: M / (d c + v). tokens: M, committed by a mean step, plain ones
+        included. drafting: share of the steps that draft; the others are plain."""
+        return tokens * self.plain / (drafting * self.step(drafts, scored) + (1 - drafting) * self.plain)
+
+
+def expected_tokens(survivals: Sequence[float]) -> float:
+    """M of a step: the drafts that are accepted and one token of the target."""
+    return 1 + sum(survivals)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """What one of several equal steps takes: their mean, in which a stall counts as twice the median at most. 0 of none."""
+    if not seconds:
+        return 0.0
+    limit = 2 * median_low(seconds)
+    return sum([min(one, limit) for one in seconds]) / len(seconds)
+
+
+@dataclass(slots=True)
+class MeanTime:
+    """A belief about one time. measurements: 0 for a guess, which the first measurement replaces."""
+
+    value: float
+    measurements: float = 0
+
+    def observe(self, time: float) -> None:
+        if not self.measurements:
+            self.value = time
+        self.measurements = min(self.measurements + 1, PLAIN_MEMORY)
+        self.value += (min(time, 2 * self.value) - self.value) / self.measurements
+
+
+@dataclass(slots=True)
+class LineTime:
+    """A belief about times that grow with a length: start + step x length, by regularised least squares around a guess.
+
+    sums: discounted, over measurements, of 1, length, length^2, error and length x error, where the error is the distance from
+    the guess. Each measurement counts by its relative error.
+    """
+
+    start: float
+    step: float
+    measurements: int = 0
+    guess: tuple[float, float] = (0.0, 0.0)
+    sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def __call__(self, length: float) -> float:
+        return self.start + self.step * length
+
+    def scale(self, factor: float) -> None:
+        self.start, self.step = self.start * factor, self.step * factor
+
+    def observe(self, length: float, time: float) -> None:
+        believed, keep = self(length), 1 - 1 / MEMORY
+        if not self.measurements:  # a guess: a time far from it replaces it
+            if abs(time / believed - 1) > MAX_CHANGE:
+                self.scale(time / believed)
+                believed = time
+            self.guess, self.sums = (self.start, self.step), (0.0, 0.0, 0.0, 0.0, 0.0)
+        self.measurements += 1
+        start, step = self.guess
+        change = min(max(time - believed, -MAX_CHANGE * believed), MAX_CHANGE * believed)
+        error, weight = believed + change - start - step * length, 1 / believed**2
+        one, n, nn, e, ne = self.sums
+        one, n, nn = one * keep + weight, n * keep + weight * length, nn * keep + weight * length * length
+        e, ne = e * keep + weight * error, ne * keep + weight * length * error
+        self.sums = one, n, nn, e, ne
+        one += (RELATIVE_NOISE / START_DEVIATION) ** 2
+        nn += (RELATIVE_NOISE / max(step, FIRST_SLOPE)) ** 2
+        self.step = step + (one * ne - n * e) / (one * nn - n * n)
+        self.start = start + (nn * e - n * ne) / (one * nn - n * n)
+        if self.step <= 0:  # the start gives way
+            self.step = step / MEMORY
+            self.start = start + (e - n * (self.step - step)) / one
+        if self.start < 0:
+            self.start = 0.0
+            self.step = max(step + (ne + n * start) / nn, step / MEMORY)
+
+
+def _first_table() -> list[float]:
+    return [0.0, *(1 + FIRST_SLOPE * n for n in range(TABLE + 1))]
+
+
+@dataclass(slots=True)
+class ScoringTime:
+    """V(n), what a pass takes that scores n tokens of every row: a line, and what was measured of single numbers of tokens.
+
+    One outlier among them makes no wall that drafts never cross again, and a step in the times of longer passes is learnt. V(1)
+    is 1. From 2 on V never falls. It may be below 1 there, if drafting has run a part of the layers.
+
+    line: over n - 1. places: n -> (mean, measurements). table: V(0), V(1), ...
+    """
+
+    line: LineTime = field(default_factory=lambda: LineTime(1.0, FIRST_SLOPE))
+    places: dict[int, tuple[float, float]] = field(default_factory=dict)
+    table: list[float] = field(default_factory=_first_table)
+
+    def __call__(self, tokens: float) -> float:
+        low = int(tokens)
+        if low >= TABLE:
+            return self.table[TABLE] + self.line.step * (tokens - TABLE)
+        return self.table[low] + (self.table[low + 1] - self.table[low]) * (tokens - low)
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a row at most: twice as many tokens as were scored. Further away nothing is known of V."""
+        return min(max(LOOKAHEAD, 2 * max(self.places, default=0)), TABLE - 1)
+
+    def copy(self) -> "ScoringTime":
+        """The same as a guess."""
+        return ScoringTime(LineTime(self.line.start, self.line.step), {}, list(self.table))
+
+    def among(self, times: float) -> "ScoringTime":
+        """A guess where so many times as many rows decode: a pass over n tokens of each row is one over times n tokens of one
+        row, compared with one over `times`."""
+        step = self.line.step * times / (1 + self.line.step * (times - 1))
+        found = ScoringTime(LineTime(1.0, step if step > 0 else self.line.step))
+        found.draw()
+        return found
+
+    def observe(self, tokens: float, time: float) -> None:
+        """A pass over so many tokens of every row took so long."""
+        if tokens <= 1:
+            return
+        n, believed = max(round(tokens), 2), self(tokens)
+        if not self.line.measurements and abs(time / believed - 1) > MAX_CHANGE:
+            self.places = {}
+        self.line.observe(tokens - 1, time)
+        mean, count = self.places.get(n, (believed, 0.0))
+        count = min(count + 1, MEMORY)
+        near = min(max(time, believed * (1 - MAX_CHANGE)), believed * (1 + MAX_CHANGE)) if self.line.measurements > 1 else time
+        self.places[n] = mean + (near - mean) / count, count
+        self.draw()
+
+    def draw(self) -> None:
+        """Works the table out. A number that was not measured differs from the line as the next smaller one does."""
+        line, value, offset, table = self.line, 0.0, 0.0, [0.0, 1.0]
+        for n in range(2, TABLE + 2):
+            if n in self.places:
+                mean, count = self.places[n]
+                offset = (mean - line.start - line.step * (n - 1)) * count / (count + PLACE_DOUBT)
+            value = max(value, line.start + line.step * (n - 1) + offset)
+            table.append(value)
+        self.table = table
+
+
+@dataclass(slots=True)
+class LearnedCosts:
+    """What steps take, as far as the loop has measured. All times but `plain_seconds` are in plain steps, so that they stay
+    right while the whole machine is slower.
+
+    plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
+    scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
+    -> a whole step. replays: drafter -> a replay. timed_at: drafter -> position at which this process timed it.
+    """
+
+    plain: MeanTime
+    fixed: float = 0.0
+    drafting: dict[str, LineTime] = field(default_factory=dict)
+    scoring: dict[str, ScoringTime] = field(default_factory=lambda: {HOST: ScoringTime()})
+    schedules: dict[str, MeanTime] = field(default_factory=dict)
+    replays: dict[str, MeanTime] = field(default_factory=dict)
+    timed_at: dict[str, int] = field(default_factory=dict)
+
+    def scoring_of(self, drafter: str) -> ScoringTime:
+        return self.scoring.get(drafter) or self.scoring[HOST]
+
+    def of(self, drafter: str) -> StepCosts:
+        """The record of one drafter, in plain steps."""
+        if drafter in self.schedules:
+            return StepCosts(1.0, 0.0, lambda _: self.schedules[drafter].value)
+        if drafter not in self.drafting:
+            return StepCosts(1.0, 0.0, self.scoring[HOST], fixed=self.fixed)
+        line = self.drafting[drafter]
+        return StepCosts(1.0, line.step, self.scoring_of(drafter), line.start, self.fixed)
+
+    def measurements(self, drafter: str) -> float:
+        """How many there are of a drafter."""
+        if drafter in self.schedules:
+            return self.schedules[drafter].measurements
+        return self.drafting[drafter].measurements if drafter in self.drafting else self.scoring[HOST].line.measurements
+
+    def doubt(self, drafter: str) -> None:
+        """A drafter's times are guesses again: the next measurement far from them replaces them."""
+        if drafter in self.schedules:
+            self.schedules[drafter].measurements = 0
+        elif drafter in self.drafting:
+            self.drafting[drafter].measurements = 0
+            if drafter in self.scoring:
+                self.scoring[drafter].line.measurements = 0
+        else:
+            self.scoring[HOST].line.measurements = 0
+
+    def observe_scoring(self, drafter: str, tokens: float, time: float) -> None:
+        """Scoring so many tokens of every row took so long. HOST learns from others until its own drafts were timed."""
+        if drafter not in self.scoring:
+            self.scoring[drafter] = self.scoring[HOST].copy()
+        for name in [drafter] if HOST in (*self.timed_at, drafter) else [drafter, HOST]:
+            self.scoring[name].observe(tokens, time)
+
+    def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
+        """A chain of so many draft steps took so long. Drafters that are still guesses were guessed as wrongly."""
+        line = self.drafting[drafter]
+        before, was_guess = line(passes), not line.measurements
+        line.observe(passes, time)
+        for other in self.drafting.values():
+            if was_guess and not other.measurements:
+                other.scale(line(passes) / before)

@@ -1,0 +1,107 @@
+"""How many tokens to draft: as long as the expected gain is larger than the price of the time.
+
+The text is given, so a policy changes the time alone. The best rate max E[tokens] / E[time] is the root `price` of
+max E[tokens - price x time] = 0 (Dinkelbach, 1967): a plain step of time is worth `price` tokens. Every draft that gains more
+tokens than its time is worth is made.
+
+Times are in plain steps. `scoring(n)` is V(n), the time of a pass that scores n tokens of a row, the last committed token
+among them. It never falls. A survival S_i is the probability that the first i drafts are all accepted.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+Scoring = Callable[[int], float]
+
+LOOKAHEAD = 8
+"""Drafts that `stop_thresholds` looks ahead. V may be flat for some tokens and then rise at once: a rule that looks one draft
+ahead never crosses such a step. Kernels round up to 8 rows, so the next step is at most 8 tokens away."""
+MAX_DRAFTS = 24
+"""Drafts of a chain: with an acceptance of .9 the next one survives in 7 of 100 steps."""
+NEVER = float("inf")
+"""A threshold that no survival reaches."""
+
+
+class RankTree(NamedTuple):
+    """A tree of drafts, in an order in which every prefix is a tree. parents: number of an earlier node, -1 for the last
+    committed token. ranks: place of a node among its parent's likeliest continuations, from 0. tokens: expected of a step."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    tokens: float
+
+
+def stop_thresholds(
+    draft_step: float, fixed: float, scoring: Scoring, acceptance: float, price: float, max_drafts: int
+) -> list[float]:
+    """theta_0 .. theta_(max_drafts - 1): after i drafts, draft on if their survival is at least theta_i (S_0 = 1).
+
+    draft_step: time of one draft step. fixed: time that a step takes as soon as it drafts. acceptance: mean of this drafter's
+    drafts. With A the acceptance, c the draft step, V the scoring and o the fixed time,
+
+        theta_i = min over m of price (m c + V(i + 1 + m) - V(i + 1) [+ o if i = 0]) / (A + A^2 + ... + A^m).
+
+    If V is flat this is price c / A. Optimal where survivals only fall and thresholds do not.
+    """
+    if acceptance <= 0:
+        return [NEVER] * max_drafts
+    gains = list(accumulate(acceptance**m for m in range(1, LOOKAHEAD + 1)))
+    times = [drafts * draft_step + scoring(drafts + 1) for drafts in range(max_drafts + 1)]
+    found = []
+    for drafts in range(max_drafts):
+        begun = times[drafts] - (fixed if drafts == 0 else 0.0)
+        found.append(price * min([(time - begun) / gain for time, gain in zip(times[drafts + 1 :], gains, strict=False)]))
+    return found
+
+
+def best_drafts(survivals: Sequence[Sequence[float]], price: float, scoring: Scoring) -> list[int]:
+    """How many given drafts of each row to score: argmax of the expected tokens - price x V.
+
+    survivals: [row][draft]. scoring: n tokens of all rows together -> time. The drafts of all rows are taken in the order of
+    their survivals, at one price for the batch (arXiv 2502.15197). Survivals fall along a row, so each row keeps a prefix.
+    """
+    order = sorted((-one, place, row) for row, chain in enumerate(survivals) for place, one in enumerate(chain))
+    counts = [0] * len(survivals)
+    for _, _, row in order[: _best_prefix([-one for one, _, _ in order], price, scoring, len(survivals))[0]]:
+        counts[row] += 1
+    return counts
+
+
+def best_tree(acceptances: Sequence[float], price: float, scoring: Scoring, *, max_nodes: int, max_depth: int) -> RankTree:
+    """The tree with the most expected tokens - price x V, in which every node's continuations have the same acceptances.
+
+    acceptances: of the likeliest continuation of a token, of the next one, ... Nodes are taken in the order of their survivals,
+    as Sequoia does (arXiv 2402.12374).
+    """
+    waiting = [(-chance, -1, rank, 1) for rank, chance in enumerate(acceptances) if chance > 0]
+    heapq.heapify(waiting)
+    parents, ranks, survivals = list[int](), list[int](), list[float]()
+    while waiting and len(parents) < max_nodes:
+        negative, parent, rank, depth = heapq.heappop(waiting)
+        node = len(parents)
+        parents.append(parent)
+        ranks.append(rank)
+        survivals.append(-negative)
+        if depth < max_depth:
+            for place, chance in enumerate(acceptances):
+                if chance > 0:
+                    heapq.heappush(waiting, (negative * chance, node, place, depth + 1))
+    kept, tokens = _best_prefix(survivals, price, scoring, 1)
+    return RankTree(tuple(parents[:kept]), tuple(ranks[:kept]), tokens)
+
+
+def _best_prefix(survivals: Sequence[float], price: float, scoring: Scoring, rows: int) -> tuple[int, float]:
+    """The number of drafts with the most expected tokens - price x V, and these tokens. Of two that are worth the same, the
+    longer one. rows: tokens that are scored in any case, and that bring one token each."""
+    tokens = float(rows)
+    best, best_tokens, best_worth = 0, tokens, tokens - price * scoring(rows)
+    for count, one in enumerate(survivals, 1):
+        tokens += one
+        worth = tokens - price * scoring(rows + count)
+        if worth >= best_worth:
+            best, best_tokens, best_worth = count, tokens, worth
+        elif worth + one * (len(survivals) - count) < best_worth:  # survivals only fall, and V never does
+            break
+    return best, best_tokens

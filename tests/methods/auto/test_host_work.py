@@ -1,0 +1,127 @@
+"""When `auto` looks texts up and keeps continuations, and what a plain step in which it does counts as."""
+
+from __future__ import annotations
+
+import pytest
+
+from skipstone.decoding.request import Request
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.methods.auto.learned import HostWork, median_interval
+from skipstone.methods.prompt_lookup import PromptLookup
+from skipstone.methods.recycle import Recycle
+from skipstone.policy.choose_drafter import COLD_STEPS, COPIED, PLAIN, PLAIN_AT_ONCE, RECYCLE, WINDOW, Decision
+from tests.helpers.machine import llama, prompt, start
+
+
+def looked_up_in(steps: int, requests: int, paying: int = 0) -> list[int]:
+    """How many steps of every request, of so many each, look their text up. paying: of the first ones, in which that pays."""
+    work, step, found = HostWork(), 0, []
+    for _ in range(requests):
+        work.begin_text(step)
+        count = 0
+        for _ in range(steps):
+            count += work.is_wanted(step, step < paying)
+            step += 1
+        found.append(count)
+    return found
+
+
+def test_texts_are_looked_up_now_and_then_and_new_ones_at_first() -> None:
+    short = looked_up_in(64, 64)
+    assert short[:4] == [64, 64, COPIED, COPIED], "128 steps, then new texts only"
+    assert [place for place, count in enumerate(short) if count == 64] == [0, 1, 6, 7, 16, 17, 34, 35]
+    assert looked_up_in(100, 3, paying=300) == [100, 100, 100]
+    work = HostWork(until=0, rest=16 * PLAIN_AT_ONCE)
+    assert work.is_wanted(5, pays=True)
+    assert work.rest == HostWork().rest, "what paid once is asked for again soon"
+
+
+def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> None:
+    def looked_up(repeating: int) -> int:
+        work, count = HostWork(until=0), 0
+        work.begin_text(0)
+        for step in range(200):
+            found = work.is_wanted(step, pays=False)
+            count += found
+            if found:
+                work.observe(step + 1, 0.0, 0.0, step < repeating)
+        return count
+
+    assert (looked_up(0), looked_up(10), looked_up(200)) == (COPIED, 10 + COPIED, WINDOW)
+
+
+def test_looking_up_pays_while_it_gains_more_than_it_takes() -> None:
+    work = HostWork()
+    assert work.gain > work.spent, "at first"
+    for _ in range(200):
+        work.observe(0, 0.0, 0.05, False)
+    assert work.gain < work.spent
+    for _ in range(20):
+        work.observe(0, 3.0, 0.05, False)
+    assert work.gain > work.spent
+
+
+def looking() -> AutoDrafter:
+    """In the midst of a text, with lookups and recycled tokens."""
+    decoder = start(Auto((PromptLookup(), Recycle())), ModelRunner(llama()), [Request(prompt(9), 100)])
+    for _ in range(20):
+        decoder.step()
+    assert isinstance(decoder.session.drafter, AutoDrafter)
+    decoder.session.drafter._settle()
+    return decoder.session.drafter
+
+
+@pytest.mark.parametrize(("remaining", "looks"), [(1.1, True), (0.9, False), (-1.0, False)])
+def test_nothing_is_looked_up_or_kept_where_little_of_it_could_be_drafted(remaining: float, looks: bool) -> None:
+    drafter = looking()
+    policy = drafter.learned.policy
+    policy.budget.overall, policy.current = remaining, None
+    drafter._plan_host_work()
+    assert (drafter._looks_up, drafter._keeps) == (looks, looks)
+    policy.current = RECYCLE
+    drafter._plan_host_work()
+    assert (drafter._looks_up, drafter._keeps) == (looks, remaining >= 0), "what is drafted from is kept up to date"
+
+
+@pytest.mark.parametrize(
+    ("keeps", "plain_before", "behind_prompt", "by_its_parts"),
+    [(False, COLD_STEPS, False, True), (False, 0, True, True), (False, 0, False, False), (True, COLD_STEPS, True, False)],
+)
+def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
+    keeps: bool, plain_before: int, behind_prompt: bool, by_its_parts: bool
+) -> None:
+    """Where it finds the caches that a plain step of plain decoding finds. Keeping continuations needs logits, too, which takes
+    part of the scoring: there it counts as what it took."""
+    drafter = looking()
+    plain = drafter.learned.policy.costs.plain.value
+    drafter._decision = Decision(PLAIN)
+    drafter._looks_up, drafter._keeps = True, keeps
+    drafter._plain_in_a_row, drafter._ran_prompt, drafter._host_seconds = plain_before, behind_prompt, plain / 10
+    drafter._add_plain(1.0, 9 * plain)
+    (result,) = drafter._results
+    assert (result.steps, drafter._warm) == (1, [])
+    assert result.seconds == pytest.approx(1.1 * plain if by_its_parts else 9 * plain)
+
+
+def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
+    drafter = looking()
+    drafter._looks_up, drafter._keeps, drafter._ran_prompt = False, False, False
+    drafter._plain_in_a_row = 0
+    for seconds in (1.3, 1.1, 9.0, 1.0, 1.2):
+        drafter._add_plain(1.0, seconds)
+    (result,) = drafter._results
+    assert (result.tokens, result.steps) == (5.0, 5)
+    assert result.seconds == pytest.approx(13.6)
+    drafter._settle()
+    assert list(drafter.learned.plain_seconds)[-3:] == [9.0, 1.0, 1.2]
+    assert (result.warm_steps, result.warm_seconds) == (3, pytest.approx((1.0 + 1.2 + 2 * 1.2) / 3)), (
+        "a stall counts twice the median"
+    )
+
+
+def test_the_median_of_what_values_are_drawn_from_lies_in_the_interval() -> None:
+    """For 64 values the chance that fewer than 24 lie below the median, or above it, is .033 (binomial distribution)."""
+    assert median_interval([float(one) for one in range(64)]) == (24.0, 39.0)
+    assert median_interval([2.0, 1.0]) == (1.0, 2.0)
+    assert median_interval([3.0]) == (3.0, 3.0)

@@ -1,0 +1,385 @@
+"""Which drafter, how far, or none: decisions that can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skipstone.policy import choose_drafter as choose
+from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, DrafterState, Policy, Rate, StepResult
+from skipstone.policy.cost_model import HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
+from skipstone.policy.draft_length import RankTree
+
+
+def timed(step: float = 0.2, **more: object) -> Policy:
+    """Plain decoding and a chain "a" that were timed for long, scoring 1 + .01 (n - 1), nothing left to explore."""
+    scoring = ScoringTime()
+    for _ in range(9):
+        for n in (2, 5, 9, 17):
+            scoring.observe(n, 1 + 0.01 * (n - 1))
+    line = LineTime(0.0, step)
+    for turn in range(99):
+        line.observe(1 + turn % 4, step * (1 + turn % 4))
+    costs = LearnedCosts(MeanTime(1.0, 4), 0.0, {"a": line}, {HOST: scoring, "a": scoring.copy()}, timed_at={"a": 0, HOST: 0})
+    costs.scoring["a"].line.measurements = 99
+    policy = Policy(costs, {"a": DrafterState(seen_at=0)}, exploration=0.0, position=64, probed_at=64, starts_request=False)
+    for name, value in more.items():
+        setattr(policy, name, value)
+    return policy
+
+
+def drafted(policy: Policy, decision: Decision, tokens: float, drafts: int, **more: float) -> StepResult:
+    """What a step of "a" comes to that takes as long as is believed."""
+    drafting = more.pop("factor", 1.0) * policy.costs.drafting["a"](drafts)
+    scoring = policy.costs.scoring_of("a")(drafts + 1)
+    judged = [(0.9, place + 1 < tokens) for place in range(min(round(tokens), drafts))]
+    return StepResult(tokens, drafting + scoring, 1, drafts, drafts, drafting, scoring, 0.0, judged)
+
+
+def plain(steps: int = 1, seconds: float = 1.0, warm: int | None = None) -> StepResult:
+    warm = steps if warm is None else warm
+    return StepResult(steps, steps * seconds, steps, warm_steps=warm, warm_seconds=seconds)
+
+
+def won(tokens: float, time: float, steps: float = 60.0) -> Rate:
+    return Rate(tokens, time, steps, 64)
+
+
+def test_first_plain_decoding_is_timed() -> None:
+    policy = Policy(LearnedCosts(MeanTime(9.0)), {})
+    for seconds in (0.02, 0.03, 0.025):
+        decision = policy.decide()
+        assert (decision.kind, decision.reason) == (PLAIN, "plain decoding is timed")
+        policy.observe(decision, [StepResult(1.0, seconds)])
+    assert policy.costs.plain.value == pytest.approx(0.025)
+    assert policy.decide().reason != "plain decoding is timed"
+
+
+def test_the_drafter_with_the_best_rate_drafts_as_long_as_that_pays() -> None:
+    """At price 1.5 a further draft with survival S gains A S tokens for .21 x 1.5: the threshold is .315 / A, and on from the
+    second one, which shares its start, still less than 1."""
+    policy = timed()
+    policy.drafters["a"].rate = won(90.0, 60.0)
+    policy._set_thresholds("a")
+    decision = policy.decide()
+    assert (decision.kind, decision.current) == ("a", "a")
+    mean = policy.drafters["a"].acceptance.mean
+    assert decision.price == pytest.approx((90 + 8) / 68)
+    assert decision.thresholds[1] == pytest.approx(decision.price * 0.21 / mean, rel=0.02)
+    assert decision.thresholds[0] == pytest.approx(0.21 / mean, rel=0.02), "to draft at all is held against a plain step"
+    assert decision.steps == int(4.0 / decision.stake), "six steps of so many drafts may lose more than the budget has"
+    policy.budget.overall = policy.budget.request = 1e9
+    assert policy.decide().steps == choose.STEPS_AT_ONCE
+
+
+def test_another_drafter_takes_over_if_it_is_faster_by_the_margin() -> None:
+    policy = timed()
+    policy.drafters["b"] = DrafterState(seen_at=64)
+    policy.costs.drafting["b"], policy.costs.timed_at["b"] = LineTime(0.0, 0.2, 99), 64
+    policy.drafters["a"].rate = won(900.0, 600.0)
+    policy.current = "a"
+    for rate, best in ((won(910.0, 600.0), "a"), (won(930.0, 600.0), "b")):
+        policy.drafters["b"].rate = rate
+        assert policy.decide().current == best
+    policy.chosen_at = policy.position - choose.CHOOSE_EVERY + 1
+    assert policy.decide().current == "a", "not before so many tokens have passed"
+    policy.drafters["a"].rate = won(500.0, 600.0)
+    policy.drafters["b"].rate = won(500.0, 600.0)
+    policy.chosen_at = None
+    assert policy.decide().current is None
+
+
+def test_a_drafter_that_is_right_too_seldom_rests_and_loses_its_rate() -> None:
+    policy = timed(step=0.5, current="a")
+    policy.drafters["a"].rate = won(70.0, 60.0)
+    policy.drafters["a"].acceptance.mean = 0.3
+    policy._set_thresholds("a")
+    decision = policy.decide()
+    assert (decision.kind, decision.current) == (PLAIN, "a")
+    before = policy.drafters["a"].rate.value
+    policy.observe(decision, [plain(4)])
+    assert 1 < policy.drafters["a"].rate.value < before
+
+
+def worth(policy: Policy, match: int, drafts: int, price: float) -> float:
+    survivals = policy.matches.predict(match, 24)[:drafts]
+    return 1 + sum(survivals) - price * policy.costs.scoring_of(HOST)(drafts + 1)
+
+
+@pytest.mark.parametrize("match", [1, 3, 10])
+@pytest.mark.parametrize("rate", [1.0, 2.4])
+def test_the_length_of_a_lookup_is_the_best_one(match: int, rate: float) -> None:
+    policy = timed(lookups=(rate * 10, 10.0))
+    policy.budget.overall = policy.budget.request = 1e9
+    best = max(range(25), key=lambda drafts: worth(policy, match, drafts, rate))
+    decision = policy.decide([match])
+    if decision.kind == LOOKUP:
+        assert worth(policy, match, decision.drafts[0], rate) == pytest.approx(worth(policy, match, best, rate))
+    else:
+        assert worth(policy, match, best, 1.0) <= policy.costs.fixed
+
+
+def test_a_batch_looks_up_for_the_rows_that_have_a_match() -> None:
+    policy = timed()
+    policy.budget.overall = policy.budget.request = 1e9
+    decision = policy.decide([10, 0, 0])
+    assert decision.kind == LOOKUP
+    assert decision.drafts[0] > 2
+    assert decision.drafts[1:] == (0, 0)
+    assert len(set(policy.decide([10, 10, 10]).drafts)) == 1
+
+
+def test_a_decision_for_several_steps_ends_with_a_lookup_that_is_worth_more() -> None:
+    policy = timed()
+    decision = policy.decide()
+    assert policy.stands(decision, [0])
+    assert not policy.stands(decision, [10])
+
+
+def test_recycled_tokens_are_graded_by_what_is_committed_and_draft_if_that_pays() -> None:
+    policy = timed()
+    policy.drafters[RECYCLE] = DrafterState()
+    for _ in range(40):
+        decision = policy.decide()
+        if decision.kind == RECYCLE:
+            break
+        policy.observe(decision, [replace(plain(8), ranks=[0] * 8)])
+    assert decision.kind == RECYCLE
+    assert decision.tree is not None
+    assert policy.drafters[RECYCLE].rate.value > 1.2
+    before = policy.drafters[RECYCLE].rate.tokens
+    copied = Decision(LOOKUP, drafts=(24,))
+    policy.observe(copied, [StepResult(24.0, 2.0, drafts=24, scoring=1.5, ranks=[0] * 24)])
+    assert policy.drafters[RECYCLE].rate.tokens <= before, "copied text grades nobody else"
+
+
+def test_no_draft_is_longer_than_the_budget_pays_for() -> None:
+    policy = timed(step=0.5)
+    policy.drafters["a"].rate = won(90.0, 60.0)
+    policy._set_thresholds("a")
+
+    def longest(remaining: float) -> int:
+        policy.budget.overall = remaining
+        decision = policy.decide()
+        return len(decision.thresholds) if decision.kind == "a" else 0
+
+    for remaining in (0.3, 0.52, 1.1, 2.0, 9.0):
+        kept = longest(remaining)
+        by_hand = [n for n in range(1, 25) if 0.5 * n + policy.costs.scoring_of("a")(n + 1) - 1 <= remaining]
+        assert kept == min(max(by_hand, default=0), len(policy.drafters["a"].thresholds))
+    policy.budget.overall = 0.3
+    waits = policy.decide()
+    assert waits.kind == PLAIN
+    assert waits.steps == pytest.approx((0.51 - 0.3) / 0.015, abs=1)
+
+
+def test_a_drafter_of_which_nothing_is_known_is_tried_if_the_account_pays() -> None:
+    policy = timed(exploration=4.0)
+    policy.drafters["a"].acceptance.weight = 10.0
+    policy.costs.timed_at.pop("a")
+    policy.costs.drafting["a"] = LineTime(0.1, 0.25)
+    tried = policy.decide()
+    assert (tried.kind, tried.explores, tried.steps) == ("a", True, 1)
+    assert len(tried.thresholds) >= 2
+    policy.exploration = 0.1
+    assert policy.decide().kind == PLAIN
+
+
+def test_a_trial_is_three_steps_and_only_the_last_one_is_timed() -> None:
+    """The first ones find cold caches. What they take is in the drafter's rate and in the accounts."""
+    policy = timed(exploration=4.0)
+    policy.costs.timed_at.pop("a")
+    policy.costs.drafting["a"] = LineTime(0.0, 0.25)
+    for turn, seconds in enumerate((2.2, 2.0, 1.7)):
+        decision = policy.decide()
+        assert (decision.kind, decision.explores) == ("a", True)
+        assert policy.costs.drafting["a"].measurements == 0, turn
+        result = StepResult(2.0, seconds, 1, 2, 2, seconds - 1.02, 1.02, 0.0, [(0.9, True), (0.9, False)])
+        policy.observe(decision, [result])
+    assert policy.costs.drafting["a"](2) == pytest.approx(0.68)
+    assert policy.trial is None
+    assert policy.drafters["a"].rate.steps == pytest.approx(3, rel=0.01)
+
+
+def test_a_trial_that_fails_badly_ends_at_once() -> None:
+    policy = timed(exploration=4.0)
+    policy.costs.timed_at.pop("a")
+    policy.observe(policy.decide(), [StepResult(1.0, 41.0, 1, 2, 2, 40.0, 1.0, 0.0, [(0.9, False)])])
+    assert policy.trial is None
+    assert policy.costs.drafting["a"](2) == pytest.approx(40.0)
+    assert policy.exploration < 3.0
+
+
+def test_a_drafter_is_replayed_and_decodes_the_text_virtually() -> None:
+    """32 right tokens, all sure: chains of 8 drafts at .2 each, so nine tokens in 2.68 plain steps."""
+    policy = timed(exploration=4.0, position=200, probed_at=200)
+    policy.costs.replays["a"] = MeanTime(0.1, 4)
+    assert policy.next_replay() == "a"
+    policy.drafters["a"].acceptance.slope, policy.drafters["a"].acceptance.offset = 1.0, 4.0
+    before = policy.exploration
+    policy.observe_replay("a", [0.99] * 36, [True] * 36, 0.1)
+    assert policy.drafters["a"].rate.tokens >= 36
+    assert policy.drafters["a"].rate.value > 1.5
+    assert policy.exploration == pytest.approx(before - 0.1)
+    assert policy.budget.remaining == pytest.approx(4.0 - 0.1)
+    assert policy.decide().current == "a", "drafters are held against each other at once"
+    assert policy.next_replay() is None, "the one that drafts is graded by what it does"
+
+
+def test_a_replay_that_says_nothing_is_paid_all_the_same() -> None:
+    policy = timed(exploration=4.0, position=200)
+    policy.costs.replays["a"] = MeanTime(0.1, 4)
+    before = replace(policy.drafters["a"].rate)
+    policy.observe_replay("a", [], [], 0.3, read=96)
+    assert policy.drafters["a"].rate == before
+    assert policy.exploration == pytest.approx(3.7)
+    assert policy.costs.replays["a"].value == pytest.approx(0.1), "of three windows each took .1"
+
+
+def test_an_expensive_replay_is_not_cast_the_drafter_is_tried_instead() -> None:
+    policy = timed(exploration=4.0, position=200, probed_at=200)
+    policy.costs.replays["a"] = MeanTime(2.0, 4)
+    assert policy.next_replay() is None
+    assert policy.decide().kind == "a"
+    policy.drafters["a"].searches = True
+    assert policy.next_replay() == "a"
+
+
+def test_a_cost_is_measured_again_after_long_if_it_may_matter() -> None:
+    policy = timed(step=0.6, exploration=4.0)
+    policy.drafters["a"].acceptance.mean = 0.7
+    for passed, tried in ((900, False), (1100, True)):
+        policy.position = policy.probed_at = policy.drafters["a"].seen_at = passed
+        assert (policy.decide().kind == "a") is tried
+    policy.drafters["a"].acceptance.mean = 0.05
+    assert policy.decide().kind == PLAIN, "it could not pay were it twice as cheap"
+
+
+def test_plain_steps_are_measured_now_and_then() -> None:
+    policy = timed(exploration=4.0, current="a", chosen_at=64)
+    policy.drafters["a"].rate = won(90.0, 60.0)
+    policy.position, policy.chosen_at = 64 + choose.PLAIN_AT_ONCE + 1, None
+    decision = policy.decide()
+    assert (decision.kind, decision.steps) == (PROBE, choose.PROBE_STEPS)
+    policy.observe(decision, [StepResult(4.0, 4.3, 4, warm_steps=2, warm_seconds=0.9)])
+    assert policy.costs.plain.value == pytest.approx(1.0 - 0.1 / 4)
+    assert policy.exploration == pytest.approx(4.0, abs=0.01) or policy.exploration < 4.0
+    assert policy.budget.remaining == pytest.approx(4 + 4 * 0.015 - min((4.3 - 1.8) / 1.0 - 2, 1.0))
+
+
+def surprise(policy: Policy, factor: float) -> None:
+    """Two steps of "a" in a row take so many times as long as expected."""
+    policy.drafters["a"].rate = won(90.0, 60.0)
+    policy._set_thresholds("a")
+    policy.budget.overall = 30.0
+    for _ in range(2):
+        decision = policy.decide()
+        assert decision.kind == "a"
+        usual = drafted(policy, decision, 3.0, 2)
+        policy.observe(
+            decision, [replace(usual, **{k: factor * getattr(usual, k) for k in ("seconds", "drafting", "scoring")})]
+        )
+
+
+@pytest.mark.parametrize("factor", [1.7, 0.55])
+def test_where_the_whole_machine_changes_a_plain_step_says_so_and_costs_stay(factor: float) -> None:
+    policy = timed()
+    surprise(policy, factor)
+    decision = policy.decide()
+    assert decision.kind == PROBE
+    assert "longer" in decision.reason
+    before = policy.costs.drafting["a"].step
+    policy.observe(decision, [StepResult(4.0, 4.4 * factor, 4, warm_steps=2, warm_seconds=factor)])
+    assert policy.costs.plain.value == pytest.approx(factor)
+    assert policy.surprises == 0
+    assert policy.costs.drafting["a"].step == pytest.approx(before)
+    assert before == pytest.approx(0.2, rel=0.05), "at most one surprising time was learnt from, and damped"
+
+
+def test_where_only_the_drafter_changes_its_costs_are_doubted() -> None:
+    policy = timed()
+    surprise(policy, 3.0)
+    policy.observe(policy.decide(), [StepResult(4.0, 4.4, 4, warm_steps=2, warm_seconds=1.0)])
+    assert policy.costs.plain.value == pytest.approx(1.0)
+    decision = Decision("a", thresholds=(0.0, 0.0), current="a")
+    policy.observe(decision, [StepResult(1.0, 4.86, 1, 2, 2, 1.8, 3.06, 0.0, [(0.9, False)])])
+    assert policy.costs.drafting["a"](2) == pytest.approx(1.8), "the next time replaces what was believed"
+    assert policy.costs.scoring_of("a")(3) == pytest.approx(3.06, rel=0.01)
+
+
+def test_one_surprise_asks_for_nothing() -> None:
+    policy = timed()
+    surprise(policy, 1.0)
+    for factor in (3.0, 1.0, 3.0, 0.4):
+        decision = policy.decide()
+        assert decision.kind == "a"
+        policy.observe(decision, [drafted(policy, decision, 3.0, 2)])
+        usual = drafted(policy, decision, 3.0, 2)
+        policy.observe(decision, [replace(usual, seconds=factor * usual.seconds)])
+        policy.observe(decision, [drafted(policy, decision, 3.0, 2)])
+        assert policy.surprises == 0
+
+
+def test_steps_in_which_the_engine_compiles_teach_no_times_and_are_charged_as_expected() -> None:
+    policy = timed()
+    surprise(policy, 1.0)
+    before = policy.budget.remaining
+    decision = policy.decide()
+    usual = drafted(policy, decision, 3.0, 2)
+    step = policy.costs.drafting["a"].step
+    policy.observe(decision, [replace(usual, seconds=900.0, drafting=300.0, scoring=600.0, preparing=True)])
+    assert policy.costs.drafting["a"].step == step
+    assert policy.surprises == 0
+    assert policy.budget.remaining == pytest.approx(min(before + 3 * 1.015 - usual.seconds, 32.0))
+
+
+def test_one_stall_is_charged_twice_its_time_and_others_in_full() -> None:
+    policy = timed()
+    surprise(policy, 1.0)
+    decision = policy.decide()
+    policy.budget.overall = policy.budget.request = 0.0
+    usual = drafted(policy, decision, 1.0, 2)
+    for charged in (2 * usual.seconds, 12.0):
+        before = policy.budget.remaining
+        policy.observe(decision, [replace(usual, seconds=12.0)])
+        assert before + 1.015 - policy.budget.remaining == pytest.approx(charged)
+
+
+def test_a_request_begins_with_half_of_what_others_have_shown() -> None:
+    policy = timed()
+    policy.drafters["a"].rate = won(90.0, 60.0)
+    policy.budget.charge(9.0, 1.0)
+    policy.begin_request()
+    assert policy.drafters["a"].rate.tokens == 45
+    assert policy.budget.request == 12.0
+    assert policy.budget.remaining == pytest.approx(4 - 8 + 0.015)
+
+
+@pytest.mark.parametrize(("tokens", "time", "wins"), [(2.0, 1.5, True), (1.0, 1.05, False), (1.0, 8.0, False)])
+def test_a_drafter_with_its_own_schedule_is_graded_by_its_own_steps(tokens: float, time: float, wins: bool) -> None:
+    policy = Policy(LearnedCosts(MeanTime(1.0, 3), schedules={"whole": MeanTime(2.0)}), {"whole": DrafterState()})
+    done = taken = 0.0
+    for _ in range(3000):
+        decision = policy.decide()
+        result = StepResult(tokens, time, drafts=4) if decision.kind == "whole" else plain(decision.steps)
+        policy.observe(decision, [result])
+        done, taken = done + result.tokens, taken + result.seconds
+    assert (policy.current == "whole") is wins
+    assert done / taken > (1.3 if wins else 0.985)
+
+
+def test_the_scoring_of_lookups_is_timed_even_if_it_is_believed_to_be_too_expensive() -> None:
+    policy = timed(exploration=2.0)
+    policy.costs.scoring[HOST] = ScoringTime(LineTime(4.0, 0.1, 30))
+    policy.costs.scoring[HOST].draw()
+    policy.costs.timed_at.pop(HOST)
+    decision = policy.decide([9])
+    assert (decision.kind, decision.explores, decision.drafts) == (LOOKUP, True, (2,))
+    policy.observe(decision, [StepResult(3.0, 1.05, drafts=2, scoring=1.02, matches=[(9, 2, 3)])])
+    assert policy.costs.scoring[HOST](3) == pytest.approx(1.02)
+    policy.drafters[RECYCLE] = DrafterState()
+    policy.costs.timed_at.pop(HOST)
+    recycled = policy.decide()
+    assert (recycled.kind, recycled.explores) == (RECYCLE, True)
+    assert recycled.tree == RankTree((-1, 0), (0, 0), 1.0)

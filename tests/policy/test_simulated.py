@@ -1,0 +1,119 @@
+"""The policy in simulated worlds: as fast as the policy before it, also on workloads that it was not tuned on, and with wrong
+costs."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from skipstone.policy.regret_budget import CREDIT, REQUEST_CREDIT, SLACK
+from tests.helpers.pairwise import all_but
+from tests.helpers.simulated_policy import first_policy, run
+from tests.helpers.simulated_worlds import Workload, held_out, workloads
+
+TOKENS, SEEDS = 6000, (0, 1)
+TODAY = json.loads((Path(__file__).parent / "todays_rates.json").read_text())
+"""Rates of the policy that was replaced; see its first entry for how they were made."""
+TUNED, HELD_OUT = workloads(TOKENS), held_out(TOKENS)
+WORKS = {
+    **{f"workloads: {name}": work for name, work in TUNED.items()},
+    **{f"held_out: {name}": w for name, w in HELD_OUT.items()},
+}
+QUICK = ("workloads: code, nano", "held_out: drafters of 20 plain steps, server", "held_out: phases that change, server")
+NOISE = 0.05
+"""Share by which the true time may lie above the charged one: single times differ by 4 %, plain ones that all others are
+held against included. The bound itself is proved in test_regret_budget.py."""
+
+
+@cache
+def ratio(name: str, everything: bool) -> float:
+    """Of the rates to those of the policy that was replaced. No request loses more than the budget allows."""
+    rates, mode = [], "everything" if everything else "chains only"
+    for seed in SEEDS:
+        simulation, _ = run(WORKS[name], seed, everything)
+        rates.append(simulation.rate())
+        if WORKS[name].slowdown is None and not WORKS[name].compile_time:
+            for tokens, time in simulation.requests:
+                assert time <= (1 + SLACK + NOISE) * tokens + REQUEST_CREDIT + 3
+            assert simulation.total <= (1 + SLACK + NOISE) * simulation.position + CREDIT + 3
+    return fmean(rates) / fmean(TODAY[f"{name}: {mode}"]["rates"])
+
+
+@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
+@pytest.mark.parametrize("name", all_but(QUICK, WORKS))
+def test_no_workload_is_much_slower_than_with_the_policy_before(name: str, everything: bool) -> None:
+    assert ratio(name, everything) >= 0.90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["workloads", "held_out"])
+def test_all_workloads_together_are_as_fast_as_with_the_policy_before(group: str) -> None:
+    names = [name for name in WORKS if name.startswith(group)]
+    assert fmean(ratio(name, True) for name in names) >= 0.97
+    assert fmean(ratio(name, False) for name in names) >= 0.95
+
+
+KINDS = ("drafting", "scoring", "fixed", "replays", "all")
+WRONG = [(kind, factor, known) for kind in KINDS for factor in (3.0, 1 / 3) for known in (0, 1, 30)]
+
+
+def later_rate(work: Workload, seed: int, everything: bool, kind: str, factor: float, known: int) -> float:
+    """Behind the first 1,000 tokens, if costs are wrong by a factor."""
+    wrong = dict.fromkeys(KINDS[:-1] if kind == "all" else (kind,), factor)
+    policy = first_policy(work.machine, work.drafters, recycles=everything, measurements=known, **wrong)
+    return run(work, seed, everything, policy)[0].rate(1000)
+
+
+@cache
+def right_rate(name: str, seed: int, everything: bool) -> float:
+    return later_rate(SHORT[name], seed, everything, "all", 1.0, 3)
+
+
+SHORT = {**workloads(3000), **held_out(3000)}
+DEADLOCKED = ("chat, nano", "edit, 8B on a GPU", "break-even, nano")
+"""The policy before decoded plainly for ever here if it believed drafting to be three times too expensive."""
+
+
+@pytest.mark.parametrize("known", [0, 1, 30])
+def test_no_deadlock_if_all_costs_are_believed_to_be_three_times_too_high(known: int) -> None:
+    pairs = [(later_rate(SHORT[name], 0, False, "all", 3.0, known), right_rate(name, 0, False)) for name in DEADLOCKED]
+    assert fmean(wrong / right for wrong, right in pairs) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
+@pytest.mark.parametrize(("kind", "factor", "known"), WRONG)
+def test_wrong_costs_are_unlearnt(kind: str, factor: float, known: int, everything: bool) -> None:
+    names = [name for name in SHORT if name in HELD_OUT] if known == 30 else ["bursts, laptop", *DEADLOCKED]
+    found = [
+        later_rate(SHORT[name], seed, everything, kind, factor, known) / right_rate(name, seed, everything)
+        for name in names
+        for seed in SEEDS
+    ]
+    assert fmean(found) >= 0.97
+
+
+def test_a_run_can_be_made_again() -> None:
+    """Decisions depend on nothing but what the policy was told."""
+    work = workloads(1500)["mixed, nano"]
+    one, two = run(work, 3), run(work, 3)
+    assert one[1] == two[1]
+    assert one[0].total == two[0].total
+
+
+@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
+def test_where_nothing_pays_it_decodes_plainly(everything: bool) -> None:
+    simulation, _ = run(HELD_OUT["nothing pays, laptop"], 0, everything)
+    assert simulation.kinds["plain"] > 0.95 * sum(simulation.kinds.values())
+
+
+def test_a_drafter_of_twenty_plain_steps_leaves_others_their_time() -> None:
+    """The policy before lost up to a third of some requests to it."""
+    work = HELD_OUT["drafters of 20 plain steps, server"]
+    simulation, _ = run(work, 0, everything=False)
+    assert simulation.worst_request() >= 1.0
+    assert simulation.kinds.get("draft model", 0) + simulation.kinds.get("lookahead", 0) < 10
