@@ -16,7 +16,7 @@ import pytest
 from skipstone.engines.native import build, library
 
 ROOT = Path(__file__).parents[2]
-NATIVE = "skipstone/models/engines/native"
+NATIVE = "skipstone/engines/native"
 STAND_IN = """
 #define SK_EXPORT extern "C" __attribute__((visibility("default")))
 SK_EXPORT int sk_abi() { return ABI_OF_THE_TEST; }

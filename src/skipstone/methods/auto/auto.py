@@ -27,11 +27,11 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto import saved_profile
 from skipstone.methods.auto.candidates import candidates_of, check_candidate, usual_methods
 from skipstone.methods.auto.learned import Learned, first_policy
+from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.drafting import states
 from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
-from skipstone.methods.drafting.matches import MatchDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
 from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, RECYCLE, WINDOW, Decision, StepResult
