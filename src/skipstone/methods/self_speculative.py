@@ -110,7 +110,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
         """Chains whose length `auto` decides."""
-        chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, stop_threshold=None), self.skip_set(model)
+        chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None), self.skip_set(model)
         skipped, name = [sorted(skip.attention), sorted(skip.mlp)], "self_speculative"
         drafter, layers = chain.create_drafter(model, rows, capacity), model.depth - sum(map(len, skipped)) / 2
         made = of_layers(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
