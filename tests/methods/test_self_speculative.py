@@ -17,7 +17,7 @@ from skipstone.engines.native import library
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.lab.bench import predictions
-from skipstone.methods.auto.candidates import usual
+from skipstone.methods.auto.candidates import usual_methods
 from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
@@ -150,9 +150,9 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
     with pytest.raises(ValueError, match=r"draft_quantize=int8 needs .* bytes .* load the model with quantize"):
         SelfSpeculative(draft_quantize="int8").check(model)
     monkeypatch.setattr(choice, "device_memory_bytes", lambda _: size // 2)
-    assert int4 not in usual(model, None), "auto does without the copy"
+    assert int4 not in usual_methods(model, None), "auto does without the copy"
     monkeypatch.undo()
-    assert int4 in usual(model, None)
+    assert int4 in usual_methods(model, None)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -165,7 +165,8 @@ class Policy:
 
     drafters: RECYCLE among them if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode.
     current: the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: steps in a row that took
-    longer (less long: below 0) than expected; surprised: their drafter. starts_request: no step of it was taken yet.
+    longer (less long: below 0) than expected; surprised: their drafter; disputed: the time that they were charged beyond that.
+    starts_request: no step of it was taken yet.
     """
 
     costs: LearnedCosts
@@ -184,6 +185,7 @@ class Policy:
     trial: tuple[str, int] | None = None
     surprises: int = 0
     surprised: str = HOST
+    disputed: float = 0.0
     starts_request: bool = True
 
     # ------------------------------------------------------------------------------------------------- decisions
@@ -195,7 +197,7 @@ class Policy:
         price, reason = self._price_of(current), "steps took longer, or less long, than expected: a plain step is measured"
         if self.costs.plain.measurements < TRIAL_STEPS:
             return Decision(PLAIN, reason="plain decoding is timed")
-        if abs(self.surprises) > 1:
+        if abs(self.surprises) > 1 and self.position - self.probed_at > WINDOW:
             return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
         if self.budget.remaining <= 0:
             return self._wait(current, price, 0.0)
@@ -210,7 +212,7 @@ class Policy:
 
     def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if self.position < CHOOSE_EVERY or self.budget.remaining <= 0 or not self._may_choose:
+        if self.budget.remaining <= 0 or not self._may_choose:
             return None
         current = self._choose()
         best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
@@ -253,7 +255,8 @@ class Policy:
         """What the best drafter does."""
         if current is None:
             steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
-            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=steps)
+            first = max(CHOOSE_EVERY - self.position, 0)  # until the first replay
+            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=first or steps)
         own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
         if own.is_hopeless:
             return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
@@ -351,7 +354,12 @@ class Policy:
             hopes = age >= (WINDOW / 2 if is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
             replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
             is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer one loses more than two steps of a trial
-            if is_replayed and hopes and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining:
+            if (
+                is_replayed
+                and hopes
+                and self.position >= CHOOSE_EVERY
+                and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining
+            ):
                 yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
             is_wanted = (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
             if is_wanted and self._stake(name, 2) <= remaining:
@@ -413,7 +421,7 @@ class Policy:
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
         kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
-        if self.current != decision.current or is_choice:
+        if (self.current != decision.current or is_choice) and self.costs.plain.measurements >= TRIAL_STEPS:
             self.chosen_at, self.current = self.position, decision.current
             for one in self.drafters.values():
                 one.rate.fade(self.position)
@@ -458,8 +466,9 @@ class Policy:
         plain = self.costs.plain
         if abs(self.surprises) > 1:
             factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
-            if factor**2 > CHANGED:
+            if factor**2 > CHANGED:  # nobody has lost what was charged in plain steps that were too short
                 plain.value = seconds
+                self.budget.charge(-self.disputed, 0.0)
             else:
                 self.costs.doubt(self.surprised)
             self.surprises = 0
@@ -473,7 +482,7 @@ class Policy:
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
         time = self._charged(taken, expected, preparing)
         if not self._is_warming_up(decision, taken > 2 * expected) and not preparing:
-            self._watch(kind, taken / expected)
+            self._watch(kind, taken / expected, time - expected)
             is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
             if abs(self.surprises) < 2 and not is_routine:
                 self._time(kind, results[-1])
@@ -511,13 +520,14 @@ class Policy:
         self.trial = (kind, left) if left and not is_slow else None
         return self.trial is not None and not has_schedule
 
-    def _watch(self, kind: str, factor: float) -> None:
-        """Two surprises in a row ask for a probe. factor: of the time that was expected."""
+    def _watch(self, kind: str, factor: float, excess: float) -> None:
+        """Two surprises in a row ask for a probe. factor, excess: of the time that was expected, and the charge beyond it."""
         if self.starts_request or 1 / CHANGED < factor < CHANGED:
             self.surprises = 0
-        else:
-            sign = 1 if factor > 1 else -1
-            self.surprises, self.surprised = (self.surprises + sign if self.surprises * sign > 0 else sign), kind
+            return
+        sign = 1 if factor > 1 else -1
+        goes_on, self.surprised = self.surprises * sign > 0, kind
+        self.surprises, self.disputed = (self.surprises + sign, self.disputed + excess) if goes_on else (sign, excess)
 
     def _time(self, kind: str, result: StepResult) -> None:
         """What a step says of costs."""

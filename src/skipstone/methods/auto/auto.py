@@ -34,7 +34,7 @@ from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
-from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, RECYCLE, WINDOW, Decision, StepResult
+from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
 
@@ -249,7 +249,7 @@ class AutoDrafter(Drafter):
             self._left -= 1
         else:
             self._decide(matches, has_room)
-        self._host_seconds = self.model.ranks.since(began) if self._looks_up else 0.0
+        self._host_seconds = self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
         draft = self._draft(self._decision, limits)
         if not draft.width and self._decision.kind != PROBE and not self._results:
             self._decision = self._decision._replace(kind=PLAIN)
@@ -274,8 +274,10 @@ class AutoDrafter(Drafter):
         self._decided = policy.decide(*self._asked) if has_room and is_timed else None
         reason = "no room for a draft" if is_timed else "plain decoding is timed"
         self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
-        self._left = self._decision.steps - 1
         self._keeps = self._keeps and self._decision.kind != PROBE
+        self._left = self._decision.steps - 1
+        if self._decision.kind == PLAIN and (self._looks_up or self._keeps):  # it may lose time
+            self._left = min(self._left, PROBE_STEPS - 1)
         self._fixed_seconds += self.policy_seconds(began)
 
     def _empty_draft(self) -> Draft:
@@ -315,8 +317,14 @@ class AutoDrafter(Drafter):
         return self._keeps
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
-        producer = self._producer if self._has_schedule else self.recycle if self._keeps else None
-        return None if producer is None else producer.observe_scores(draft, scores, verdict)
+        if self._has_schedule:
+            return self.candidates[self._decision.kind].drafter.observe_scores(draft, scores, verdict)
+        if self.recycle is None or not self._keeps:
+            return None
+        began = self.model.ranks.now()
+        notes = self.recycle.observe_scores(draft, scores, verdict)
+        self._host_seconds += self.model.ranks.since(began)
+        return notes
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
@@ -341,7 +349,7 @@ class AutoDrafter(Drafter):
         if self._keeps and row is not None:
             self._ranks = self.learned.kept.ranks(self.texts.text[row][-1], verdicts[row].tokens)
         self.texts.count(verdicts, self._decision.kind == LOOKUP and draft is not None)
-        self._host_seconds += self.model.ranks.since(began) if self._looks_up else 0.0
+        self._host_seconds += self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
         producer = self._producer
         others = (
             [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
@@ -381,7 +389,7 @@ class AutoDrafter(Drafter):
         if is_warm and seconds and not (self._looks_up or self._keeps):
             self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
-        elif plain and (self._ran_prompt or is_warm) and not self._keeps:
+        elif plain and (self._ran_prompt or is_warm):
             seconds = plain + self._host_seconds  # all else is as in plain decoding
         if not self._results:
             self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
@@ -428,7 +436,8 @@ class AutoDrafter(Drafter):
             return
         began, decision, learned = self.model.ranks.now(), self._decision, self.learned
         results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
+        results[0].seconds += len(warm) * typical(warm) - sum(warm)  # a stall in a plain step is nobody's fault
         learned.policy.observe(decision, results)
+        self._fixed_seconds += self.policy_seconds(began)
         if learned.log is not None:
             learned.log.steps(learned.live, self._asked, self._decided, decision, results)
-        self._fixed_seconds += self.policy_seconds(began)
