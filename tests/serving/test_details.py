@@ -15,14 +15,14 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.answers import Answer
-from skipstone.serving.asking import Asking
-from skipstone.serving.details import MOST_BRANCHES, Details, details_of
-from skipstone.serving.jobs import Piece
-from skipstone.serving.lanes import Lane
-from skipstone.serving.layers import layers_of
+from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.layer_map import describe_layers
+from skipstone.serving.pending_request import StepOutput
+from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
+from skipstone.serving.step_details import MAX_BRANCHES, StepDetails, describe_step
 from tests.helpers.served import InThread
 
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
@@ -36,12 +36,12 @@ def draft(tokens: list[int], parents: list[int] | None = None, **more: Any) -> D
     return Draft(one, torch.ones_like(one, dtype=torch.bool), None, above, **more)
 
 
-def told(one: Draft, path: list[int], own: int | None, greedy: bool = True, **more: Any) -> Details:
+def told(one: Draft, path: list[int], own: int | None, greedy: bool = True, **more: Any) -> StepDetails:
     """The details of a row that accepted a path and added a token of its own, with logits of which token t has log(t + 1)."""
     tokens = [int(one.tokens[0, node]) for node in path] + ([] if own is None else [own])
     verdict = RowVerdict(path, tokens, "recovered", one.width, 0, **more)
     logits = torch.arange(1, 11).float().log().expand(len(tokens), 10)
-    return details_of(one, 0, verdict, logits, greedy=greedy, depth=DEPTH)
+    return describe_step(one, 0, verdict, logits, greedy=greedy, depth=DEPTH)
 
 
 def chance(token: int) -> Any:
@@ -70,7 +70,7 @@ def test_of_a_tree_every_branch_stands_at_the_place_of_its_first_node() -> None:
 
 def test_a_tree_with_many_branches_says_how_many_it_leaves_out() -> None:
     found = told(draft([1] * 30, [-1] * 30), [], 9)
-    assert (len(found.refused), found.left_out) == (MOST_BRANCHES, 30 - MOST_BRANCHES)
+    assert (len(found.refused), found.left_out) == (MAX_BRANCHES, 30 - MAX_BRANCHES)
 
 
 def test_nothing_is_refused_where_a_text_ends_within_its_draft_or_a_node_is_no_candidate() -> None:
@@ -118,13 +118,15 @@ def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator
     model, tokenizer = loaded
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, "stream_speculative": "full"}
     asked = CompletionBody(prompt=PROMPT, **{**body, **more}, speculative=method)
-    asking = Asking(model, tokenizer, resolve("autoregressive"), 256)
-    (job,) = asking.completion(asked)
-    pieces: list[Piece] = []
-    lane = Lane(model, job.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, Piece) else None)
-    lane.admit(job)
-    while lane.busy:
-        lane.step()
+    parser = RequestParser(model, tokenizer, resolve("autoregressive"), 256)
+    (pending,) = parser.completion(asked)
+    pieces: list[StepOutput] = []
+    group = BatchGroup(
+        model, pending.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, StepOutput) else None
+    )
+    group.admit(pending)
+    while group.busy:
+        group.step()
     answer = Answer("nano", [], chat=False, tokenizer=tokenizer)
     return (answer._step(piece) for piece in pieces)
 
@@ -193,7 +195,7 @@ def test_layers_that_draft_are_named(loaded: tuple[ModelRunner, Any], method: st
     if "int4" in method and model.engine.name != "native":
         pytest.skip("four bits need the native engine")
     one = resolve(method)
-    found = layers_of(one, one.start(model, 1, 64))
+    found = describe_layers(one, one.start(model, 1, 64))
     assert found["count"] == model.depth
     assert found["lossless"] == one.lossless
     names = [
@@ -230,7 +232,7 @@ def test_early_exits_own_tokens_are_of_their_layer(loaded: tuple[ModelRunner, An
 
 
 def test_details_go_over_http_and_another_word_for_them_is_refused(both: tuple[Any, Any]) -> None:
-    server = InThread(Server(lambda: both, Settings(rows=1, drain=5)))
+    server = InThread(Server(lambda: both, ServerSettings(max_num_seqs=1, drain_seconds=5)))
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "speculative": "layerskip exit_layer=6"}
     try:
         server.until_ready()

@@ -1,4 +1,4 @@
-"""What happened to jobs, as OpenAI's JSON: whole answers and chunks of a stream."""
+"""What happened to requests, as OpenAI's JSON: whole answers and chunks of a stream."""
 
 import secrets
 import time
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.serving.details import Details, Seen
-from skipstone.serving.jobs import STOP, Figures, Job, Likely, Piece
 from skipstone.serving.logprobs import TokenReader
-from skipstone.serving.tools import Calls
-from skipstone.serving.writing import Writer
+from skipstone.serving.output_text import OutputText
+from skipstone.serving.pending_request import STOP, PendingRequest, RequestStats, StepOutput, TokenLogprobs
+from skipstone.serving.step_details import StepDetails, TokenDetails
+from skipstone.serving.tools import ToolCallParser
 
 CALLED = "tool_calls"
 """Why a text has ended that calls tools."""
@@ -24,14 +24,14 @@ class Choice:
     told piece by piece and need not be kept."""
 
     index: int
-    job: Job
-    writer: Writer
-    calls: Calls | None = None
+    pending: PendingRequest
+    output_text: OutputText
+    calls: ToolCallParser | None = None
     reason: str | None = None
     first: float | None = None
     seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    likely: list[Likely] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     told: TokenReader | None = None
     steps: TokenReader | None = None
@@ -74,10 +74,10 @@ class Answer:
         choices = []
         for choice in self.choices:
             content: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
-            told = choice.job.logprobs is not None
-            prompt = self._prompt(choice) if choice.job.echo else ""
-            read = self._read(choice) if told and choice.job.echo else {}
-            written = self._logprobs(choice, choice.likely, choice.tokens) if told else None
+            told = choice.pending.num_logprobs is not None
+            prompt = self._prompt(choice) if choice.pending.echo else ""
+            read = self._read(choice) if told and choice.pending.echo else {}
+            written = self._logprobs(choice, choice.logprobs, choice.tokens) if told else None
             content["logprobs"] = {name: read[name] + each for name, each in written.items()} if written and read else written
             content |= {"message": _message(choice)} if self.chat else {"text": prompt + choice.text}
             choices.append(content)
@@ -93,31 +93,31 @@ class Answer:
     def prompt(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk that tells a prompt, before any other of its text; None where nobody asks, or it was told. What the model
         thinks of the prompt is known when there is a first piece."""
-        if choice.echoed or not choice.job.echo:
+        if choice.echoed or not choice.pending.echo:
             return None
         choice.echoed = True
         found = self._chunk(choice, {}, None, self._prompt(choice))
-        if choice.job.logprobs is not None:
+        if choice.pending.num_logprobs is not None:
             found["choices"][0]["logprobs"] = self._read(choice)
         return found
 
     def chunk(
-        self, choice: Choice, text: str, piece: Piece | None, start: int, speculative: bool | str
+        self, choice: Choice, text: str, output: StepOutput | None, start: int, speculative: bool | str
     ) -> dict[str, Any] | None:
         """One more piece of a text; None where it has nothing to say. piece: that brought it. start: tokens before it."""
-        told = choice.job.logprobs is not None and piece is not None and piece.likely is not None
-        if not (text or choice.reason or told or (speculative and piece)):
+        told = choice.pending.num_logprobs is not None and output is not None and output.logprobs is not None
+        if not (text or choice.reason or told or (speculative and output)):
             return None
         delta: dict[str, Any] = {"content": text} if text or not choice.reason else {}
         if choice.reason and choice.calls is not None and choice.calls.found:
             delta["tool_calls"] = [one.told(index) for index, one in enumerate(choice.calls.found)]
         found = self._chunk(choice, delta, choice.reason, text)
-        if told and piece is not None and piece.likely is not None:
-            count = choice.writer.count - start
-            found["choices"][0]["logprobs"] = self._logprobs(choice, piece.likely[:count], piece.tokens[:count])
-        if speculative and piece is not None:
+        if told and output is not None and output.logprobs is not None:
+            count = choice.output_text.count - start
+            found["choices"][0]["logprobs"] = self._logprobs(choice, output.logprobs[:count], output.tokens[:count])
+        if speculative and output is not None:
             choice.steps = choice.steps or self._reader(choice)
-            found["speculative"] = self._step(piece, choice.steps)
+            found["speculative"] = self._step(output, choice.steps)
         return found
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
@@ -127,55 +127,59 @@ class Answer:
 
     def _reader(self, choice: Choice) -> TokenReader:
         """Has read a choice's prompt."""
-        return TokenReader(self.tokenizer, choice.job.ids, choice.writer.ends, special=choice.writer.special)
+        return TokenReader(
+            self.tokenizer, choice.pending.prompt_ids, choice.output_text.ends, special=choice.output_text.special
+        )
 
-    def _step(self, piece: Piece, reader: TokenReader | None = None) -> dict[str, Any]:
+    def _step(self, output: StepOutput, reader: TokenReader | None = None) -> dict[str, Any]:
         """What a page colours tokens by, and its details where it asks for them. reader: has read the tokens before."""
-        details = piece.details
-        seen: Sequence[Seen | None] = [None] * len(piece.tokens) if details is None else details.tokens
+        details = output.details
+        seen: Sequence[TokenDetails | None] = [None] * len(output.tokens) if details is None else details.tokens
         reader = reader or TokenReader(self.tokenizer)
-        refused = [] if details is None else _refused(details, reader)
+        refused = [] if details is None else _rejected(details, reader)
         tokens = []
-        for token, origin, one in zip(piece.tokens, piece.origin, seen, strict=True):
-            tokens.append({"id": token, "text": reader.text(token), "origin": origin} | ({} if one is None else _seen(one)))
+        for token, origin, one in zip(output.tokens, output.origin, seen, strict=True):
+            tokens.append(
+                {"id": token, "text": reader.text(token), "origin": origin} | ({} if one is None else _token_details(one))
+            )
             reader.add(token)
         found: dict[str, Any] = {
-            "step": piece.step,
+            "step": output.step,
             "tokens": tokens,
-            "drafted": piece.drafted,
-            "drafter": piece.drafter,
-            "reason": piece.reason,
-            "draft_ms": round(piece.milliseconds[0], 3),
-            "verify_ms": round(piece.milliseconds[1], 3),
+            "drafted": output.drafted,
+            "drafter": output.drafter,
+            "reason": output.reason,
+            "draft_ms": round(output.milliseconds[0], 3),
+            "verify_ms": round(output.milliseconds[1], 3),
         }
-        return found if details is None else found | {"refused": refused} | _details(details)
+        return found if details is None else found | {"refused": refused} | _step_details(details)
 
     def _prompt(self, choice: Choice) -> str:
         """The text of a prompt, which an answer begins with that echoes it."""
-        text = str(self.tokenizer.decode(choice.job.ids, skip_special_tokens=True))
-        return text.removesuffix(choice.writer.prompt_end)
+        text = str(self.tokenizer.decode(choice.pending.prompt_ids, skip_special_tokens=True))
+        return text.removesuffix(choice.output_text.prompt_end)
 
     def _read(self, choice: Choice) -> dict[str, Any]:
         """Log-probabilities of a prompt's tokens. Nothing comes before the first, which has none."""
-        first, *rest = choice.job.ids
+        first, *rest = choice.pending.prompt_ids
         choice.told = TokenReader(self.tokenizer)
         before = {"tokens": choice.told.text(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
         choice.told.add(first)
-        told = self._logprobs(choice, choice.job.read or [], rest)
-        choice.told.ends = choice.writer.ends
+        told = self._logprobs(choice, choice.pending.prompt_logprobs or [], rest)
+        choice.told.ends = choice.output_text.ends
         return {name: [before[name], *each] for name, each in told.items()}
 
-    def _logprobs(self, choice: Choice, likely: Sequence[Likely], tokens: Sequence[int]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprobs], tokens: Sequence[int]) -> dict[str, Any]:
         reader = choice.told = choice.told or self._reader(choice)
         content: list[dict[str, Any]] = []
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, one in zip(tokens, likely, strict=True):
+        for token, one in zip(tokens, logprobs, strict=True):
             if self.chat:
                 top = [reader.entry(other, value) for other, value in one.top]
-                content.append({**reader.entry(token, one.own), "top_logprobs": top})
+                content.append({**reader.entry(token, one.logprob), "top_logprobs": top})
                 reader.add(token)
             else:
-                told = reader.text(token), one.own, _likeliest(one, reader), reader.add(token)
+                told = reader.text(token), one.logprob, _top_logprobs(one, reader), reader.add(token)
                 for name, value in zip(found, told, strict=True):
                     found[name].append(value)
         return {"content": content, "refusal": None} if self.chat else found
@@ -186,17 +190,17 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Tokens that were read and written; a prompt counts once for all its choices."""
-        prompts = {id(choice.job.request.prompt): len(choice.job.request.prompt) for choice in self.choices}
-        read, written = sum(prompts.values()), sum(choice.writer.count for choice in self.choices)
-        reused = sum(choice.job.figures.reused for choice in self.choices)
+        prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
+        read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
+        reused = sum(choice.pending.stats.cached_tokens for choice in self.choices)
         found: dict[str, Any] = {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": min(reused, read)},
         }
-        if predicted := sum(len(choice.job.request.prediction) for choice in self.choices):
-            accepted = sum(choice.job.figures.predicted for choice in self.choices)
+        if predicted := sum(len(choice.pending.request.prediction) for choice in self.choices):
+            accepted = sum(choice.pending.stats.accepted_prediction_tokens for choice in self.choices)
             found["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": max(predicted - accepted, 0),
@@ -205,16 +209,16 @@ class Answer:
 
     def metrics(self) -> dict[str, Any]:
         """vLLM's block of figures, and llama.cpp's two numbers."""
-        total = Figures()
+        total = RequestStats()
         for choice in self.choices:
-            for name in ("tokens", "steps", "drafting", "drafted", "accepted"):
-                setattr(total, name, getattr(total, name) + getattr(choice.job.figures, name))
-            for length, counts in choice.job.figures.by_length.items():
+            for name in ("tokens", "steps", "draft_steps", "drafted", "accepted"):
+                setattr(total, name, getattr(total, name) + getattr(choice.pending.stats, name))
+            for length, counts in choice.pending.stats.by_length.items():
                 total.by_length.setdefault(length, type(counts)()).update(counts)
-            total.drafters.update(choice.job.figures.drafters)
+            total.drafters.update(choice.pending.stats.drafters)
         seconds = max(choice.seconds for choice in self.choices)
         first = min((choice.first for choice in self.choices if choice.first is not None), default=0.0)
-        waited = max(choice.job.waited for choice in self.choices)
+        waited = max(choice.pending.queue_seconds for choice in self.choices)
         return {
             "metrics": {
                 "time_to_first_token_ms": round(1000 * first, 3),
@@ -227,22 +231,22 @@ class Answer:
         }
 
 
-def speculative(figures: Figures) -> dict[str, Any]:
+def speculative(stats: RequestStats) -> dict[str, Any]:
     """As vLLM tells it. Histograms: steps by how many drafts they accepted."""
-    longest = max(figures.by_length, default=0)
-    whole = [sum(counts[accepted] for counts in figures.by_length.values()) for accepted in range(longest + 1)]
+    longest = max(stats.by_length, default=0)
+    whole = [sum(counts[accepted] for counts in stats.by_length.values()) for accepted in range(longest + 1)]
     return {
-        "mean_acceptance_length": 1 + figures.accepted / figures.steps if figures.steps else 0.0,
-        "draft_acceptance_rate": figures.accepted / figures.drafted if figures.drafted else 0.0,
-        "acceptance_histogram": whole if figures.drafting else [],
+        "mean_acceptance_length": 1 + stats.accepted / stats.steps if stats.steps else 0.0,
+        "draft_acceptance_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
+        "acceptance_histogram": whole if stats.draft_steps else [],
         "acceptance_histogram_by_draft_length": {
             str(length): [counts[accepted] for accepted in range(length + 1)]
-            for length, counts in sorted(figures.by_length.items())
+            for length, counts in sorted(stats.by_length.items())
         },
-        "num_spec_steps": figures.drafting,
-        "num_accepted_draft_tokens": figures.accepted,
-        "num_draft_tokens": figures.drafted,
-        "drafters": dict(figures.drafters),
+        "num_spec_steps": stats.draft_steps,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "drafters": dict(stats.drafters),
     }
 
 
@@ -253,7 +257,7 @@ def _message(choice: Choice) -> dict[str, Any]:
     return found | ({"tool_calls": called} if called else {})
 
 
-def _seen(one: Seen) -> dict[str, Any]:
+def _token_details(one: TokenDetails) -> dict[str, Any]:
     """What is known of a token."""
     chances = {"p": one.model, "draft_p": one.drafter, "confidence": one.confidence}
     found: dict[str, Any] = {name: round(chance, 4) for name, chance in chances.items() if chance is not None}
@@ -262,7 +266,7 @@ def _seen(one: Seen) -> dict[str, Any]:
     return found | ({"overruled": True} if one.overruled else {})
 
 
-def _details(details: Details) -> dict[str, Any]:
+def _step_details(details: StepDetails) -> dict[str, Any]:
     """How many refused drafts are left out; layers and a plain step's time, where there is something new."""
     found: dict[str, Any] = {"left_out": details.left_out}
     if details.layers is not None:
@@ -272,18 +276,18 @@ def _details(details: Details) -> dict[str, Any]:
     return found
 
 
-def _refused(details: Details, reader: TokenReader) -> list[dict[str, Any]]:
+def _rejected(details: StepDetails, reader: TokenReader) -> list[dict[str, Any]]:
     """Refused drafts by the place at which they were."""
     return [
         {
             "at": branch.place,
-            "tokens": [{"id": one.token, "text": reader.text(one.token)} | _seen(one) for one in branch.tokens],
+            "tokens": [{"id": one.token, "text": reader.text(one.token)} | _token_details(one) for one in branch.tokens],
         }
         for branch in details.refused
     ]
 
 
-def _likeliest(one: Likely, reader: TokenReader) -> dict[str, float]:
+def _top_logprobs(one: TokenLogprobs, reader: TokenReader) -> dict[str, float]:
     """By text: tokens that are parts of characters may have the same, which then is that of the likeliest."""
     found: dict[str, float] = {}
     for token, value in one.top:

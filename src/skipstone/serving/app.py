@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 from skipstone import __version__
 from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
-from skipstone.serving.guard import DefectHandler, Guard
-from skipstone.serving.jobs import Job, Refused
-from skipstone.serving.responses import ResponseBody, Told
-from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
-from skipstone.serving.server import Server, Updates, unless
-from skipstone.serving.watch import Watch
+from skipstone.serving.middleware import AccessMiddleware, ErrorMiddleware
+from skipstone.serving.pending_request import PendingRequest, RequestError
+from skipstone.serving.request_record import RecordMiddleware
+from skipstone.serving.responses import ResponseBody, ResponseFormatter
+from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from skipstone.serving.server import Server, Updates, unless_disconnected
 
 UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False}
 """Of FastAPI: its own telemetry, which newer versions have, would add a second span and tell what exceptions say."""
@@ -47,10 +47,10 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
     _texts(app, server)
     _about(app, server)
     playground.add(app)
-    app.add_middleware(DefectHandler)
-    app.add_middleware(Guard, api_key=api_key)
-    tellers = [server.metrics.request, *tracing.tellers(), logs.request]
-    app.add_middleware(Watch, model=server.settings.name, tellers=tellers)
+    app.add_middleware(ErrorMiddleware)
+    app.add_middleware(AccessMiddleware, api_key=api_key)
+    reporters = [server.metrics.request, *tracing.reporters(), logs.request]
+    app.add_middleware(RecordMiddleware, model=server.settings.name, reporters=reporters)
     return app
 
 
@@ -61,9 +61,9 @@ def _errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return errors.invalid(error, request.headers.get("content-type"))
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> Response:
-        return errors.refused(error)
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        return errors.request_error(error)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -78,11 +78,11 @@ def _texts(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _answered(server, server.asking.completion, body, request, chat=False)
+        return await _answered(server, server.parser.completion, body, request, chat=False)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await _answered(server, server.asking.chat, body, request, chat=True)
+        return await _answered(server, server.parser.chat, body, request, chat=True)
 
     @app.post("/v1/responses")
     async def responses(body: ResponseBody, request: Request) -> Response:
@@ -91,35 +91,35 @@ def _texts(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         _known(server, body.model)
-        tokens = await server.asked(server.asking.tokens, body)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.asking.capacity}
+        tokens = await server.asked(server.parser.tokens, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.parser.capacity}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         _known(server, body.model)
-        size = server.asking.model.embeddings
+        size = server.parser.model.embeddings
         if any(not 0 <= token < size for token in body.tokens):
-            raise Refused(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
-        return {"prompt": await server.in_texts(server.tokenizer.decode, body.tokens)}
+            raise RequestError(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
+        return {"prompt": await server.run_on_text_thread(server.tokenizer.decode, body.tokens)}
 
 
 def _known(server: Server, model: str | None) -> None:
     if model is not None and model != server.settings.name:
-        raise Refused(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
+        raise RequestError(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
 
 
 async def _answered(
-    server: Server, ask: Callable[[Any], list[Job]], body: Sampled, request: Request, *, chat: bool
+    server: Server, ask: Callable[[Any], list[PendingRequest]], body: GenerationBody, request: Request, *, chat: bool
 ) -> Response:
     """An answer, as a stream or at once."""
     _known(server, body.model)
     if body.stream_options is not None and not body.stream:
-        raise Refused(400, "stream_options needs stream=true")
+        raise RequestError(400, "stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
         return Stream(_events(answer, updates, body), server, answer)
     try:
-        found = await unless(_gone(request), _whole(answer, updates, body))
+        found = await unless_disconnected(_gone(request), _whole(answer, updates, body))
     finally:
         server.abandon(answer)
     return Response(status_code=499) if found is None else JSONResponse(found)
@@ -128,18 +128,18 @@ async def _answered(
 async def _responded(server: Server, body: ResponseBody, request: Request) -> Response:
     """The same for /v1/responses."""
     _known(server, body.model)
-    chats = server.asking.chats
+    chats = server.parser.chats
     try:
         sampled = body.sampled(chats)
     except ValueError as error:
-        raise Refused(400, str(error)) from None
-    answer, updates = await server.answer(server.asking.of(chats), sampled, chat=chats)
-    told = Told(answer, body)
+        raise RequestError(400, str(error)) from None
+    answer, updates = await server.answer(server.parser.of(chats), sampled, chat=chats)
+    told = ResponseFormatter(answer, body)
     if body.stream:
         events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
         return Stream(events, server, answer)
     try:
-        ended = await unless(_gone(request), _ended(updates))
+        ended = await unless_disconnected(_gone(request), _ended(updates))
     finally:
         server.abandon(answer)
     return Response(status_code=499) if ended is None else JSONResponse(told.whole())
@@ -169,13 +169,13 @@ class Stream(EventSourceResponse):
             self._server.abandon(self._answer)
 
 
-async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:
+async def _whole(answer: Answer, updates: Updates, body: GenerationBody) -> dict[str, Any]:
     """An answer when it is all written."""
     await _ended(updates)
     return answer.whole(body.return_metrics)
 
 
-async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncIterator[str]:
+async def _events(answer: Answer, updates: Updates, body: GenerationBody) -> AsyncIterator[str]:
     """An answer while it is written."""
     async with aclosing(updates):
         try:
@@ -188,8 +188,8 @@ async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncItera
                     yield _told(chunk)
             if body.tells_usage:
                 yield _told(answer.ending(body.return_metrics))
-        except Refused as error:
-            yield _told(errors.of_refused(error))
+        except RequestError as error:
+            yield _told(errors.request_error_body(error))
     yield "[DONE]"
 
 
@@ -206,7 +206,7 @@ def _told(value: Any) -> str:
 def _model(server: Server) -> dict[str, Any]:
     """The model, as OpenAI's API has it."""
     model = {"id": server.settings.name, "object": "model", "created": server.started, "owned_by": "skipstone"}
-    return model | {"max_model_len": server.asking.capacity}
+    return model | {"max_model_len": server.parser.capacity}
 
 
 def _about(app: FastAPI, server: Server) -> None:
@@ -233,14 +233,14 @@ def _about(app: FastAPI, server: Server) -> None:
 
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
-        asking, runner = server.asking, server.asking.model
+        parser, runner = server.parser, server.parser.model
         return {
             "version": __version__,
             "model": server.settings.name,
-            "method": asking.default.spelled,
+            "method": parser.default.spelled,
             "engine": runner.engine.name,
             "quantize": runner.engine.quantize,
-            "max_model_len": asking.capacity,
-            "has_chat_template": asking.chats,
-            "max_num_seqs": server.settings.rows,
+            "max_model_len": parser.capacity,
+            "has_chat_template": parser.chats,
+            "max_num_seqs": server.settings.max_num_seqs,
         }

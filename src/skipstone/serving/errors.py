@@ -6,29 +6,29 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 if TYPE_CHECKING:  # it imports torch, which the front of several replicas does without
-    from skipstone.serving.jobs import Refused
+    from skipstone.serving.pending_request import RequestError
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 KINDS |= {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
-LONGEST = 500
+MAX_MESSAGE_CHARACTERS = 500
 """Characters of a message: what a client sent is not sent back whole."""
 
 
 def body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON of an error. code: OpenAI's word for the reason; the status where there is none."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message[:LONGEST], "type": kind, "param": param, "code": code or status}}
+    return {"error": {"message": message[:MAX_MESSAGE_CHARACTERS], "type": kind, "param": param, "code": code or status}}
 
 
-def of_refused(error: "Refused") -> dict[str, Any]:
+def request_error_body(error: "RequestError") -> dict[str, Any]:
     """The JSON of a request that is refused."""
     return body(str(error), error.status, code=error.code)
 
 
-def refused(error: "Refused") -> JSONResponse:
+def request_error(error: "RequestError") -> JSONResponse:
     """The response to a request that is refused."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return JSONResponse(of_refused(error), status_code=error.status, headers=headers)
+    return JSONResponse(request_error_body(error), status_code=error.status, headers=headers)
 
 
 def response(message: str, status: int, param: str | None = None, retry_after: int | None = None) -> JSONResponse:

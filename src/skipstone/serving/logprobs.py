@@ -1,9 +1,25 @@
-"""The tokens of a text as its log-probabilities tell them: texts, bytes, and where each begins."""
+"""Log-probabilities of tokens, and the texts, bytes and offsets that are reported with them."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from skipstone.hf.detokenizer import Detokenizer
+from skipstone.serving.pending_request import TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""Reported in place of minus infinity, which JSON does not have."""
+
+
+def token_logprobs(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of k tokens, and of the `count` likeliest tokens in their places. logits: [k, V]."""
+    logprobs = logits.float().log_softmax(-1)  # [k, V]
+    own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=logprobs.device)[:, None])[:, 0]  # [k]
+    best, ids = logprobs.topk(min(count, logprobs.shape[-1]), -1)  # [k, count] each
+    best = best.clamp(min=MIN_LOGPROB)
+    top = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), best.tolist(), strict=True)]
+    return [TokenLogprobs(max(one, MIN_LOGPROB), few) for one, few in zip(own.tolist(), top, strict=True)]
 
 
 class TokenReader:

@@ -7,9 +7,9 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from skipstone.serving.watch import Record
+from skipstone.serving.request_record import RequestRecord
 
-UNTOLD = ("/health", "/metrics")
+UNLOGGED_ROUTES = ("/health", "/metrics")
 """Routes that machines ask every few seconds: nothing is said of them."""
 PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
 """A value that needs no quotes in a line of text."""
@@ -19,10 +19,10 @@ before it has a model."""
 THEIRS = ("transformers", "huggingface_hub")
 """Loggers that bring a handler of their own, which knows no JSON."""
 
-logger = logging.getLogger("skipstone.serving.requests")
+logger = logging.getLogger("skipstone.serving.pending_request")
 
 
-class Text(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """A line for people: when, how bad, who, what, and name=value of all that there is besides. A traceback follows it."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Text(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in fields.items())])
 
 
-class Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A JSON object on one line: time (UTC), level, logger, message, all that there is besides, and the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -47,7 +47,7 @@ class Json(logging.Formatter):
         return json.dumps(told, default=str)
 
 
-FORMS: dict[str, type[logging.Formatter]] = {"text": Text, "json": Json}
+FORMS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 """What --log-format may be."""
 
 
@@ -74,9 +74,9 @@ def set_up(form: str) -> None:
             other.propagate = True
 
 
-def request(record: Record) -> None:
+def request(record: RequestRecord) -> None:
     """The line of a request that has ended."""
-    if record.route not in UNTOLD:
+    if record.route not in UNLOGGED_ROUTES:
         level = logging.WARNING if record.status >= 500 or record.failed else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, "request", extra={"fields": record.fields()})

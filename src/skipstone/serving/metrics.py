@@ -5,12 +5,12 @@ from typing import Any
 from skipstone.control.state import PLAIN
 from skipstone.decoding.draft import Step
 from skipstone.serving.answers import Choice
-from skipstone.serving.watch import Record
+from skipstone.serving.request_record import RequestRecord
 from skipstone.utils.extras import installed
 
-FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """Seconds that histograms are divided at."""
 POSITIONS = 16
 """Places of a draft whose acceptance is counted."""
@@ -36,10 +36,10 @@ class Metrics:
         self.prompt = made("Counter", "prompt_tokens", "Tokens of prompts.")
         self.reused = made("Counter", "prefix_cache_hits", "Tokens of prompts whose keys and values were there already.")
         self.written = made("Counter", "generation_tokens", "Tokens that were written.")
-        self.queued = made("Histogram", "request_queue_time_seconds", "Until there was a row.", buckets=FIRST)
-        self.first = made("Histogram", "time_to_first_token_seconds", "Until the first token.", buckets=FIRST)
-        self.each = made("Histogram", "time_per_output_token_seconds", "For every further token.", buckets=EACH)
-        self.whole = made("Histogram", "e2e_request_latency_seconds", "Of whole requests.", buckets=WHOLE)
+        self.queued = made("Histogram", "request_queue_time_seconds", "Until there was a row.", buckets=FIRST_TOKEN_BUCKETS)
+        self.first = made("Histogram", "time_to_first_token_seconds", "Until the first token.", buckets=FIRST_TOKEN_BUCKETS)
+        self.each = made("Histogram", "time_per_output_token_seconds", "For every further token.", buckets=TOKEN_BUCKETS)
+        self.whole = made("Histogram", "e2e_request_latency_seconds", "Of whole requests.", buckets=REQUEST_BUCKETS)
         self._ended = made("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
         self._requests = made("Counter", "http_requests", "Requests over HTTP, all of them.", ("route", "status"))
         self.drafts = made("Counter", "spec_decode_num_drafts", "Drafts.")
@@ -68,20 +68,20 @@ class Metrics:
 
     def ended(self, choice: Choice) -> None:
         """A text is whole."""
-        job, count = choice.job, choice.writer.count
+        pending, count = choice.pending, choice.output_text.count
         self._ended.labels(**self._model, finished_reason=choice.reason).inc()
-        self.prompt.inc(len(job.request.prompt))
-        self.reused.inc(job.figures.reused)
+        self.prompt.inc(len(pending.request.prompt))
+        self.reused.inc(pending.stats.cached_tokens)
         self.written.inc(count)
         self.whole.observe(choice.seconds)
-        if job.waited:
-            self.queued.observe(job.waited)
+        if pending.queue_seconds:
+            self.queued.observe(pending.queue_seconds)
         if choice.first is not None:
             self.first.observe(choice.first)
             if count > 1:
                 self.each.observe((choice.seconds - choice.first) / (count - 1))
 
-    def request(self, record: Record) -> None:
+    def request(self, record: RequestRecord) -> None:
         """A request over HTTP has ended."""
         self._requests.labels(**self._model, route=record.route, status=str(record.status)).inc()
 

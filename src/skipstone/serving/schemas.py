@@ -93,7 +93,7 @@ class Prediction(Body):
         return joined(self.content)
 
 
-class Sampled(RequestBody):
+class GenerationBody(RequestBody):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
     user, prompt_cache_key: names of a conversation, by which replicas are chosen where there are several (`sessions`).
@@ -157,7 +157,7 @@ Ids = Annotated[list[int], Field(min_length=1)]
 SEVERAL = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
-class CompletionBody(Sampled):
+class CompletionBody(GenerationBody):
     """/v1/completions. prompt: a text, token ids, or a list of these. max_tokens: 0, with echo, for the prompt alone."""
 
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
@@ -190,7 +190,7 @@ class Tool(Body):
     function: Function
 
 
-class Called(Body):
+class CalledFunction(Body):
     """The name and the arguments of a call, these as JSON in a text. parsed_arguments: added by openai-python, not used."""
 
     name: str
@@ -203,11 +203,11 @@ class ToolCall(Body):
 
     id: str
     type: Literal["function"]
-    function: Called
+    function: CalledFunction
     index: int | None = None
 
 
-class Named(Body):
+class NamedFunction(Body):
     """The name of a tool."""
 
     name: str
@@ -217,7 +217,7 @@ class Choice(Body):
     """tool_choice: the tool that has to be called."""
 
     type: Literal["function"]
-    function: Named
+    function: NamedFunction
 
 
 class Message(Body):
@@ -280,7 +280,7 @@ def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
     return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
 
 
-class ChatBody(Sampled):
+class ChatBody(GenerationBody):
     """/v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from skipstone import __version__
-from skipstone.serving.watch import Record
+from skipstone.serving.request_record import RequestRecord
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """What the conventions call the routes that write."""
@@ -54,7 +54,7 @@ def set_up() -> bool:
     return True
 
 
-def tellers() -> list[Callable[[Record], None]]:
+def reporters() -> list[Callable[[RequestRecord], None]]:
     """What tells of requests; nothing where the SDK is not installed."""
     return [Spans()] if present("opentelemetry.sdk.trace") else []
 
@@ -73,7 +73,7 @@ class Spans:
     def __init__(self) -> None:
         self._trace, self._propagate = import_module("opentelemetry.trace"), import_module("opentelemetry.propagate")
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         """The span of a request that writes, or was to write. The caller's `traceparent` is its parent, unless this process
         has a span for the request already."""
         if (operation := OPERATIONS.get(record.route)) is None:
@@ -99,7 +99,7 @@ class Spans:
         span.end(end_time=record.nanoseconds(record.ended))
 
 
-def attributes(record: Record, operation: str) -> dict[str, Any]:
+def attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
     """Of a span, by the conventions' names. Those of skipstone: tokens that were drafted and accepted, seconds."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": operation,
@@ -118,7 +118,7 @@ def attributes(record: Record, operation: str) -> dict[str, Any]:
         return found
     fields = record.fields()
     found |= {
-        "gen_ai.request.max_tokens": record.answer.choices[0].job.request.max_new_tokens,
+        "gen_ai.request.max_tokens": record.answer.choices[0].pending.request.max_new_tokens,
         "gen_ai.request.stream": record.streamed,
         "gen_ai.response.id": record.id,
         "gen_ai.response.model": record.model,
@@ -141,5 +141,5 @@ def _asked(settings: Iterable[tuple[str, int | float]]) -> dict[str, int | float
     return {names.get(name, f"gen_ai.request.{name}"): value for name, value in settings if (name, value) != ("n", 1)}
 
 
-def _carrier(record: Record) -> dict[str, str]:
+def _carrier(record: RequestRecord) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}

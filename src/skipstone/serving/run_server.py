@@ -9,7 +9,7 @@ from types import FrameType
 import uvicorn
 
 from skipstone.serving.app import make_app
-from skipstone.serving.server import LAST_WORDS, Server
+from skipstone.serving.server import FLUSH_SECONDS, Server
 from skipstone.serving.sockets import url_of
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class DrainingServer(uvicorn.Server):
         loop.call_soon_threadsafe(lambda: None)  # a loop that waits for events does not see a task that a signal has made
 
     async def _drain(self) -> None:
-        seconds = self._server.settings.drain
+        seconds = self._server.settings.drain_seconds
         logger.info("shutting down: texts have %g s to end, and another signal ends them at once", seconds)
         await self._server.drain()
         self.should_exit = True
@@ -45,7 +45,9 @@ def listen(server: Server, at: socket.socket, api_key: str | None = None) -> boo
     """Returns whether it was ended by somebody: False where the model could not be loaded, or its thread has died, so that only
     another process could go on."""
     whole, url = True, url_of(at)
-    config = uvicorn.Config(make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=LAST_WORDS)
+    config = uvicorn.Config(
+        make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS
+    )
     listener = DrainingServer(config, server)
 
     def failed() -> None:

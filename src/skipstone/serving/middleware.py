@@ -8,16 +8,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving import errors, playground
 
-MOST_BYTES = 4 << 20
+MAX_BODY_BYTES = 4 << 20
 """Of a body."""
-PUBLIC = ("/health", *playground.PATHS)
+PUBLIC_PATHS = ("/health", *playground.PATHS)
 """Paths that need no key."""
 
 
 logger = logging.getLogger(__name__)
 
 
-class DefectHandler:
+class ErrorMiddleware:
     """Answers 500 where a route fails. A handler of FastAPI's for every exception would raise it again, and uvicorn would then
     close a connection that the client wants to use again."""
 
@@ -25,23 +25,23 @@ class DefectHandler:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        has_begun = False
 
         async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal has_begun
+            has_begun = True
             await send(message)
 
         try:
             await self.app(scope, receive, watched)
         except Exception:
-            if begun or scope["type"] != "http":
+            if has_begun or scope["type"] != "http":
                 raise
             logger.exception("a route failed")
             await errors.response("a defect of the server: see its log", 500)(scope, receive, send)
 
 
-class Guard:
+class AccessMiddleware:
     """Before any route: the key, and how long a body is."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
@@ -53,12 +53,12 @@ class Guard:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
-        if self.key is not None and scope["path"] not in PUBLIC and not hmac.compare_digest(given, self.key):
+        if self.key is not None and scope["path"] not in PUBLIC_PATHS and not hmac.compare_digest(given, self.key):
             await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MOST_BYTES:
-            await errors.response(f"the body is longer than {MOST_BYTES} bytes", 413)(scope, receive, send)
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            await errors.response(f"the body is longer than {MAX_BODY_BYTES} bytes", 413)(scope, receive, send)
             return
         seen = 0
 
@@ -66,8 +66,8 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MOST_BYTES:
-                raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
             return message
 
         await self.app(scope, counted, send)

@@ -15,11 +15,11 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving.answers import Answer
-from skipstone.serving.jobs import CANCELLED, FAILED, TIMEOUT
+from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
 
-GONE = 499
+CLIENT_CLOSED = 499
 """The status where nothing was sent, because the client or the server had gone."""
-OTHER = "other"
+UNKNOWN_ROUTE = "other"
 """The route of paths that there are not: what clients make up is no name for a counter."""
 SETTINGS = ("n", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
 """Numbers of a body that a trace has."""
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request. model: that the server has. verb, route: of HTTP. headers: as they came. began, ended: its first and its
     last byte, in seconds of `time.monotonic`. clock: nanoseconds since 1970 when it began. status: of HTTP. streamed: whether
     it was answered by events. answer: where it writes. settings: of its body. as_json: whether that asks for JSON, None where
@@ -67,7 +67,7 @@ class Record:
     @property
     def cancelled(self) -> bool:
         """Whether it was given up before its end because somebody had gone."""
-        return self.status == GONE or (CANCELLED in self.reasons and self.failed is None)
+        return self.status == CLIENT_CLOSED or (CANCELLED in self.reasons and self.failed is None)
 
     def nanoseconds(self, moment: float) -> int:
         """A moment of `time.monotonic`, in nanoseconds since 1970."""
@@ -79,10 +79,10 @@ class Record:
         `time.monotonic`. Of several texts, the first one that comes so far ends a phase."""
         if self.answer is None:
             return {}
-        jobs, found = [choice.job for choice in self.answer.choices], {}
-        began = min(job.asked for job in jobs)
-        rows = [job.asked + job.waited for job in jobs if job.waited]
-        firsts = [choice.job.asked + choice.first for choice in self.answer.choices if choice.first is not None]
+        requests, found = [choice.pending for choice in self.answer.choices], {}
+        began = min(pending.arrival_time for pending in requests)
+        rows = [pending.arrival_time + pending.queue_seconds for pending in requests if pending.queue_seconds]
+        firsts = [choice.pending.arrival_time + choice.first for choice in self.answer.choices if choice.first is not None]
         for name, moments in (("queue", rows), ("prefill", firsts)):
             found[name] = began, min(moments, default=self.ended)
             began = found[name][1]
@@ -98,30 +98,32 @@ class Record:
         found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.cancelled}
         found["total_ms"] = _milliseconds(self.ended - self.began)
         if self.answer is not None:
-            found |= self._of_answer(self.answer)
+            found |= self._answer_fields(self.answer)
         return found | ({"trace_id": self.trace} if self.trace else {})
 
-    def _of_answer(self, answer: Answer) -> dict[str, Any]:
+    def _answer_fields(self, answer: Answer) -> dict[str, Any]:
         usage, choices = answer.usage(), answer.choices
         firsts = [choice.first for choice in choices if choice.first is not None]
-        figures = [choice.job.figures for choice in choices]
+        figures = [choice.pending.stats for choice in choices]
         return {
             "finish_reasons": self.reasons,
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "queue_ms": _milliseconds(max(choice.job.waited or self.ended - choice.job.asked for choice in choices)),
+            "queue_ms": _milliseconds(
+                max(choice.pending.queue_seconds or self.ended - choice.pending.arrival_time for choice in choices)
+            ),
             "first_token_ms": _milliseconds(min(firsts)) if firsts else None,
-            "method": choices[0].job.method.spelled,
+            "method": choices[0].pending.method.spelled,
             "drafted": sum(one.drafted for one in figures),
             "accepted": sum(one.accepted for one in figures),
         }
 
 
-_current: ContextVar[Record | None] = ContextVar("skipstone_request", default=None)
+_current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", default=None)
 
 
-def begun(answer: Answer, body: Any) -> None:
+def attach_answer(answer: Answer, body: Any) -> None:
     """The request that is being handled writes an answer to a body."""
     if (record := _current.get()) is None:
         return
@@ -132,18 +134,18 @@ def begun(answer: Answer, body: Any) -> None:
         record.as_json = wanted.type != "text"
 
 
-class Watch:
+class RecordMiddleware:
     """Around everything else: keeps a record of every request. model: that the server has. tellers: are called with a record
     when its request has ended; what one of them raises is logged and hurts nobody."""
 
-    def __init__(self, app: ASGIApp, model: str, tellers: Sequence[Callable[[Record], None]]) -> None:
-        self.app, self.model, self.tellers = app, model, tellers
+    def __init__(self, app: ASGIApp, model: str, reporters: Sequence[Callable[[RequestRecord], None]]) -> None:
+        self.app, self.model, self.reporters = app, model, reporters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = Record(self.model, scope["method"], _route(scope), scope["headers"])
+        record = RequestRecord(self.model, scope["method"], _route(scope), scope["headers"])
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -161,11 +163,11 @@ class Watch:
         finally:
             _current.reset(before)
             record.ended = time.monotonic()
-            record.status = record.status or GONE
+            record.status = record.status or CLIENT_CLOSED
             self._tell(record)
 
-    def _tell(self, record: Record) -> None:
-        for tell in self.tellers:
+    def _tell(self, record: RequestRecord) -> None:
+        for tell in self.reporters:
             try:
                 tell(record)
             except Exception:
@@ -173,7 +175,7 @@ class Watch:
 
 
 def _route(scope: Scope) -> str:
-    return next((route.path for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE), OTHER)
+    return next((route.path for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE), UNKNOWN_ROUTE)
 
 
 def _milliseconds(seconds: float) -> float:

@@ -6,8 +6,8 @@ from typing import Any
 from skipstone.hf.detokenizer import Detokenizer, incomplete
 
 
-class Writer:
-    """The text of one job. stops: strings that end it, which it does not have. ends: token ids that end it and are no text.
+class OutputText:
+    """The text of one request. stops: strings that end it, which it does not have. ends: token ids that end it and are no text.
     prompt, special, echo: as of a `Detokenizer`; marks of a tool's call may be special tokens.
 
     count: tokens up to now, that which completed a stop string too. stopped: whether one was met."""

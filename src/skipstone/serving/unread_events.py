@@ -6,48 +6,50 @@ from collections import deque
 from collections.abc import Iterable
 from weakref import WeakSet
 
-from skipstone.serving.jobs import CANCELLED, Ended, Event, Job, Piece, joined
+from skipstone.serving.pending_request import CANCELLED, PendingRequest, RequestEnd, RequestEvent, StepOutput, merge_outputs
 from skipstone.utils.limits import UNREAD_BYTES
 
-TOO_SLOW = "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"
-PIECE_BYTES, TOKEN_BYTES, LIKELY_BYTES, SEEN_BYTES = 600, 100, 120, 130
+READ_TOO_SLOWLY = (
+    "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"
+)
+STEP_BYTES, TOKEN_BYTES, TOP_LOGPROB_BYTES, TOKEN_DETAILS_BYTES = 600, 100, 120, 130
 """About what a step, a token of it, one of the likeliest tokens in its place and a token in the details take as objects."""
 
 logger = logging.getLogger(__name__)
 
 
 class UnreadEvents:
-    """The events of one answer, in their order. jobs: of the answer. nbytes: about what the events take."""
+    """The events of one answer, in their order. requests: of the answer. nbytes: about what the events take."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self.jobs = tuple(jobs)
-        self._events: deque[tuple[Job, Event]] = deque()
+    def __init__(self, requests: Iterable[PendingRequest]) -> None:
+        self.requests = tuple(requests)
+        self._events: deque[tuple[PendingRequest, RequestEvent]] = deque()
         self.nbytes = 0
         self._arrived = asyncio.Event()
 
-    def put(self, job: Job, event: Event) -> None:
+    def put(self, pending: PendingRequest, event: RequestEvent) -> None:
         """One more event."""
-        self._events.append((job, event))
+        self._events.append((pending, event))
         self.nbytes += event_bytes(event)
         self._arrived.set()
 
-    async def take(self, *, whole_steps: bool) -> tuple[Job, Event]:
+    async def take(self, *, whole_steps: bool) -> tuple[PendingRequest, RequestEvent]:
         """The next event, waited for. whole_steps: whether what every step has committed is an event of its own."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
         if not whole_steps and len(self._events) > 1:
-            self._replace(joined(self._events))
-        job, event = self._events.popleft()
+            self._replace(merge_outputs(self._events))
+        pending, event = self._events.popleft()
         self.nbytes -= event_bytes(event)
-        return job, event
+        return pending, event
 
     def drop(self) -> None:
         """Forget what is not read. In its place an error is read."""
-        self._replace((job, Ended(CANCELLED, TOO_SLOW, 503)) for job in self.jobs)
+        self._replace((pending, RequestEnd(CANCELLED, READ_TOO_SLOWLY, 503)) for pending in self.requests)
         self._arrived.set()
 
-    def _replace(self, events: Iterable[tuple[Job, Event]]) -> None:
+    def _replace(self, events: Iterable[tuple[PendingRequest, RequestEvent]]) -> None:
         self._events = deque(events)
         self.nbytes = sum(event_bytes(event) for _, event in self._events)
 
@@ -67,12 +69,12 @@ def largest_beyond_limit(unread: WeakSet[UnreadEvents]) -> UnreadEvents | None:
     return found
 
 
-def event_bytes(event: Event) -> int:
+def event_bytes(event: RequestEvent) -> int:
     """About what an event takes."""
-    if not isinstance(event, Piece):
-        return PIECE_BYTES
-    found = PIECE_BYTES + TOKEN_BYTES * len(event.tokens)
-    found += sum(LIKELY_BYTES * (1 + len(one.top)) for one in event.likely or ())
+    if not isinstance(event, StepOutput):
+        return STEP_BYTES
+    found = STEP_BYTES + TOKEN_BYTES * len(event.tokens)
+    found += sum(TOP_LOGPROB_BYTES * (1 + len(one.top)) for one in event.logprobs or ())
     if (details := event.details) is not None:
-        found += SEEN_BYTES * (len(details.tokens) + sum(1 + len(branch.tokens) for branch in details.refused))
+        found += TOKEN_DETAILS_BYTES * (len(details.tokens) + sum(1 + len(branch.tokens) for branch in details.refused))
     return found

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
 
-MOST_BRANCHES = 12
+MAX_BRANCHES = 12
 """Branches of refused drafts that are told of a step: trees have many."""
 
 
 @dataclass(slots=True)
-class Seen:
+class TokenDetails:
     """One token, committed or refused. model: its probability by the model before any setting, None for a draft that the
     verification never reached. drafter: its probability by what drafted it, None where that says none. confidence: in place of
     it, where the token was drawn at random from what is not kept, that of the drafter's likeliest token. layer: after how many
@@ -28,35 +28,38 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Branch:
+class RejectedBranch:
     """Refused drafts, each behind the one before. place: the number, among the step's tokens, of that in whose place the first
     of them was drafted."""
 
     place: int
-    tokens: list[Seen]
+    tokens: list[TokenDetails]
 
 
 @dataclass(slots=True)
-class Details:
+class StepDetails:
     """Of one row in one step. tokens: those that were committed. left_out: refused branches that are not told. layers: as in
-    `layers_of`, where they are not what was told before. plain_milliseconds: of a plain step, where the method has timed it."""
+    `describe_layers`, where they are not what was told before. plain_milliseconds: of a plain step, where the method has timed
+    it."""
 
-    tokens: list[Seen]
-    refused: list[Branch] = field(default_factory=list)
+    tokens: list[TokenDetails]
+    refused: list[RejectedBranch] = field(default_factory=list)
     left_out: int = 0
     layers: dict[str, Any] | None = None
     plain_milliseconds: float | None = None
 
 
-def details_of(
+def describe_step(
     draft: Draft, row: int, verdict: RowVerdict, logits: Tensor, *, greedy: bool, depth: int, runs: int | None = None
-) -> Details:
+) -> StepDetails:
     """Of a row. logits: [k, V], what its k tokens were chosen from. greedy: whether drafts are the drafter's likeliest tokens.
     depth: layers of the model. runs: of these, those that decode; None for all."""
     own = None if runs == depth else runs
     against = [*verdict.against, *[0] * len(verdict.tokens)]
     tokens = [
-        _drafted(draft, row, verdict.path[place], greedy, depth) if place < len(verdict.path) else Seen(token, layer=own)
+        _drafted(draft, row, verdict.path[place], greedy, depth)
+        if place < len(verdict.path)
+        else TokenDetails(token, layer=own)
         for place, token in enumerate(verdict.tokens)
     ]
     for place, one in enumerate(tokens):
@@ -64,15 +67,15 @@ def details_of(
     ended = len(verdict.path) == len(verdict.tokens)  # within the draft: what is behind the end was neither kept nor refused
     branches = [] if ended else list(_branches(draft, row, verdict.path))
     refused = [
-        Branch(place, [_drafted(draft, row, node, greedy, depth) for node in nodes])
-        for place, nodes, _ in branches[:MOST_BRANCHES]
+        RejectedBranch(place, [_drafted(draft, row, node, greedy, depth) for node in nodes])
+        for place, nodes, _ in branches[:MAX_BRANCHES]
     ]
     judged = [(one.place, one.tokens[0]) for one, (_, _, reached) in zip(refused, branches, strict=False) if reached]
     _ask(logits, [*enumerate(tokens), *judged])
-    return Details(tokens, refused, len(branches) - len(refused))
+    return StepDetails(tokens, refused, len(branches) - len(refused))
 
 
-def _ask(logits: Tensor, asked: list[tuple[int, Seen]]) -> None:
+def _ask(logits: Tensor, asked: list[tuple[int, TokenDetails]]) -> None:
     """Set the model's probabilities of tokens at places."""
     chances = logits.float().softmax(-1)  # [k, V]
     places, tokens = [place for place, _ in asked], [one.token for _, one in asked]
@@ -102,7 +105,7 @@ def _branches(draft: Draft, row: int, path: list[int]) -> Iterator[tuple[int, li
     yield from found
 
 
-def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> Seen:
+def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> TokenDetails:
     """What the drafter says of a node."""
     token, drafter, confidence = int(draft.tokens[row, node]), None, None
     drawn = draft.q is not None and (draft.stochastic is None or bool(draft.stochastic[row, node]))
@@ -114,4 +117,4 @@ def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> See
     layer = draft.exit_layer
     if isinstance(layer, Tensor):
         layer = int(layer[row, node]) if node < layer.shape[1] else None
-    return Seen(token, None, drafter, confidence, layer if layer and layer < depth else None)
+    return TokenDetails(token, None, drafter, confidence, layer if layer and layer < depth else None)
