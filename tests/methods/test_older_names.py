@@ -79,7 +79,7 @@ def of_the_model(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> M
 
 def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
     model, tokenizer = loaded
-    return RequestParser(ModelRunner(model), tokenizer, Autoregressive(), 64).method({"method": name, **settings})
+    return RequestParser(ModelRunner(model), tokenizer, Autoregressive(), 64).parse_method({"method": name, **settings})
 
 
 def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:

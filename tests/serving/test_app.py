@@ -429,7 +429,7 @@ def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(load
         server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
         body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
-        answer, _ = await server.answer(server.parser.completion, body, chat=False)
+        answer, _ = await server.answer(server.parser.parse_completion, body, chat=False)
         assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 2
         server.abandon(answer)
         for _ in range(500):
@@ -437,7 +437,7 @@ def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(load
                 break
             await asyncio.sleep(0.01)
         assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 0
-        assert [choice.reason for choice in answer.choices] == ["cancelled"] * 2
+        assert [choice.finish_reason for choice in answer.choices] == ["cancelled"] * 2
         await server.stop()
 
     asyncio.run(scenario())

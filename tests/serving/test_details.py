@@ -119,7 +119,7 @@ def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, "stream_speculative": "full"}
     asked = CompletionBody(prompt=PROMPT, **{**body, **more}, speculative=method)
     parser = RequestParser(model, tokenizer, resolve("autoregressive"), 256)
-    (pending,) = parser.completion(asked)
+    (pending,) = parser.parse_completion(asked)
     pieces: list[StepOutput] = []
     group = BatchGroup(
         model, pending.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, StepOutput) else None

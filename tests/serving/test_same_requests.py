@@ -95,7 +95,7 @@ def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: 
         await server.start()
         chat = "chat" in url
         asked = ChatBody.model_validate(body) if chat else CompletionBody.model_validate(body)
-        _, updates = await server.answer(server.parser.of(chat), asked, chat=chat)
+        _, updates = await server.answer(server.parser.parser_of(chat), asked, chat=chat)
         async with aclosing(updates):
             async for _ in updates:
                 pass

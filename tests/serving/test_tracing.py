@@ -191,7 +191,7 @@ def test_spans_are_sent_to_where_the_environment_says(monkeypatch: pytest.Monkey
     monkeypatch.setenv(tracing.ENDPOINTS[0], "http://127.0.0.1:9")
     stand_in = types.ModuleType(tracing.EXPORTER)
     vars(stand_in)["OTLPSpanExporter"] = Exporter
-    monkeypatch.setattr(tracing, "present", lambda module: True)
+    monkeypatch.setattr(tracing, "is_installed", lambda module: True)
     monkeypatch.setitem(sys.modules, tracing.EXPORTER, stand_in)
     Exporter.sent.clear()
     assert tracing.set_up()

@@ -128,7 +128,7 @@ def test_a_schema_for_which_there_is_no_memory_is_refused_by_http(nano: InThread
     never = nano.http.post("/v1/completions", json={**body, "n": 16})
     assert never.status_code == 400
     assert "fewer texts" in refusal(never)
-    keeps = nano.server.parser.grammar(CompletionBody(**body))
+    keeps = nano.server.parser.compile_grammar(CompletionBody(**body))
     later = nano.http.post("/v1/completions", json=body)
     assert later.status_code == 429
     assert later.headers["Retry-After"]

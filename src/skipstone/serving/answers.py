@@ -1,4 +1,4 @@
-"""What happened to requests, as OpenAI's JSON: whole answers and chunks of a stream."""
+"""Answers as OpenAI's JSON: whole bodies, and chunks of a stream."""
 
 import secrets
 import time
@@ -12,53 +12,55 @@ from skipstone.serving.pending_request import STOP, PendingRequest, RequestStats
 from skipstone.serving.step_details import StepDetails, TokenDetails
 from skipstone.serving.tools import ToolCallParser
 
-CALLED = "tool_calls"
-"""Why a text has ended that calls tools."""
+TOOL_CALLS = "tool_calls"
+"""The finish reason of a text that calls tools."""
 
 
 @dataclass
 class Choice:
-    """One text while it is written. calls: where tools are offered. reason: why it has ended, None until then. first: seconds
-    until its first token. text: that is shown. told: reads the tokens whose log-probabilities are told. steps: reads those of
-    the steps that are told. echoed: whether a stream has told its prompt. is_streamed: whether what is told of tokens is
-    told piece by piece and need not be kept."""
+    """One text while it is written.
+
+    calls: parser of tool calls, None if no tools are offered. finish_reason: None until the end. first_token_seconds: from
+    arrival to the first token. text: what the client is shown. logprob_reader, step_reader: read the tokens whose
+    log-probabilities, or whose steps, are reported. has_sent_prompt: whether a stream has sent the echoed prompt. is_streamed:
+    whether log-probabilities are sent piece by piece and need not be kept."""
 
     index: int
     pending: PendingRequest
     output_text: OutputText
     calls: ToolCallParser | None = None
-    reason: str | None = None
-    first: float | None = None
+    finish_reason: str | None = None
+    first_token_seconds: float | None = None
     seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
-    told: TokenReader | None = None
-    steps: TokenReader | None = None
-    echoed: bool = False
+    logprob_reader: TokenReader | None = None
+    step_reader: TokenReader | None = None
+    has_sent_prompt: bool = False
     is_streamed: bool = False
 
-    def shown(self, text: str) -> str:
-        """The part of a further piece of text that is no call, or may not be one."""
+    def add_text(self, text: str) -> str:
+        """Add a piece of text. Returns what is certainly not part of a tool call."""
         text = text if self.calls is None else self.calls.add(text)
         self.text += text
         return text
 
     def end(self, reason: str) -> str:
-        """Nothing more is written. Returns what was held back and is no call."""
+        """End the text. Returns what was held back and is not part of a tool call."""
         text = "" if self.calls is None else self.calls.rest()
         self.text += text
-        self.reason = CALLED if reason == STOP and self.called else reason
+        self.finish_reason = TOOL_CALLS if reason == STOP and self.tool_calls else reason
         return text
 
     @property
-    def called(self) -> list[dict[str, Any]]:
+    def tool_calls(self) -> list[dict[str, Any]]:
         """The calls, as OpenAI's JSON."""
-        return [] if self.calls is None else [one.told() for one in self.calls.found]
+        return [] if self.calls is None else [one.body() for one in self.calls.found]
 
 
 class Answer:
-    """A whole response. chat: whether it is a chat's."""
+    """The answer to one body, with all its choices. chat: whether it has the form of a chat."""
 
     def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool, tokenizer: Any) -> None:
         self.model, self.choices, self.chat, self.tokenizer = model, choices, chat, tokenizer
@@ -69,14 +71,14 @@ class Answer:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def whole(self, metrics: bool) -> dict[str, Any]:
-        """The answer that is sent at once."""
+    def body(self, metrics: bool) -> dict[str, Any]:
+        """The answer in one body, when all texts have ended."""
         choices = []
         for choice in self.choices:
-            content: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+            content: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
             told = choice.pending.num_logprobs is not None
-            prompt = self._prompt(choice) if choice.pending.echo else ""
-            read = self._read(choice) if told and choice.pending.echo else {}
+            prompt = self._prompt_text(choice) if choice.pending.echo else ""
+            read = self._prompt_logprobs(choice) if told and choice.pending.echo else {}
             written = self._logprobs(choice, choice.logprobs, choice.tokens) if told else None
             content["logprobs"] = {name: read[name] + each for name, each in written.items()} if written and read else written
             content |= {"message": _message(choice)} if self.chat else {"text": prompt + choice.text}
@@ -84,40 +86,41 @@ class Answer:
         found = {**self._head(chunk=False), "choices": choices, "usage": self.usage()}
         return found | (self.metrics() if metrics else {})
 
-    def beginning(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         """Chunks before any text."""
         if not self.chat:
             return []
         return [self._chunk(choice, {"role": "assistant", "content": ""}, None) for choice in self.choices]
 
-    def prompt(self, choice: Choice) -> dict[str, Any] | None:
-        """The chunk that tells a prompt, before any other of its text; None where nobody asks, or it was told. What the model
-        thinks of the prompt is known when there is a first piece."""
-        if choice.echoed or not choice.pending.echo:
+    def prompt_chunk(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk with the echoed prompt; None if it is not wanted or was sent. Its log-probabilities are known when the
+        first output comes."""
+        if choice.has_sent_prompt or not choice.pending.echo:
             return None
-        choice.echoed = True
-        found = self._chunk(choice, {}, None, self._prompt(choice))
+        choice.has_sent_prompt = True
+        found = self._chunk(choice, {}, None, self._prompt_text(choice))
         if choice.pending.num_logprobs is not None:
-            found["choices"][0]["logprobs"] = self._read(choice)
+            found["choices"][0]["logprobs"] = self._prompt_logprobs(choice)
         return found
 
     def chunk(
         self, choice: Choice, text: str, output: StepOutput | None, start: int, speculative: bool | str
     ) -> dict[str, Any] | None:
-        """One more piece of a text; None where it has nothing to say. piece: that brought it. start: tokens before it."""
+        """A chunk with new text; None if there is nothing to report. output: brought the text. start: number of tokens before
+        it."""
         told = choice.pending.num_logprobs is not None and output is not None and output.logprobs is not None
-        if not (text or choice.reason or told or (speculative and output)):
+        if not (text or choice.finish_reason or told or (speculative and output)):
             return None
-        delta: dict[str, Any] = {"content": text} if text or not choice.reason else {}
-        if choice.reason and choice.calls is not None and choice.calls.found:
-            delta["tool_calls"] = [one.told(index) for index, one in enumerate(choice.calls.found)]
-        found = self._chunk(choice, delta, choice.reason, text)
+        delta: dict[str, Any] = {"content": text} if text or not choice.finish_reason else {}
+        if choice.finish_reason and choice.calls is not None and choice.calls.found:
+            delta["tool_calls"] = [one.body(index) for index, one in enumerate(choice.calls.found)]
+        found = self._chunk(choice, delta, choice.finish_reason, text)
         if told and output is not None and output.logprobs is not None:
             count = choice.output_text.count - start
             found["choices"][0]["logprobs"] = self._logprobs(choice, output.logprobs[:count], output.tokens[:count])
         if speculative and output is not None:
-            choice.steps = choice.steps or self._reader(choice)
-            found["speculative"] = self._step(output, choice.steps)
+            choice.step_reader = choice.step_reader or self._reader(choice)
+            found["speculative"] = self._step(output, choice.step_reader)
         return found
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
@@ -132,7 +135,7 @@ class Answer:
         )
 
     def _step(self, output: StepOutput, reader: TokenReader | None = None) -> dict[str, Any]:
-        """What a page colours tokens by, and its details where it asks for them. reader: has read the tokens before."""
+        """The step that committed tokens, with its details if wanted. reader: has read the tokens before."""
         details = output.details
         seen: Sequence[TokenDetails | None] = [None] * len(output.tokens) if details is None else details.tokens
         reader = reader or TokenReader(self.tokenizer)
@@ -154,23 +157,23 @@ class Answer:
         }
         return found if details is None else found | {"refused": refused} | _step_details(details)
 
-    def _prompt(self, choice: Choice) -> str:
-        """The text of a prompt, which an answer begins with that echoes it."""
+    def _prompt_text(self, choice: Choice) -> str:
+        """The text of a prompt that the answer echoes."""
         text = str(self.tokenizer.decode(choice.pending.prompt_ids, skip_special_tokens=True))
         return text.removesuffix(choice.output_text.prompt_end)
 
-    def _read(self, choice: Choice) -> dict[str, Any]:
-        """Log-probabilities of a prompt's tokens. Nothing comes before the first, which has none."""
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """Log-probabilities of a prompt's tokens. The first token has none."""
         first, *rest = choice.pending.prompt_ids
-        choice.told = TokenReader(self.tokenizer)
-        before = {"tokens": choice.told.text(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        choice.told.add(first)
+        choice.logprob_reader = TokenReader(self.tokenizer)
+        before = {"tokens": choice.logprob_reader.text(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        choice.logprob_reader.add(first)
         told = self._logprobs(choice, choice.pending.prompt_logprobs or [], rest)
-        choice.told.ends = choice.output_text.ends
+        choice.logprob_reader.ends = choice.output_text.ends
         return {name: [before[name], *each] for name, each in told.items()}
 
     def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprobs], tokens: Sequence[int]) -> dict[str, Any]:
-        reader = choice.told = choice.told or self._reader(choice)
+        reader = choice.logprob_reader = choice.logprob_reader or self._reader(choice)
         content: list[dict[str, Any]] = []
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(tokens, logprobs, strict=True):
@@ -184,12 +187,12 @@ class Answer:
                     found[name].append(value)
         return {"content": content, "refusal": None} if self.chat else found
 
-    def ending(self, metrics: bool) -> dict[str, Any]:
+    def usage_chunk(self, metrics: bool) -> dict[str, Any]:
         """The chunk with the usage."""
         return {**self._head(chunk=True), "choices": [], "usage": self.usage()} | (self.metrics() if metrics else {})
 
     def usage(self) -> dict[str, Any]:
-        """Tokens that were read and written; a prompt counts once for all its choices."""
+        """Numbers of prompt and written tokens. A prompt counts once for all its choices."""
         prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
         reused = sum(choice.pending.stats.cached_tokens for choice in self.choices)
@@ -217,7 +220,9 @@ class Answer:
                 total.by_length.setdefault(length, type(counts)()).update(counts)
             total.drafters.update(choice.pending.stats.drafters)
         seconds = max(choice.seconds for choice in self.choices)
-        first = min((choice.first for choice in self.choices if choice.first is not None), default=0.0)
+        first = min(
+            (choice.first_token_seconds for choice in self.choices if choice.first_token_seconds is not None), default=0.0
+        )
         waited = max(choice.pending.queue_seconds for choice in self.choices)
         return {
             "metrics": {
@@ -225,14 +230,14 @@ class Answer:
                 "generation_time_ms": round(1000 * (seconds - first), 3),
                 "queue_time_ms": round(1000 * waited, 3),
                 "tokens_per_second": round(total.tokens / seconds, 3) if seconds else 0.0,
-                "speculative_decoding": speculative(total),
+                "speculative_decoding": speculative_metrics(total),
             },
             "timings": {"draft_n": total.drafted, "draft_n_accepted": total.accepted},
         }
 
 
-def speculative(stats: RequestStats) -> dict[str, Any]:
-    """As vLLM tells it. Histograms: steps by how many drafts they accepted."""
+def speculative_metrics(stats: RequestStats) -> dict[str, Any]:
+    """vLLM's block of figures. Histograms: number of steps by number of accepted drafts."""
     longest = max(stats.by_length, default=0)
     whole = [sum(counts[accepted] for counts in stats.by_length.values()) for accepted in range(longest + 1)]
     return {
@@ -252,13 +257,13 @@ def speculative(stats: RequestStats) -> dict[str, Any]:
 
 def _message(choice: Choice) -> dict[str, Any]:
     """The answer of a chat. One that is nothing but calls has no content."""
-    called = choice.called
-    found = {"role": "assistant", "content": choice.text if choice.text or not called else None, "refusal": None}
-    return found | ({"tool_calls": called} if called else {})
+    calls = choice.tool_calls
+    found = {"role": "assistant", "content": choice.text if choice.text or not calls else None, "refusal": None}
+    return found | ({"tool_calls": calls} if calls else {})
 
 
 def _token_details(one: TokenDetails) -> dict[str, Any]:
-    """What is known of a token."""
+    """What the playground shows of a token."""
     chances = {"p": one.model, "draft_p": one.drafter, "confidence": one.confidence}
     found: dict[str, Any] = {name: round(chance, 4) for name, chance in chances.items() if chance is not None}
     if one.layer is not None:
@@ -267,7 +272,7 @@ def _token_details(one: TokenDetails) -> dict[str, Any]:
 
 
 def _step_details(details: StepDetails) -> dict[str, Any]:
-    """How many refused drafts are left out; layers and a plain step's time, where there is something new."""
+    """Number of rejected branches left out; layers and time of a plain step if they have changed."""
     found: dict[str, Any] = {"left_out": details.left_out}
     if details.layers is not None:
         found["layers"] = details.layers
@@ -277,7 +282,7 @@ def _step_details(details: StepDetails) -> dict[str, Any]:
 
 
 def _rejected(details: StepDetails, reader: TokenReader) -> list[dict[str, Any]]:
-    """Refused drafts by the place at which they were."""
+    """Rejected drafts with their places."""
     return [
         {
             "at": branch.place,
@@ -288,7 +293,7 @@ def _rejected(details: StepDetails, reader: TokenReader) -> list[dict[str, Any]]
 
 
 def _top_logprobs(one: TokenLogprobs, reader: TokenReader) -> dict[str, float]:
-    """By text: tokens that are parts of characters may have the same, which then is that of the likeliest."""
+    """Text -> log-probability. Parts of characters may have the same text; then the likeliest counts."""
     found: dict[str, float] = {}
     for token, value in one.top:
         found.setdefault(reader.text(token), value)

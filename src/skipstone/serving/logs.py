@@ -77,7 +77,7 @@ def set_up(form: str) -> None:
 def request(record: RequestRecord) -> None:
     """The line of a request that has ended."""
     if record.route not in UNLOGGED_ROUTES:
-        level = logging.WARNING if record.status >= 500 or record.failed else logging.INFO
+        level = logging.WARNING if record.status >= 500 or record.failure else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, "request", extra={"fields": record.fields()})
 

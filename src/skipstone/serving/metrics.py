@@ -69,17 +69,17 @@ class Metrics:
     def ended(self, choice: Choice) -> None:
         """A text is whole."""
         pending, count = choice.pending, choice.output_text.count
-        self._ended.labels(**self._model, finished_reason=choice.reason).inc()
+        self._ended.labels(**self._model, finished_reason=choice.finish_reason).inc()
         self.prompt.inc(len(pending.request.prompt))
         self.reused.inc(pending.stats.cached_tokens)
         self.written.inc(count)
         self.whole.observe(choice.seconds)
         if pending.queue_seconds:
             self.queued.observe(pending.queue_seconds)
-        if choice.first is not None:
-            self.first.observe(choice.first)
+        if choice.first_token_seconds is not None:
+            self.first.observe(choice.first_token_seconds)
             if count > 1:
-                self.each.observe((choice.seconds - choice.first) / (count - 1))
+                self.each.observe((choice.seconds - choice.first_token_seconds) / (count - 1))
 
     def request(self, record: RequestRecord) -> None:
         """A request over HTTP has ended."""

@@ -1,7 +1,6 @@
-"""Bodies to requests: prompts to tokens, settings to what `skipstone.generate` takes, so that an answer is the text that it
-writes.
+"""Parses bodies: prompts become tokens, settings become a `Request`, so that an answer is the text of `skipstone.generate`.
 
-It runs in one thread of its own, beside the model's: transformers' preparation of a call changes its model for a moment.
+It runs in a thread of its own, because transformers' preparation of a call changes its model for a moment.
 """
 
 import json
@@ -29,31 +28,37 @@ from skipstone.serving.templates import takes_arguments_as_text
 from skipstone.serving.tools import argument_schemas
 
 OFF = "off"
-"""What a request calls plain decoding."""
+"""The name of plain decoding in a body."""
 SERVER_SETTINGS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
-"""Settings of methods that name files or models."""
+"""Method settings that name files or models. Only the server may choose them."""
 DRAFT_MODEL_SETTINGS = ("draft_device", "draft_dtype")
-"""Settings of the models that these name. Every value of them loads one more model."""
+"""Method settings of draft models. Each of their values loads one more model."""
 MAX_CHAT_DEPTH = 100
-"""Levels of what a chat template is given: it may call itself for every one, and runs out of stack."""
+"""Nesting of what a chat template gets. A recursive template would run out of stack."""
 MAX_SETTING = 64
-"""Of a whole number among a method's settings, where its default is no larger: many of them are memory."""
+"""Maximum of an integer method setting in a body, or its default if that is larger. Many such settings are memory."""
 
 
 class RequestParser:
-    """What a body means for a model. default: the method where a body names none. capacity: most tokens of a text, its prompt
-    included. seconds: that a request may take, None for any time."""
+    """Makes pending requests of bodies.
+
+    default_method: used if a body names none. max_model_len: tokens of a text, its prompt included. timeout_seconds: limit for
+    one request, None for no limit."""
 
     def __init__(
-        self, model: ModelRunner, tokenizer: Any, default: Method, capacity: int, seconds: float | None = None
+        self,
+        model: ModelRunner,
+        tokenizer: Any,
+        default_method: Method,
+        max_model_len: int,
+        timeout_seconds: float | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.default = model, tokenizer, default
-        self.capacity, self.seconds = capacity, seconds
+        self.model, self.tokenizer, self.default_method = model, tokenizer, default_method
+        self.max_model_len, self.timeout_seconds = max_model_len, timeout_seconds
         self._grammars: GrammarCompiler | None = None  # made when one is asked for first
 
-    def completion(self, body: CompletionBody, grammar: Grammar | None = None) -> list[PendingRequest]:
-        """One request for every choice, those of the first prompt first. grammar: of the body. ValueError for what cannot be
-        done."""
+    def parse_completion(self, body: CompletionBody, grammar: Grammar | None = None) -> list[PendingRequest]:
+        """One request per choice, the choices of the first prompt first. ValueError for what cannot be done."""
         given: Any = body.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         prompts = [self._prompt_ids(each) for each in ([given] if one else given)]
@@ -65,26 +70,26 @@ class RequestParser:
                 pending.prompt_logprobs = None if body.logprobs is None else read.setdefault(id(pending.request.prompt), [])
         return requests
 
-    def chat(self, body: ChatBody, grammar: Grammar | None = None) -> list[PendingRequest]:
-        """The same of a chat."""
+    def parse_chat(self, body: ChatBody, grammar: Grammar | None = None) -> list[PendingRequest]:
+        """The same for a chat."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        told = (body.top_logprobs or 0) if body.logprobs else None
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         prompt = self._chat_ids(body.messages, [one.model_dump(exclude_none=True) for one in body.offered])
-        return self._pending_requests(body, [prompt], most, told, grammar)
+        return self._pending_requests(body, [prompt], most, num_logprobs, grammar)
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self.tokenizer.chat_template is not None
 
-    def of(self, chat: bool) -> Callable[..., list[PendingRequest]]:
-        """What makes requests of a chat's body, or of a text's, and of its grammar."""
-        return self.chat if chat else self.completion
+    def parser_of(self, chat: bool) -> Callable[..., list[PendingRequest]]:
+        """The function that parses the body of a chat, or of a completion."""
+        return self.parse_chat if chat else self.parse_completion
 
-    def tokens(self, body: TokenizeBody) -> list[int]:
-        """Of a text or a chat."""
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        """The tokens of a text or a chat."""
         if (body.prompt is None) is (body.messages is None):
             raise ValueError("give either prompt or messages")
         if body.messages is not None:
@@ -100,12 +105,12 @@ class RequestParser:
 
     @property
     def _max_characters(self) -> int:
-        """Characters beyond which a text has too many tokens in any case: no token is longer."""
-        return self.capacity * 64
+        """Length beyond which a text has too many tokens in any case, because no token is longer than 64 characters."""
+        return self.max_model_len * 64
 
     def _too_long_error(self, found: str) -> RequestError:
-        """What is raised for a prompt, or for more tokens than there is room for. Clients look for the code."""
-        limit = f"the maximum context length is {self.capacity} tokens, those that are written included"
+        """The error for a prompt that does not fit. Clients look for its code."""
+        limit = f"the maximum context length is {self.max_model_len} tokens, those that are written included"
         return RequestError(400, f"the prompt has {found}: {limit}", code="context_length_exceeded")
 
     @cached_property
@@ -128,10 +133,10 @@ class RequestParser:
             raise self._too_long_error(f"{len(text)} characters")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def method(self, wanted: str | dict[str, Any] | None) -> Method:
-        """The method that a body asks for. ValueError for one that does not exist, or that would touch files."""
+    def parse_method(self, wanted: str | dict[str, Any] | None) -> Method:
+        """The method that a body asks for. ValueError if it does not exist or would touch files."""
         if wanted is None:
-            return self.default
+            return self.default_method
         if wanted == OFF:
             wanted = "autoregressive"
         method = resolve_for(self.model.model, wanted)
@@ -140,7 +145,7 @@ class RequestParser:
         return method
 
     def _check_settings(self, method: Method) -> None:
-        """ValueError for a method that a request may not ask for, before anything of it is looked at."""
+        """ValueError for settings that a body may not choose."""
         usual = resolve_for(self.model.model, method.name)
         for one in fields(method):
             value = getattr(method, one.name)
@@ -156,7 +161,7 @@ class RequestParser:
     def _pending_requests(
         self, body: GenerationBody, prompts: list[list[int]], most: int | None, logprobs: int | None, grammar: Grammar | None
     ) -> list[PendingRequest]:
-        method, found = self.method(body.speculative), []
+        method, found = self.parse_method(body.speculative), []
         prediction = self._prediction_ids(body)
         if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
@@ -165,7 +170,7 @@ class RequestParser:
             if not prompt:
                 raise ValueError("the prompt is empty: there is no token to start from")
             refuse_ids(self.model, min(prompt), max(prompt))
-            room = self.capacity - len(prompt)
+            room = self.max_model_len - len(prompt)
             if room < 1 or (most is not None and most > room):
                 asked = f" + max_tokens={most}" if most else ""
                 raise self._too_long_error(f"{len(prompt)} tokens{asked}")
@@ -181,13 +186,18 @@ class RequestParser:
                 if own_grammar is not None:
                     one = _with_grammar(one, own_grammar)
                 pending = PendingRequest(
-                    one, method, logprobs, self.seconds, wants_details=body.stream_speculative == "full", grammar=own_grammar
+                    one,
+                    method,
+                    logprobs,
+                    self.timeout_seconds,
+                    wants_details=body.stream_speculative == "full",
+                    grammar=own_grammar,
                 )
                 found.append(pending)
         return found
 
     def _most_tokens(self, prompt: int, room: int) -> int:
-        """Most new tokens where a request does not say: what the model's own generation config allows, `room` at most."""
+        """`max_new_tokens` if a body does not say: what the generation config allows, at most `room`."""
         own: Any = self.model.model.generation_config
         if own.max_new_tokens is not None:
             return min(own.max_new_tokens, room)
@@ -198,23 +208,22 @@ class RequestParser:
         return min(own.max_length - prompt, room)
 
     def _prediction_ids(self, body: GenerationBody) -> list[int]:
-        """The tokens of the prediction; none where there is none."""
+        """The tokens of the prediction, [] without one."""
         if body.prediction is None:
             return []
         text = body.prediction.text
         if len(text) > self._max_characters:
-            raise ValueError(f"prediction: at most {self.capacity} tokens, found {len(text)} characters")
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.capacity]
+            raise ValueError(f"prediction: at most {self.max_model_len} tokens, found {len(text)} characters")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.max_model_len]
 
     def has_grammar(self, body: GenerationBody) -> bool:
         """Whether a body has a grammar."""
         wanted = body.response_format
         return (wanted is not None and wanted.type != "text") or (isinstance(body, ChatBody) and body.demands_a_call)
 
-    def grammar(self, body: GenerationBody) -> Grammar | None:
-        """Of all that may be written; None for anything. It may take seconds, and touches nothing that others use: it has a
-        thread of its own. ValueError for a schema that is none, or too much; TimeoutError as of
-        `GrammarCompiler.compile_schema`."""
+    def compile_grammar(self, body: GenerationBody) -> Grammar | None:
+        """The grammar of a body; None for any text. It may take seconds and shares nothing with others, so it runs in a thread
+        of its own. ValueError for a wrong or too large schema; TimeoutError as in `GrammarCompiler.compile_schema`."""
         wanted, choices = self._schema_of(body), body.n * _num_prompts(body)
         if isinstance(body, ChatBody) and body.demands_a_call:
             if wanted is not None:
@@ -266,13 +275,13 @@ class RequestParser:
 
 
 def _with_grammar(request: Request, grammar: Grammar) -> Request:
-    """A request that obeys a grammar: its text ends with the document."""
+    """The request with a grammar. Its text ends with the document."""
     sampling = replace(request.sampling, processors=[*request.sampling.processors, grammar])
     eos, criteria = request.eos | set(grammar.ends), [*request.criteria, grammar.has_ended]
     return replace(request, sampling=sampling, eos=eos, criteria=criteria)
 
 
 def _num_prompts(body: GenerationBody) -> int:
-    """How many prompts a body has."""
+    """The number of prompts in a body."""
     given: Any = body.prompt if isinstance(body, CompletionBody) else ""
     return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1

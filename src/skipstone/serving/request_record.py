@@ -1,6 +1,6 @@
-"""What becomes of every HTTP request: a record, which is told to the counters, the trace and the log when the request ends.
+"""The record of an HTTP request: metrics, trace and log report it when the request ends.
 
-No word of a prompt, of an answer or of a key is in what a record tells.
+It has no text of a prompt or an answer, and no key.
 """
 
 import logging
@@ -18,29 +18,31 @@ from skipstone.serving.answers import Answer
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
 
 CLIENT_CLOSED = 499
-"""The status where nothing was sent, because the client or the server had gone."""
+"""The status if nothing was sent, because the client or the server had gone."""
 UNKNOWN_ROUTE = "other"
-"""The route of paths that there are not: what clients make up is no name for a counter."""
+"""The route of unknown paths. What clients make up is no label of a counter."""
 SETTINGS = ("n", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
-"""Numbers of a body that a trace has."""
+"""Numbers of a body that a trace reports."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class RequestRecord:
-    """One request. model: that the server has. verb, route: of HTTP. headers: as they came. began, ended: its first and its
-    last byte, in seconds of `time.monotonic`. clock: nanoseconds since 1970 when it began. status: of HTTP. streamed: whether
-    it was answered by events. answer: where it writes. settings: of its body. as_json: whether that asks for JSON, None where
-    it does not say. trace: the id of its trace, "" for none."""
+    """One HTTP request.
+
+    model: name of the server's model. start_time, end_time: of its first and last byte, in seconds of `time.monotonic`.
+    start_nanoseconds: the start since 1970. streamed: whether the answer was a stream. settings: numbers of the body. as_json:
+    whether the body asks for JSON, None if it does not say. trace: id of its trace, "" for none.
+    """
 
     model: str
     verb: str
     route: str
     headers: Sequence[tuple[bytes, bytes]] = field(default=(), repr=False)
-    began: float = field(default_factory=time.monotonic)
-    clock: int = field(default_factory=time.time_ns)
-    ended: float = 0.0
+    start_time: float = field(default_factory=time.monotonic)
+    start_nanoseconds: int = field(default_factory=time.time_ns)
+    end_time: float = 0.0
     status: int = 0
     streamed: bool = False
     answer: Answer | None = None
@@ -51,67 +53,71 @@ class RequestRecord:
 
     @property
     def id(self) -> str:
-        """Of the answer, which clients know; else one of its own."""
+        """Id of the answer, which clients know; without an answer an id of its own."""
         return self.own_id if self.answer is None else self.answer.id
 
     @property
-    def reasons(self) -> list[str]:
+    def finish_reasons(self) -> list[str]:
         """Why its texts have ended."""
-        return [] if self.answer is None else [choice.reason or CANCELLED for choice in self.answer.choices]
+        return [] if self.answer is None else [choice.finish_reason or CANCELLED for choice in self.answer.choices]
 
     @property
-    def failed(self) -> str | None:
-        """What went wrong with its texts after they were begun; None for nothing."""
-        return next((reason for reason in (FAILED, TIMEOUT) if reason in self.reasons), None)
+    def failure(self) -> str | None:
+        """What went wrong with its texts after they had begun; None for nothing."""
+        return next((reason for reason in (FAILED, TIMEOUT) if reason in self.finish_reasons), None)
 
     @property
-    def cancelled(self) -> bool:
-        """Whether it was given up before its end because somebody had gone."""
-        return self.status == CLIENT_CLOSED or (CANCELLED in self.reasons and self.failed is None)
+    def is_cancelled(self) -> bool:
+        """Whether it ended early because the client or the server had gone."""
+        return self.status == CLIENT_CLOSED or (CANCELLED in self.finish_reasons and self.failure is None)
 
     def nanoseconds(self, moment: float) -> int:
         """A moment of `time.monotonic`, in nanoseconds since 1970."""
-        return self.clock + round(1e9 * (moment - self.began))
+        return self.start_nanoseconds + round(1e9 * (moment - self.start_time))
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Where the time of an answer went: it waits for a row, its prompt is read, it is written; (from, to) in seconds of
-        `time.monotonic`. Of several texts, the first one that comes so far ends a phase."""
+        """Phase -> (start, end) in seconds of `time.monotonic`: "queue" until a row is free, "prefill" until the first token,
+        "decode". With several texts, the first one that comes so far ends a phase."""
         if self.answer is None:
             return {}
         requests, found = [choice.pending for choice in self.answer.choices], {}
         began = min(pending.arrival_time for pending in requests)
         rows = [pending.arrival_time + pending.queue_seconds for pending in requests if pending.queue_seconds]
-        firsts = [choice.pending.arrival_time + choice.first for choice in self.answer.choices if choice.first is not None]
+        firsts = [
+            choice.pending.arrival_time + choice.first_token_seconds
+            for choice in self.answer.choices
+            if choice.first_token_seconds is not None
+        ]
         for name, moments in (("queue", rows), ("prefill", firsts)):
-            found[name] = began, min(moments, default=self.ended)
+            found[name] = began, min(moments, default=self.end_time)
             began = found[name][1]
             if not moments:
                 return found
-        found["decode"] = began, max(self.ended, began)
+        found["decode"] = began, max(self.end_time, began)
         return found
 
     def fields(self) -> dict[str, Any]:
-        """What a log says of it. Milliseconds: `total` from the first byte to the last, `queue` until the last of its texts had
-        a row, `first_token` from there that it was taken to the first token of any text."""
+        """The fields of its log line. total_ms: from the first byte to the last. queue_ms: until the last of its texts had a
+        row. first_token_ms: from its arrival to the first token of any text."""
         found: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
-        found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.cancelled}
-        found["total_ms"] = _milliseconds(self.ended - self.began)
+        found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
+        found["total_ms"] = _milliseconds(self.end_time - self.start_time)
         if self.answer is not None:
             found |= self._answer_fields(self.answer)
         return found | ({"trace_id": self.trace} if self.trace else {})
 
     def _answer_fields(self, answer: Answer) -> dict[str, Any]:
         usage, choices = answer.usage(), answer.choices
-        firsts = [choice.first for choice in choices if choice.first is not None]
+        firsts = [choice.first_token_seconds for choice in choices if choice.first_token_seconds is not None]
         figures = [choice.pending.stats for choice in choices]
         return {
-            "finish_reasons": self.reasons,
+            "finish_reasons": self.finish_reasons,
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
             "queue_ms": _milliseconds(
-                max(choice.pending.queue_seconds or self.ended - choice.pending.arrival_time for choice in choices)
+                max(choice.pending.queue_seconds or self.end_time - choice.pending.arrival_time for choice in choices)
             ),
             "first_token_ms": _milliseconds(min(firsts)) if firsts else None,
             "method": choices[0].pending.method.spelled,
@@ -124,19 +130,21 @@ _current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", def
 
 
 def attach_answer(answer: Answer, body: Any) -> None:
-    """The request that is being handled writes an answer to a body."""
+    """Add an answer and its body to the record of the request that is being handled."""
     if (record := _current.get()) is None:
         return
     record.answer = answer
-    asked = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
-    record.settings = {name: value for name, value in asked.items() if value is not None}
+    given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
+    record.settings = {name: value for name, value in given.items() if value is not None}
     if (wanted := getattr(body, "response_format", None)) is not None:
         record.as_json = wanted.type != "text"
 
 
 class RecordMiddleware:
-    """Around everything else: keeps a record of every request. model: that the server has. tellers: are called with a record
-    when its request has ended; what one of them raises is logged and hurts nobody."""
+    """ASGI middleware outside all others: records every request.
+
+    reporters: are called with the record of a request that has ended. Their errors are logged only.
+    """
 
     def __init__(self, app: ASGIApp, model: str, reporters: Sequence[Callable[[RequestRecord], None]]) -> None:
         self.app, self.model, self.reporters = app, model, reporters
@@ -162,14 +170,14 @@ class RecordMiddleware:
             raise
         finally:
             _current.reset(before)
-            record.ended = time.monotonic()
+            record.end_time = time.monotonic()
             record.status = record.status or CLIENT_CLOSED
-            self._tell(record)
+            self._report(record)
 
-    def _tell(self, record: RequestRecord) -> None:
-        for tell in self.reporters:
+    def _report(self, record: RequestRecord) -> None:
+        for report in self.reporters:
             try:
-                tell(record)
+                report(record)
             except Exception:
                 logger.exception("a request could not be told of")
 

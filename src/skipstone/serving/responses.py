@@ -92,7 +92,7 @@ class ResponseBody(RequestBody):
     speculative: str | dict[str, Any] | None = None
     return_metrics: bool = False
 
-    def sampled(self, chats: bool) -> GenerationBody:
+    def generation_body(self, chats: bool) -> GenerationBody:
         """The same for a chat; for a model without chats the text that it goes on with. ValueError where that is none."""
         wanted = None if self.text is None or self.text.format is None else self.text.format.format()
         common: dict[str, Any] = {
@@ -123,9 +123,9 @@ class ResponseFormatter:
         answer.id = self.id  # which the log has, too
         self._number = 0  # of the next event
 
-    def whole(self) -> dict[str, Any]:
+    def complete_body(self) -> dict[str, Any]:
         """The response when all is written."""
-        cut = self.choice.reason == LENGTH
+        cut = self.choice.finish_reason == LENGTH
         status = "incomplete" if cut else "completed"
         usage = self.answer.usage()
         found = self._response(status, [self._item(status)])
@@ -206,7 +206,7 @@ class ResponseFormatter:
         ]
 
     def _ending(self) -> list[dict[str, Any]]:
-        response, text = self.whole(), self.choice.text
+        response, text = self.complete_body(), self.choice.text
         return [
             self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
             self._event("response.content_part.done", **self._place(), part=self._part(text)),

@@ -1,4 +1,4 @@
-"""A model behind a queue: what the HTTP routes ask, and what the model's thread tells, brought together on the event loop."""
+"""The server: passes bodies from the HTTP routes to the model's thread, and its events back, on the event loop."""
 
 import asyncio
 import gc
@@ -46,15 +46,15 @@ STATE_MESSAGES = {
     "failed": "the model could not be loaded: see the server's log",
     "stopping": "the server is shutting down",
 }
-"""State -> why nothing is written in it."""
+"""State -> message of the 503."""
 RESTART_RETRY_SECONDS = 5
-"""Seconds after which a server that is loading, or is started anew, may be asked again."""
+"""The Retry-After header while a server loads or restarts."""
 FLUSH_SECONDS = 3
-"""Seconds that clients have to read the end of their answers after nothing more is written."""
-DRAIN_POLL = 0.02
-"""Seconds between two looks at whether all streams are sent."""
+"""Time that clients have to read the end of their answers after the last token."""
+DRAIN_POLL_SECONDS = 0.02
+"""Seconds between two checks whether all streams are sent."""
 DEFAULT_MAX_MODEL_LEN = 4096
-"""Tokens of a text where nobody says more: the memory of keys and values follows it."""
+"""The default limit of a text. The memory of keys and values grows with it."""
 
 Update = tuple[Choice, str, StepOutput | None, int]
 """A choice, the text that is new in it, the piece that brought it, and the tokens before that."""
@@ -62,9 +62,11 @@ Updates = AsyncGenerator[Update, None]
 
 
 class Server:
-    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready: is
-    called on the event loop when requests are taken. failed: is called there when nothing will be written any more, because the
-    model could not be loaded or its thread has died."""
+    """A model that answers bodies.
+
+    load: returns model and tokenizer; is called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready:
+    is called on the event loop when requests are taken. failed: is called there if the model could not be loaded or its thread
+    has ended."""
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings) -> None:
         self.settings, self._load = settings, load
@@ -109,11 +111,11 @@ class Server:
         method = resolve_for(model, settings.method)
         method.check(runner)
         expect_usable_defaults(runner, self.tokenizer)
-        capacity = min(runner.max_positions, settings.max_model_len or DEFAULT_MAX_MODEL_LEN)
-        self._parser = RequestParser(runner, self.tokenizer, method, capacity, settings.timeout_seconds)
-        limit = kv_cache_bytes(runner, method, settings.max_num_seqs, capacity, settings.kv_cache_memory_bytes)
+        max_model_len = min(runner.max_positions, settings.max_model_len or DEFAULT_MAX_MODEL_LEN)
+        self._parser = RequestParser(runner, self.tokenizer, method, max_model_len, settings.timeout_seconds)
+        limit = kv_cache_bytes(runner, method, settings.max_num_seqs, max_model_len, settings.kv_cache_memory_bytes)
         self._model_thread = ModelThread(
-            runner, settings.max_num_seqs, capacity, settings.max_waiting, self._post, kv_cache_bytes=limit
+            runner, settings.max_num_seqs, max_model_len, settings.max_waiting, self._post, kv_cache_bytes=limit
         )
 
     async def drain(self) -> None:
@@ -130,7 +132,7 @@ class Server:
             await self._loop.run_in_executor(None, self._model_thread.stop, self.settings.drain_seconds)
         end = max(end, time.monotonic() + FLUSH_SECONDS)
         while self.open_streams and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_POLL)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Drain, then leave."""
@@ -147,7 +149,7 @@ class Server:
 
     @property
     def model_thread(self) -> ModelThread:
-        """Refused while there is none."""
+        """RequestError while there is none."""
         state, why = self.health
         if self._model_thread is None or state != "ready":
             raise RequestError(503, why, None if state == "failed" else RESTART_RETRY_SECONDS)
@@ -155,24 +157,24 @@ class Server:
 
     @property
     def parser(self) -> RequestParser:
-        """Refused while there is none."""
+        """RequestError while there is none."""
         _ = self.model_thread
         assert self._parser is not None
         return self._parser
 
     async def run_on_text_thread(self, call: Callable[..., Found], *given: Any) -> Found:
-        """What works on texts, in its own thread."""
+        """Call a function that works on texts, in the thread for texts."""
         return await self._loop.run_in_executor(self._text_thread, call, *given)
 
-    async def asked(self, call: Callable[..., Found], *given: Any) -> Found:
-        """The same of what a client sent: what cannot be done with it is the client's mistake."""
+    async def parse(self, call: Callable[..., Found], *given: Any) -> Found:
+        """The same for what a client sent. A ValueError is the client's mistake."""
         try:
             return await self.run_on_text_thread(call, *given)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
 
     async def _grammar(self, body: Any) -> Grammar | None:
-        """That of a body, compiled in a thread of its own: nobody waits for a schema but those who bring one."""
+        """The grammar of a body, compiled in a thread of its own, so that only requests with a schema wait for it."""
         if not self.parser.has_grammar(body):
             return None
         if self._compiling >= max(self.settings.max_waiting, 1):
@@ -181,7 +183,7 @@ class Server:
             )
         self._compiling += 1
         try:
-            return await self._loop.run_in_executor(self._schema_thread, self.parser.grammar, body)
+            return await self._loop.run_in_executor(self._schema_thread, self.parser.compile_grammar, body)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         except NoGrammarMemory as error:
@@ -206,9 +208,9 @@ class Server:
             self.metrics.running.set(model_thread.admission.num_running)
             self.metrics.waiting.set(model_thread.admission.num_waiting)
         for pending, event in told:
-            listener = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
-            if listener is not None:
-                listener.put(pending, event)
+            unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
+            if unread is not None:
+                unread.put(pending, event)
         while (slow := largest_beyond_limit(self._unread)) is not None:
             self._drop(slow)
         if model_thread is not None and not model_thread.is_alive and self.state == "ready":
@@ -216,7 +218,7 @@ class Server:
             self.failed()
 
     def _drop(self, unread: UnreadEvents) -> None:
-        """Give up an answer that its client does not read."""
+        """Cancel an answer that its client does not read."""
         unread.drop()
         for pending in unread.requests:
             if self._queues.pop(pending, None) is not None and self._model_thread is not None:
@@ -224,21 +226,21 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
-    async def answer(self, ask: Callable[..., list[PendingRequest]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
-        """An answer that is begun, and its updates. ask: makes requests of a body and its grammar. Refused before anything is
-        written."""
+    async def answer(self, parse: Callable[..., list[PendingRequest]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
+        """An answer that has begun, and its updates. parse: makes requests of a body and its grammar. RequestError before
+        anything is written."""
         model_thread = self.model_thread
-        requests = await self.asked(ask, body, await self._grammar(body))
-        listener = UnreadEvents(requests)
+        requests = await self.parse(parse, body, await self._grammar(body))
+        unread = UnreadEvents(requests)
         choices = [self._choice(index, pending, body) for index, pending in enumerate(requests)]
         for choice in choices:
             choice.is_streamed = body.stream
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         model_thread.submit(requests)
-        self._queues.update(dict.fromkeys(requests, listener))
-        self._unread.add(listener)
+        self._queues.update(dict.fromkeys(requests, unread))
+        self._unread.add(unread)
         attach_answer(answer, body)
-        return answer, self._updates(model_thread, answer, listener, whole_steps=body.stream_speculative)
+        return answer, self._updates(model_thread, answer, unread, whole_steps=body.stream_speculative)
 
     def _choice(self, index: int, pending: PendingRequest, body: Any) -> Choice:
         if not (isinstance(body, ChatBody) and body.offered):
@@ -256,28 +258,28 @@ class Server:
         return Choice(index, pending, output_text, ToolCallParser(names, most=most))
 
     def abandon(self, answer: Answer) -> None:
-        """Nobody reads an answer any more: what is not written of it is given up."""
+        """Cancel what is not written of an answer that nobody reads."""
         for choice in answer.choices:
-            if choice.reason is None:
-                choice.reason = CANCELLED
+            if choice.finish_reason is None:
+                choice.finish_reason = CANCELLED
                 self._leave(choice.pending)
                 self.metrics.ended(choice)
                 if self._model_thread is not None:
                     self._model_thread.cancel(choice.pending)
 
     async def _updates(
-        self, model_thread: ModelThread, answer: Answer, listener: UnreadEvents, *, whole_steps: bool | str
+        self, model_thread: ModelThread, answer: Answer, unread: UnreadEvents, *, whole_steps: bool | str
     ) -> Updates:
-        """Until all have ended, or nobody listens any more. Refused where one could not be written. whole_steps: whether what
-        every step has committed is an update of its own."""
+        """Updates until all choices have ended. RequestError if one of them fails. whole_steps: whether every step is an update
+        of its own."""
         running = {choice.pending: choice for choice in answer.choices}
         try:
             while running:
-                pending, event = await listener.take(whole_steps=bool(whole_steps))
+                pending, event = await unread.take(whole_steps=bool(whole_steps))
                 if (choice := running.get(pending)) is None:
                     continue
                 update = self._update(choice, event)
-                if choice.reason is not None:
+                if choice.finish_reason is not None:
                     del running[pending]
                     self._leave(pending)
                     self.metrics.ended(choice)
@@ -295,10 +297,10 @@ class Server:
         self._queues.pop(pending, None)
 
     def _add_output(self, choice: Choice, output: StepOutput) -> Update:
-        if choice.first is None:
-            choice.first = choice.seconds
+        if choice.first_token_seconds is None:
+            choice.first_token_seconds = choice.seconds
         start = choice.output_text.count
-        text = choice.shown(choice.output_text.add(output.tokens))
+        text = choice.add_text(choice.output_text.add(output.tokens))
         taken = choice.output_text.count - start
         choice.tokens += output.tokens[:taken]
         if not choice.is_streamed:
@@ -309,31 +311,33 @@ class Server:
 
     def _finish(self, choice: Choice, ended: RequestEnd) -> Update:
         if ended.message:
-            choice.reason = ended.reason
+            choice.finish_reason = ended.reason
             self.metrics.ended(choice)
             raise RequestError(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
         start = choice.output_text.count
-        text = choice.shown(choice.output_text.rest())
+        text = choice.add_text(choice.output_text.rest())
         text += choice.end(STOP if choice.output_text.stopped else ended.reason)
         return choice, text, None, start
 
 
-def kv_cache_bytes(model: ModelRunner, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
-    """What keys and values may take: so much that the default method's rows have room for a text of full length. ValueError
-    where less is wanted."""
-    needed = BatchGroup(model, method, rows, capacity, PREFILL_CHUNK_SIZE, lambda *_: None).memory_bytes(capacity)
+def kv_cache_bytes(model: ModelRunner, method: Method, max_num_seqs: int, max_model_len: int, wanted: int | None) -> int:
+    """The limit of keys and values: enough for a text of full length in the default method's rows. ValueError if `wanted` is
+    less."""
+    needed = BatchGroup(model, method, max_num_seqs, max_model_len, PREFILL_CHUNK_SIZE, lambda *_: None).memory_bytes(
+        max_model_len
+    )
     if wanted is None:
         return max(default_kv_cache_bytes(model), needed)
     if wanted < needed:
         raise ValueError(
-            f"{rows} rows of {method.name} need {needed} bytes of keys and values for texts of {capacity} tokens, and "
+            f"{max_num_seqs} rows of {method.name} need {needed} bytes of keys and values for texts of {max_model_len} tokens, and "
             f"--kv-cache-memory-bytes is {wanted}: raise it, or lower --max-num-seqs or --max-model-len"
         )
     return wanted
 
 
 async def unless_disconnected(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:
-    """What comes of some work; None where something else has happened before it is done, which then is given up."""
+    """The result of some work; None if the client has gone first, and the work is cancelled."""
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
         await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)

@@ -48,7 +48,7 @@ class Call:
     name: str
     arguments: str
 
-    def told(self, index: int | None = None) -> dict[str, Any]:
+    def body(self, index: int | None = None) -> dict[str, Any]:
         """As OpenAI's JSON. index: its place, in a chunk of a stream."""
         place = {} if index is None else {"index": index}
         return {**place, "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}

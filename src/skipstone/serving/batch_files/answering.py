@@ -59,11 +59,11 @@ def by_defect(answer: Answer) -> bool:
 
 async def _body(server: Server, line: Line) -> dict[str, Any]:
     """The body of the answer. ValidationError and Refused, as of a server."""
-    sampled, body = _asked(server, line)
-    chat = isinstance(sampled, ChatBody)
-    if sampled.seed is None:
-        sampled = sampled.model_copy(update={"seed": line.seed})
-    answer, updates = await server.answer(server.parser.of(chat), sampled, chat=chat)
+    generation_body, body = _asked(server, line)
+    chat = isinstance(generation_body, ChatBody)
+    if generation_body.seed is None:
+        generation_body = generation_body.model_copy(update={"seed": line.seed})
+    answer, updates = await server.answer(server.parser.parser_of(chat), generation_body, chat=chat)
     try:
         async with aclosing(updates):
             async for _ in updates:
@@ -72,11 +72,11 @@ async def _body(server: Server, line: Line) -> dict[str, Any]:
         server.abandon(answer)
     answer.created = 0
     if isinstance(body, ResponseBody):
-        told = ResponseFormatter(answer, body)
-        told.id, told.item = f"resp_{line.digest[:ID_DIGITS]}", f"msg_{line.digest[:ID_DIGITS]}"
-        return _of_the_line(told.whole(), line)
+        formatter = ResponseFormatter(answer, body)
+        formatter.id, formatter.item = f"resp_{line.digest[:ID_DIGITS]}", f"msg_{line.digest[:ID_DIGITS]}"
+        return _of_the_line(formatter.complete_body(), line)
     answer.id = ("chatcmpl-" if chat else "cmpl-") + line.digest[:ID_DIGITS]
-    return _of_the_line(answer.whole(metrics=False), line)
+    return _of_the_line(answer.body(metrics=False), line)
 
 
 def _asked(server: Server, line: Line) -> tuple[GenerationBody, CompletionBody | ChatBody | ResponseBody]:
@@ -100,7 +100,7 @@ def _asked(server: Server, line: Line) -> tuple[GenerationBody, CompletionBody |
     if not isinstance(body, ResponseBody):
         return body, body
     try:
-        return body.sampled(server.parser.chats), body
+        return body.generation_body(server.parser.has_chat_template), body
     except ValueError as error:
         raise RequestError(400, str(error)) from None
 
