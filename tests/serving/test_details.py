@@ -53,7 +53,7 @@ def test_of_a_chain_what_follows_the_first_refused_draft_was_never_looked_at() -
     found = told(draft([3, 4, 5, 6], confidence=torch.tensor([[0.9, 0.8, 0.7, 0.6]]), exit_layer=2), [0], 9)
     assert [(one.token, one.model, one.layer) for one in found.tokens] == [(3, chance(3), 2), (9, chance(9), None)]
     assert [one.drafter for one in found.tokens] == [pytest.approx(0.9), None]
-    (branch,) = found.refused
+    (branch,) = found.rejected
     assert branch.place == 1
     assert [(one.token, one.model) for one in branch.tokens] == [(4, chance(4)), (5, None), (6, None)]
     assert [one.drafter for one in branch.tokens] == [pytest.approx(value) for value in (0.8, 0.7, 0.6)]
@@ -63,19 +63,19 @@ def test_of_a_chain_what_follows_the_first_refused_draft_was_never_looked_at() -
 def test_of_a_tree_every_branch_stands_at_the_place_of_its_first_node() -> None:
     #   root -> 0 -> 1 -> 2 (accepted: 0, 1), 3 beside 0, 4 behind 3, 5 beside 1, 6 beside 4
     found = told(draft([1, 2, 3, 4, 5, 6, 7], [-1, 0, 1, -1, 3, 0, 3]), [0, 1], 9)
-    branches = [(one.place, [(seen.token, seen.model) for seen in one.tokens]) for one in found.refused]
+    branches = [(one.place, [(seen.token, seen.model) for seen in one.tokens]) for one in found.rejected]
     assert branches == [(2, [(3, chance(3))]), (0, [(4, chance(4)), (5, None)]), (1, [(6, chance(6))]), (1, [(7, None)])]
-    assert all(one.drafter is None and one.layer is None for branch in found.refused for one in branch.tokens)
+    assert all(one.drafter is None and one.layer is None for branch in found.rejected for one in branch.tokens)
 
 
 def test_a_tree_with_many_branches_says_how_many_it_leaves_out() -> None:
     found = told(draft([1] * 30, [-1] * 30), [], 9)
-    assert (len(found.refused), found.left_out) == (MAX_BRANCHES, 30 - MAX_BRANCHES)
+    assert (len(found.rejected), found.left_out) == (MAX_BRANCHES, 30 - MAX_BRANCHES)
 
 
 def test_nothing_is_refused_where_a_text_ends_within_its_draft_or_a_node_is_no_candidate() -> None:
-    assert told(draft([3, 4, 5]), [0, 1], None).refused == []
-    assert told(draft([3, 4], candidate=torch.tensor([[True, False]])), [0], 9).refused == []
+    assert told(draft([3, 4, 5]), [0, 1], None).rejected == []
+    assert told(draft([3, 4], candidate=torch.tensor([[True, False]])), [0], 9).rejected == []
 
 
 def test_the_drafters_probability_is_what_it_drew_from_and_else_its_confidence_where_it_was_greedy() -> None:
@@ -83,7 +83,7 @@ def test_the_drafters_probability_is_what_it_drew_from_and_else_its_confidence_w
     q[0, 0, 3] = 0.55
     drawn = told(draft([3, 4], q=q, stochastic=torch.tensor([[True, False]])), [0], 9, greedy=False)
     assert drawn.tokens[0].drafter == pytest.approx(0.55)
-    assert drawn.refused[0].tokens[0].drafter is None  # its q is one-hot, and no probability
+    assert drawn.rejected[0].tokens[0].drafter is None  # its q is one-hot, and no probability
     coupled = told(draft([3, 4], confidence=torch.tensor([[0.9, 0.8]])), [0], 9, greedy=False)
     assert (coupled.tokens[0].drafter, coupled.tokens[0].confidence) == (None, pytest.approx(0.9))
 

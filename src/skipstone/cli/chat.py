@@ -169,7 +169,7 @@ class Chat:
         reason, count = finish_reason(run, job), len(run.tokens)
         if reason == "interrupted":
             say(f"Stopped after {count} tokens, which stay in the conversation.")
-        elif reason == "length" and asked.cut:
+        elif reason == "length" and asked.is_cut:
             say(f"The context is full: the answer was cut after {count} tokens; /reset begins a new conversation.")
         elif reason == "length":
             say(f"The answer was cut after {count} tokens; --max-new-tokens allows more.")

@@ -288,7 +288,7 @@ def _rejected(details: StepDetails, reader: TokenReader) -> list[dict[str, Any]]
             "at": branch.place,
             "tokens": [{"id": one.token, "text": reader.text(one.token)} | _token_details(one) for one in branch.tokens],
         }
-        for branch in details.refused
+        for branch in details.rejected
     ]
 
 

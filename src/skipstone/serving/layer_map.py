@@ -1,4 +1,4 @@
-"""Which layers of a model draft: what a page needs to draw a map of them."""
+"""Which layers of a model draft, for the playground's map."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What stands around every route: the key, how long a body is, and the answer to a defect."""
+"""ASGI middleware around every route: the API key, the size of bodies, the answer to a defect."""
 
 import hmac
 import logging
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skipstone.serving import errors, playground
 
 MAX_BODY_BYTES = 4 << 20
-"""Of a body."""
+"""Maximum size of a body."""
 PUBLIC_PATHS = ("/health", *playground.PATHS)
 """Paths that need no key."""
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorMiddleware:
-    """Answers 500 where a route fails. A handler of FastAPI's for every exception would raise it again, and uvicorn would then
-    close a connection that the client wants to use again."""
+    """Answers 500 if a route fails. An exception handler of FastAPI's would raise the error again, and uvicorn would close a
+    connection that the client wants to use again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -42,7 +42,7 @@ class ErrorMiddleware:
 
 
 class AccessMiddleware:
-    """Before any route: the key, and how long a body is."""
+    """Checks the API key and the size of the body."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()

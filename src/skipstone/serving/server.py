@@ -323,16 +323,16 @@ class Server:
 def kv_cache_bytes(model: ModelRunner, method: Method, max_num_seqs: int, max_model_len: int, wanted: int | None) -> int:
     """The limit of keys and values: enough for a text of full length in the default method's rows. ValueError if `wanted` is
     less."""
-    needed = BatchGroup(model, method, max_num_seqs, max_model_len, PREFILL_CHUNK_SIZE, lambda *_: None).memory_bytes(
-        max_model_len
-    )
+    group = BatchGroup(model, method, max_num_seqs, max_model_len, PREFILL_CHUNK_SIZE, lambda *_: None)
+    needed = group.memory_bytes(max_model_len)
     if wanted is None:
         return max(default_kv_cache_bytes(model), needed)
     if wanted < needed:
-        raise ValueError(
-            f"{max_num_seqs} rows of {method.name} need {needed} bytes of keys and values for texts of {max_model_len} tokens, and "
-            f"--kv-cache-memory-bytes is {wanted}: raise it, or lower --max-num-seqs or --max-model-len"
+        size = (
+            f"{max_num_seqs} rows of {method.name} need {needed} bytes of keys and values for texts of {max_model_len} tokens"
         )
+        remedy = "raise it, or lower --max-num-seqs or --max-model-len"
+        raise ValueError(f"{size}, and --kv-cache-memory-bytes is {wanted}: {remedy}")
     return wanted
 
 

@@ -1,4 +1,5 @@
-"""Events that clients have not read yet. Together they have a limit in bytes: one that never reads may not fill the memory."""
+"""Events that clients have not read yet. Their total size is limited, so that a client that never reads cannot fill the
+memory."""
 
 import asyncio
 import logging
@@ -13,13 +14,13 @@ READ_TOO_SLOWLY = (
     "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"
 )
 STEP_BYTES, TOKEN_BYTES, TOP_LOGPROB_BYTES, TOKEN_DETAILS_BYTES = 600, 100, 120, 130
-"""About what a step, a token of it, one of the likeliest tokens in its place and a token in the details take as objects."""
+"""Approximate sizes of a step, one of its tokens, one reported log-probability, and one token of the details."""
 
 logger = logging.getLogger(__name__)
 
 
 class UnreadEvents:
-    """The events of one answer, in their order. requests: of the answer. nbytes: about what the events take."""
+    """The unread events of one answer, in order. nbytes: their approximate size."""
 
     def __init__(self, requests: Iterable[PendingRequest]) -> None:
         self.requests = tuple(requests)
@@ -28,13 +29,12 @@ class UnreadEvents:
         self._arrived = asyncio.Event()
 
     def put(self, pending: PendingRequest, event: RequestEvent) -> None:
-        """One more event."""
         self._events.append((pending, event))
         self.nbytes += event_bytes(event)
         self._arrived.set()
 
     async def take(self, *, whole_steps: bool) -> tuple[PendingRequest, RequestEvent]:
-        """The next event, waited for. whole_steps: whether what every step has committed is an event of its own."""
+        """Wait for the next event. whole_steps: whether every step is an event of its own."""
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
@@ -45,7 +45,7 @@ class UnreadEvents:
         return pending, event
 
     def drop(self) -> None:
-        """Forget what is not read. In its place an error is read."""
+        """Replace what is not read by an error."""
         self._replace((pending, RequestEnd(CANCELLED, READ_TOO_SLOWLY, 503)) for pending in self.requests)
         self._arrived.set()
 
@@ -55,7 +55,7 @@ class UnreadEvents:
 
 
 def largest_beyond_limit(unread: WeakSet[UnreadEvents]) -> UnreadEvents | None:
-    """The answer with the most unread bytes if all together have more than is allowed; None if they have not."""
+    """The answer with the most unread bytes if the total exceeds the limit, else None."""
     total = sum(one.nbytes for one in unread)
     if total <= UNREAD_BYTES:
         return None
@@ -70,11 +70,11 @@ def largest_beyond_limit(unread: WeakSet[UnreadEvents]) -> UnreadEvents | None:
 
 
 def event_bytes(event: RequestEvent) -> int:
-    """About what an event takes."""
+    """Approximate size of an event."""
     if not isinstance(event, StepOutput):
         return STEP_BYTES
     found = STEP_BYTES + TOKEN_BYTES * len(event.tokens)
     found += sum(TOP_LOGPROB_BYTES * (1 + len(one.top)) for one in event.logprobs or ())
     if (details := event.details) is not None:
-        found += TOKEN_DETAILS_BYTES * (len(details.tokens) + sum(1 + len(branch.tokens) for branch in details.refused))
+        found += TOKEN_DETAILS_BYTES * (len(details.tokens) + sum(1 + len(branch.tokens) for branch in details.rejected))
     return found
