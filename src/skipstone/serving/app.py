@@ -119,10 +119,10 @@ async def _answer(
     if body.stream:
         return Stream(_events(answer, updates, body), server, answer)
     try:
-        found = await unless_disconnected(_wait_for_disconnect(request), _complete_body(answer, updates, body))
+        all_read = await unless_disconnected(_wait_for_disconnect(request), _read_all(updates))
     finally:
         server.abandon(answer)
-    return Response(status_code=499) if found is None else JSONResponse(found)
+    return Response(status_code=499) if all_read is None else JSONResponse(answer.body(body.return_metrics))
 
 
 async def _respond(server: Server, body: ResponseBody, request: Request) -> Response:
@@ -167,12 +167,6 @@ class Stream(EventSourceResponse):
         finally:
             self._server.open_streams -= 1
             self._server.abandon(self._answer)
-
-
-async def _complete_body(answer: Answer, updates: Updates, body: GenerationBody) -> dict[str, Any]:
-    """The body of an answer when all is written."""
-    await _read_all(updates)
-    return answer.body(body.return_metrics)
 
 
 async def _events(answer: Answer, updates: Updates, body: GenerationBody) -> AsyncIterator[str]:

@@ -26,39 +26,39 @@ from skipstone.utils.extras import installed
 from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
 
 MAX_SCHEMA_CHARACTERS, MAX_SCHEMA_DEPTH = 1 << 16, 32
-"""Characters of a schema, and how deep it may be nested."""
+"""Limits of a schema's length and nesting."""
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is set: a model that may put spaces anywhere may do nothing else."""
+"""How JSON is written. A model that may write spaces anywhere may write nothing else."""
 ANY_OBJECT = {"type": "object"}
 """The schema of response_format {"type": "json_object"}."""
 MAX_COMPILE_SECONDS, MAX_COMPILE_BYTES = 2, 2 << 30
-"""Of a processor, and of memory, that a schema takes until it is compiled. A few thousand characters can ask for days and for
-all memory that there is, and nothing in this process could stop them: so another one compiles every schema first."""
+"""Processor time and memory that one schema may take to compile. A few thousand characters can take days and all memory, and
+nothing in this process could stop them. So another process compiles every schema first."""
 COMPILE_TIMEOUT_SECONDS = 30.0
-"""Seconds that a trial takes on a machine with much else to do."""
+"""Limit of wall-clock time for that process, on a busy machine."""
 MEASURE_SCRIPT = Path(__file__).with_name("measure_grammar.py")
 MEASUREMENTS_CACHED = 256
-"""Schemas of which it is known that they compile."""
+"""Number of schemas with a remembered result."""
 MAX_RECOMPILE_SECONDS = 5.0
 """Seconds of a processor that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
 PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
 SOURCE_LINE = re.compile(r"\d+ \| ")
-"""How llguidance quotes a line of the grammar, which no client wrote."""
+"""How llguidance quotes a line of the grammar. No client wrote that line."""
 COMPILED_PER_TEXT = 2
-"""A text's grammar is compiled for what is committed and for drafts."""
+"""Compiled grammars per text: one for committed tokens, one for drafts."""
 COMPLETE, DEAD_END = "complete", "dead end"
-"""Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
+"""Why a grammar ends a text: its document is complete, or no token leads to a document."""
 NO_EXTENSION = "NoExtension"
-"""How llguidance's error begins if no token leads on. Any other error is a limit."""
+"""The beginning of llguidance's error if no token leads on. Any other error is a limit."""
 
 
 class NoGrammarMemory(Exception):
-    """The grammars of other requests take too much memory now."""
+    """The grammars of other requests take too much memory."""
 
 
 @dataclass(eq=False)
 class GrammarMemory:
-    """What the grammars of one request take. It counts for as long as one of them lives."""
+    """Memory of the grammars of one request. It counts while one of them lives."""
 
     nbytes: int
 
@@ -158,7 +158,7 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
 
 
 def _error_text(error: str) -> str:
-    """llguidance's error in one line, with the remedy for a pattern."""
+    """llguidance's error in one line, with a remedy if it is about a pattern."""
     lines = [line.strip() for line in error.partition("<state>")[0].splitlines()]
     said = " ".join(line for line in lines if line.strip("^ ") and not SOURCE_LINE.match(line))
     return f"{PATTERN_SYNTAX}: {said}" if re.search("regex parse error|in regex", said) else said
@@ -166,8 +166,8 @@ def _error_text(error: str) -> str:
 
 @lru_cache(MEASUREMENTS_CACHED)
 def measure_grammar(grammar: str) -> int:
-    """Compile a grammar of llguidance's in another process, which is ended where that takes too much. Returns how many bytes of
-    memory it took. ValueError if it is too much. TimeoutError where it is not the grammar's fault."""
+    """Bytes that a grammar takes when compiled, measured in another process. ValueError if it takes too much. TimeoutError if
+    the machine is too busy."""
     command = [sys.executable, "-P", str(MEASURE_SCRIPT), str(MAX_COMPILE_SECONDS), str(MAX_COMPILE_BYTES)]
     try:
         done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=COMPILE_TIMEOUT_SECONDS)
@@ -182,8 +182,7 @@ def measure_grammar(grammar: str) -> int:
 
 
 def is_too_deep(value: Any, deepest: int = MAX_SCHEMA_DEPTH) -> bool:
-    """Whether a JSON value is nested deeper than that: level by level, as a function that calls itself may run out of
-    stack."""
+    """Whether a JSON value is nested deeper. It goes level by level, because recursion may run out of stack."""
     level = [value]
     for _ in range(deepest):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]

@@ -1,4 +1,4 @@
-"""The server at a socket, until somebody ends it or there is no model any more."""
+"""Runs the server at a socket until a signal, or until there is no model."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn stops listening at the first signal. This one goes on: clients are answered with 503 while texts end, and then it
-    stops. A second signal ends the process at once."""
+    """Drains at the first signal: clients get 503 while texts end, then it stops. uvicorn would stop listening at once. A
+    second signal ends the process."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
@@ -42,8 +42,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(server: Server, at: socket.socket, api_key: str | None = None) -> bool:
-    """Returns whether it was ended by somebody: False where the model could not be loaded, or its thread has died, so that only
-    another process could go on."""
+    """Run until the end. Returns False if the model could not be loaded or its thread has ended, so that only a new process
+    helps."""
     whole, url = True, url_of(at)
     config = uvicorn.Config(
         make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS

@@ -20,16 +20,7 @@ from skipstone.serving.grammar import Grammar, NoGrammarMemory
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.model_thread import PREFILL_CHUNK_SIZE, THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.output_text import OutputText
-from skipstone.serving.pending_request import (
-    CANCELLED,
-    FAILED,
-    STOP,
-    PendingRequest,
-    RequestEnd,
-    RequestError,
-    RequestEvent,
-    StepOutput,
-)
+from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRequest, RequestEnd, RequestError, StepOutput
 from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.request_record import attach_answer
 from skipstone.serving.schemas import ChatBody
@@ -57,7 +48,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 """The default limit of a text. The memory of keys and values grows with it."""
 
 Update = tuple[Choice, str, StepOutput | None, int]
-"""A choice, the text that is new in it, the piece that brought it, and the tokens before that."""
+"""(choice, its new text, the output that brought it, number of tokens before that)."""
 Updates = AsyncGenerator[Update, None]
 
 
@@ -92,7 +83,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._loop.run_in_executor(self._text_thread, self._begin)
-        except Exception as error:  # whatever it was, /health tells of it and the log has it
+        except Exception as error:  # /health and the log report it
             if self.state == "stopping":
                 return
             self.state, self.failure = "failed", error
@@ -100,7 +91,7 @@ class Server:
             self.failed()
             return
         gc.collect()
-        gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
+        gc.freeze()  # a full collection would walk over all that was loaded, in the middle of a text
         if self.state == "loading":
             self.state = "ready"
             self.became_ready()
@@ -119,8 +110,8 @@ class Server:
         )
 
     async def drain(self) -> None:
-        """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
-        `settings.drain_seconds` seconds ends by an error."""
+        """Take no more requests, let texts end, and wait until streams are sent. Texts that need longer than `drain_seconds`
+        end with an error."""
         if self._draining is None:
             self.state = "stopping"
             self._draining = asyncio.ensure_future(self._drain())
@@ -142,7 +133,7 @@ class Server:
 
     @property
     def health(self) -> tuple[str, str]:
-        """The state, "failed" as soon as the model's thread has died; and why nothing is written in it, "" where texts are."""
+        """(state, message). The state is "failed" once the model's thread has ended; the message is "" if texts are written."""
         if self.state != "stopping" and self._model_thread is not None and not self._model_thread.is_alive:
             return "failed", THREAD_FAILED
         return self.state, STATE_MESSAGES.get(self.state, "")
@@ -178,9 +169,8 @@ class Server:
         if not self.parser.has_grammar(body):
             return None
         if self._compiling >= max(self.settings.max_waiting, 1):
-            raise RequestError(
-                429, f"{self._compiling} schemas wait to be compiled already; ask again later", RETRY_AFTER_SECONDS
-            )
+            message = f"{self._compiling} schemas wait to be compiled already; ask again later"
+            raise RequestError(429, message, RETRY_AFTER_SECONDS)
         self._compiling += 1
         try:
             return await self._loop.run_in_executor(self._schema_thread, self.parser.compile_grammar, body)
@@ -195,19 +185,19 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------- from the model
 
-    def _post(self, told: RequestEvents, steps: MethodSteps) -> None:
+    def _post(self, events: RequestEvents, steps: MethodSteps) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._deliver, told, steps)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._deliver, events, steps)
+        except RuntimeError:  # the loop is closed
             logger.debug("an event came after the end")
 
-    def _deliver(self, told: RequestEvents, steps: MethodSteps) -> None:
+    def _deliver(self, events: RequestEvents, steps: MethodSteps) -> None:
         for method, step in steps:
             self.metrics.step(method, step)
         if (model_thread := self._model_thread) is not None:
             self.metrics.running.set(model_thread.admission.num_running)
             self.metrics.waiting.set(model_thread.admission.num_waiting)
-        for pending, event in told:
+        for pending, event in events:
             unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
             if unread is not None:
                 unread.put(pending, event)
@@ -243,18 +233,13 @@ class Server:
         return answer, self._updates(model_thread, answer, unread, whole_steps=body.stream_speculative)
 
     def _choice(self, index: int, pending: PendingRequest, body: Any) -> Choice:
+        prompt, eos = pending.prompt_ids, pending.request.eos
         if not (isinstance(body, ChatBody) and body.offered):
-            return Choice(
-                index,
-                pending,
-                OutputText(self.tokenizer, body.stops, pending.request.eos, prompt=pending.prompt_ids, echo=pending.echo),
-            )
+            return Choice(index, pending, OutputText(self.tokenizer, body.stops, eos, prompt=prompt, echo=pending.echo))
         names, most = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
-        output_text = OutputText(
-            self.tokenizer, body.stops, pending.request.eos | hidden, prompt=pending.prompt_ids, special=True
-        )
+        output_text = OutputText(self.tokenizer, body.stops, eos | hidden, prompt=prompt, special=True)
         return Choice(index, pending, output_text, ToolCallParser(names, most=most))
 
     def abandon(self, answer: Answer) -> None:
@@ -262,7 +247,7 @@ class Server:
         for choice in answer.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = CANCELLED
-                self._leave(choice.pending)
+                self._queues.pop(choice.pending, None)
                 self.metrics.ended(choice)
                 if self._model_thread is not None:
                     self._model_thread.cancel(choice.pending)
@@ -278,23 +263,17 @@ class Server:
                 pending, event = await unread.take(whole_steps=bool(whole_steps))
                 if (choice := running.get(pending)) is None:
                     continue
-                update = self._update(choice, event)
+                choice.seconds = time.monotonic() - pending.arrival_time
+                update = self._add_output(choice, event) if isinstance(event, StepOutput) else self._finish(choice, event)
                 if choice.finish_reason is not None:
                     del running[pending]
-                    self._leave(pending)
+                    self._queues.pop(pending, None)
                     self.metrics.ended(choice)
                     if isinstance(event, StepOutput):
                         model_thread.cancel(pending)
                 yield update
         finally:
             self.abandon(answer)
-
-    def _update(self, choice: Choice, event: RequestEvent) -> Update:
-        choice.seconds = time.monotonic() - choice.pending.arrival_time
-        return self._add_output(choice, event) if isinstance(event, StepOutput) else self._finish(choice, event)
-
-    def _leave(self, pending: PendingRequest) -> None:
-        self._queues.pop(pending, None)
 
     def _add_output(self, choice: Choice, output: StepOutput) -> Update:
         if choice.first_token_seconds is None:

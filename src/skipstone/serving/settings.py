@@ -1,4 +1,4 @@
-"""How a server writes. Nothing here imports torch: those who only start replicas need none."""
+"""The settings of a server. Nothing here imports torch, which starting replicas does not need."""
 
 from dataclasses import dataclass
 from typing import Any
