@@ -20,8 +20,8 @@ import skipstone
 from skipstone.cli import chat, runs
 from skipstone.decoding.prefill import Prefill
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.conversation import Conversation, plain_text
-from skipstone.serving.lanes import Lane
 from tests.helpers.commandline import LAYERSKIP, assert_refused, run, succeed
 
 SPELLED = LAYERSKIP[1]
@@ -81,15 +81,15 @@ def hears_ctrl_c() -> Iterator[None]:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]) -> None:
     """Something happens in a step of the answers, which are counted from 1 on over all of them."""
-    own, taken = Lane.step, [0]
+    own, taken = BatchGroup.step, [0]
 
-    def step(lane: Lane) -> Any:
+    def step(group: BatchGroup) -> Any:
         taken[0] += 1
         if taken[0] == number:
             happens()
-        return own(lane)
+        return own(group)
 
-    monkeypatch.setattr(Lane, "step", step)
+    monkeypatch.setattr(BatchGroup, "step", step)
 
 
 def planted() -> None:
@@ -154,7 +154,7 @@ def test_a_turn_reads_only_what_is_new_of_its_prompt(folder: Path, read: list[in
         asked = talk.ask(text, 0)
         tokens = [token for step in talk.answer(asked) for token in step.tokens[0]]
         talk.keep(asked, tokens)
-        lengths.append((len(asked.job.ids), len(tokens)))
+        lengths.append((len(asked.pending.prompt_ids), len(tokens)))
     known = [0] + [prompt + new - 1 for prompt, new in lengths[:-1]]
     assert read == [prompt - had for (prompt, _), had in zip(lengths, known, strict=True)]
     assert max(read[1:]) < read[0], "a later prompt is longer, and less of it is read"

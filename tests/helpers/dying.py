@@ -6,7 +6,7 @@ import signal
 import threading
 
 from skipstone.cli import main
-from skipstone.serving.engine import Engine
+from skipstone.serving.scheduler import Scheduler
 
 
 class Planted(BaseException):
@@ -15,14 +15,14 @@ class Planted(BaseException):
 
 def plant(now: threading.Event) -> None:
     """When it is set, a model's thread dies at its next turn."""
-    own = Engine._expire
+    own = Scheduler.expire_requests
 
-    def expire(engine: Engine) -> None:
+    def expire(scheduler: Scheduler) -> None:
         if now.is_set():
             raise Planted("planted")
-        own(engine)
+        own(scheduler)
 
-    Engine._expire = expire  # type: ignore[method-assign]
+    Scheduler.expire_requests = expire  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

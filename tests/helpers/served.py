@@ -27,7 +27,7 @@ import uvicorn
 from skipstone.assets import NANO
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
@@ -125,8 +125,8 @@ class InThread(Place):
 
 @contextmanager
 def in_thread(load: Callable[[], tuple[Any, Any]], **settings: Any) -> Iterator[InThread]:
-    """A server in a thread that takes requests. load: as of `Server`. settings: as of `Settings`."""
-    running = InThread(Server(load, Settings(**settings)))
+    """A server in a thread that takes requests. load: as of `Server`. settings: as of `ServerSettings`."""
+    running = InThread(Server(load, ServerSettings(**settings)))
     running.until_ready()
     yield running
     running.stop()

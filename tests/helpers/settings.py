@@ -1,4 +1,4 @@
-"""Settings that the proofs of edges, of options and of transformers' own ways decode with."""
+"""ServerSettings that the proofs of edges, of options and of transformers' own ways decode with."""
 
 from __future__ import annotations
 

@@ -173,4 +173,4 @@ class TestUsers:
         asked = talk.ask(self.PROMPT, 0)
         tokens = [token for step in talk.answer(asked) for token in step.tokens[0]]
         talk.keep(asked, tokens)
-        assert talk.messages[-1]["content"] == self.expected(asked.job.ids, tokens)
+        assert talk.messages[-1]["content"] == self.expected(asked.pending.prompt_ids, tokens)

@@ -172,7 +172,7 @@ def test_stop_strings_of_the_model_work_in_a_server() -> None:
     expected = skipstone.generate(model, "def add(a, b):", "autoregressive", tokenizer=words, max_new_tokens=30)
     assert len(expected.new_tokens[0]) < len(free.new_tokens[0])
     body = {"prompt": "def add(a, b):", "max_tokens": 30, "temperature": 0}
-    with in_thread(lambda: (model, words), rows=2, method="autoregressive") as served:
+    with in_thread(lambda: (model, words), max_num_seqs=2, method="autoregressive") as served:
         for method in ("off", "layerskip", "prompt_lookup"):
             (choice,) = served.http.post("/v1/completions", json={**body, "speculative": method}).json()["choices"]
             assert (choice["text"], choice["finish_reason"]) == (expected.text, "stop")

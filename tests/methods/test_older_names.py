@@ -22,8 +22,8 @@ from skipstone.hf.call import resolve_for
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.journal import Journal
 from skipstone.methods import resolve
-from skipstone.serving.asking import Asking
 from skipstone.serving.batch_files.batch import Chosen
+from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
 from tests.helpers.pairwise import all_but
 
@@ -79,7 +79,7 @@ def of_the_model(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> M
 
 def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
     model, tokenizer = loaded
-    return Asking(ModelRunner(model), tokenizer, Autoregressive(), 64).method({"method": name, **settings})
+    return RequestParser(ModelRunner(model), tokenizer, Autoregressive(), 64).parse_method({"method": name, **settings})
 
 
 def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:

@@ -17,7 +17,7 @@ from skipstone.serving.batch_files.answering import Died
 from skipstone.serving.batch_files.batch import AHEAD, Chosen, Loaded
 from skipstone.serving.batch_files.journal import Journal, failed, journal_of
 from skipstone.serving.batch_files.lines import Lines
-from skipstone.serving.engine import Engine
+from skipstone.serving.scheduler import Scheduler
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
 from tests.helpers.pairwise import all_but
 from tests.helpers.served import in_thread, with_template
@@ -91,7 +91,7 @@ def moment(value: Any) -> Any:
 def test_answers_are_those_of_the_server(chats: Loaded, tmp_path: Path) -> None:
     found = read(answer(chats, tmp_path, KINDS))
     assert [one["custom_id"] for one in found] == [one["custom_id"] for one in KINDS]
-    with in_thread(lambda: (chats.model, chats.tokenizer), name="nano", rows=3) as served:
+    with in_thread(lambda: (chats.model, chats.tokenizer), name="nano", max_num_seqs=3) as served:
         for asked, one in zip(KINDS, found, strict=True):
             expected = served.http.post(asked["url"], json=asked["body"])
             assert expected.status_code == one["response"]["status_code"] == 200, one
@@ -180,16 +180,16 @@ def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
 def test_a_model_whose_thread_dies_ends_the_run_and_fails_no_line(
     nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests, steps, step = many(12), itertools.count(), Engine._step
+    requests, steps, step = many(12), itertools.count(), Scheduler._run_step
     lines, output = Lines(write(tmp_path / "in.jsonl", requests)), tmp_path / "out.jsonl"
 
-    def dying(self: Engine, lane: Any) -> Any:
+    def dying(self: Scheduler, group: Any) -> Any:
         if next(steps) == 12:
             raise SystemExit
-        return step(self, lane)
+        return step(self, group)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_step", dying)
+        patch.setattr(Scheduler, "_run_step", dying)
         with pytest.raises(Died):
             batch.run(nano, output, lines, lambda *_: None)
     assert all(not failed(one["answer"]) for one in read(journal_of(output))[1:])
@@ -199,15 +199,15 @@ def test_a_model_whose_thread_dies_ends_the_run_and_fails_no_line(
 
 def test_a_step_that_fails_for_one_line_fails_no_other(nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of several texts is ended by one of them: each is asked once more by itself."""
-    requests, step = [request(f"r{place}", greedy(f"def f{place}(")) for place in range(6)], Engine._step
+    requests, step = [request(f"r{place}", greedy(f"def f{place}(")) for place in range(6)], Scheduler._run_step
     poison = nano.tokenizer(requests[3]["body"]["prompt"])["input_ids"]
 
-    def failing(self: Engine, lane: Any) -> Any:
-        if any(job is not None and job.ids == poison for job in lane.jobs):
-            monkeypatch.setattr(lane.decoder, "step", _broken)
-        return step(self, lane)
+    def failing(self: Scheduler, group: Any) -> Any:
+        if any(pending is not None and pending.prompt_ids == poison for pending in group.requests):
+            monkeypatch.setattr(group.loop, "step", _broken)
+        return step(self, group)
 
-    monkeypatch.setattr(Engine, "_step", failing)
+    monkeypatch.setattr(Scheduler, "_run_step", failing)
     found = read(answer(nano, tmp_path, requests))
     assert [failed(one) for one in found] == [place == 3 for place in range(6)]
     assert found[3]["response"]["status_code"] == 500
@@ -219,7 +219,7 @@ def _broken() -> Any:
 
 def given(rows: int) -> Any:
     """As much of a server as decides how many requests are under way."""
-    return SimpleNamespace(settings=SimpleNamespace(rows=rows))
+    return SimpleNamespace(settings=SimpleNamespace(max_num_seqs=rows))
 
 
 def reply(status: int = 200) -> dict[str, Any]:

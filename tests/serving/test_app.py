@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.serving.asking import THE_SERVERS
+from skipstone.serving.request_parser import SERVER_SETTINGS
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from tests.helpers.served import InThread, in_thread, refusal
 
 TEXTS = [
@@ -34,7 +34,7 @@ KEY = "sk-secret"
 
 @pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    with in_thread(lambda: loaded, rows=4, waiting=16, drain=5) as running:
+    with in_thread(lambda: loaded, max_num_seqs=4, max_waiting=16, drain_seconds=5) as running:
         yield running
 
 
@@ -296,7 +296,7 @@ def test_every_setting_that_names_a_file_or_a_model_is_the_server_s() -> None:
             help_ = " ".join(str(value) for value in one.metadata.values())
             if any(word in help_ for word in ("file", "folder", "path", "hub")):
                 names.add(one.name)
-    assert names == set(THE_SERVERS)
+    assert names == set(SERVER_SETTINGS)
 
 
 def test_other_mistakes_have_their_own_status(nano: InThread) -> None:
@@ -383,10 +383,10 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypa
         assert gate.wait(60)
         return 0
 
-    monkeypatch.setattr("skipstone.serving.grammar.try_out", slow)
-    of_schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["slow"]}}}
-    restricted = {"prompt": "x = ", "max_tokens": 20, "temperature": 0, "response_format": of_schema}
-    with in_thread(lambda: loaded, rows=1, waiting=2, drain=5) as nano, ThreadPoolExecutor(2) as pool:
+    monkeypatch.setattr("skipstone.serving.grammar.measure_grammar", slow)
+    compile_schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["slow"]}}}
+    restricted = {"prompt": "x = ", "max_tokens": 20, "temperature": 0, "response_format": compile_schema}
+    with in_thread(lambda: loaded, max_num_seqs=1, max_waiting=2, drain_seconds=5) as nano, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(post, nano, **restricted) for _ in range(2)]
         assert begun.wait(60)
         while nano.server._compiling < 2:
@@ -416,28 +416,28 @@ def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
                 with pytest.raises(httpx.ReadTimeout):
                     rude.post("/v1/completions", json=body)
         began = time.monotonic()
-        engine = nano.server.engine
-        while engine.running and time.monotonic() - began < 5:
+        model_thread = nano.server.model_thread
+        while model_thread.admission.num_running and time.monotonic() - began < 5:
             time.sleep(0.01)
-        assert engine.running == 0
+        assert model_thread.admission.num_running == 0
 
 
 def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(loaded: Any) -> None:
     """The updates of its answer are never asked for, so that nothing in them could end it."""
 
     async def scenario() -> None:
-        server = Server(lambda: loaded, Settings(rows=1, drain=0))
+        server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
         body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
-        answer, _ = await server.answer(server.asking.completion, body, chat=False)
-        assert server.engine.running + server.engine.waits == 2
+        answer, _ = await server.answer(server.parser.parse_completion, body, chat=False)
+        assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 2
         server.abandon(answer)
         for _ in range(500):
-            if server.engine.running + server.engine.waits == 0:
+            if server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 0:
                 break
             await asyncio.sleep(0.01)
-        assert server.engine.running + server.engine.waits == 0
-        assert [choice.reason for choice in answer.choices] == ["cancelled"] * 2
+        assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 0
+        assert [choice.finish_reason for choice in answer.choices] == ["cancelled"] * 2
         await server.stop()
 
     asyncio.run(scenario())
@@ -450,7 +450,7 @@ def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loade
         gate.wait(30)
         return loaded
 
-    running = InThread(Server(load, Settings(rows=1, drain=1)), api_key=KEY)
+    running = InThread(Server(load, ServerSettings(max_num_seqs=1, drain_seconds=1)), api_key=KEY)
     try:
         for _ in range(200):
             try:
@@ -483,7 +483,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_health_and_nothing_of_it_in_er
     def load() -> Any:
         raise OSError("/a/secret/path is no model")
 
-    running = InThread(Server(load, Settings()))
+    running = InThread(Server(load, ServerSettings()))
     try:
         for _ in range(200):
             try:

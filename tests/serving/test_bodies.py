@@ -44,7 +44,7 @@ NULLS = [(url, name) for url, kinds in PARAMS.items() for name in sorted({one fo
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     loaded = skipstone.load(with_template(tmp_path_factory.mktemp("nano")))
-    with in_thread(lambda: loaded, rows=4, capacity=256, method="autoregressive") as running:
+    with in_thread(lambda: loaded, max_num_seqs=4, max_model_len=256, method="autoregressive") as running:
         yield running
 
 

@@ -45,14 +45,14 @@ def chatty(loaded: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(loaded: Any, chatty: Any) -> Iterator[InThread]:
-    with in_thread(lambda: (loaded[0], chatty), rows=2, waiting=8, drain=5) as running:
+    with in_thread(lambda: (loaded[0], chatty), max_num_seqs=2, max_waiting=8, drain_seconds=5) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def plain(loaded: Any) -> Iterator[InThread]:
     """The same without a template."""
-    with in_thread(lambda: loaded, rows=2, waiting=8, drain=5) as running:
+    with in_thread(lambda: loaded, max_num_seqs=2, max_waiting=8, drain_seconds=5) as running:
         yield running
 
 

@@ -27,9 +27,9 @@ from skipstone.cli import app as program
 from skipstone.cli.serve import API_KEY
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
-from skipstone.serving.guard import PUBLIC
+from skipstone.serving.middleware import PUBLIC_PATHS
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from skipstone.utils.files import CACHE
 from tests.helpers.snippets import ROOT
 
@@ -150,7 +150,7 @@ def test_the_health_check_is_that_of_the_server(status: int, healthy: bool) -> N
         assert script != command[2]
         run = subprocess.run([sys.executable, "-S", command[1], script], capture_output=True)
     assert (run.returncode == 0) is healthy
-    assert stub.asked in PUBLIC
+    assert stub.asked in PUBLIC_PATHS
 
 
 def test_the_services_of_compose_fit_each_other() -> None:
@@ -203,7 +203,7 @@ def expressions() -> list[str]:
 def exported() -> dict[str, set[str]]:
     """Every sample of /metrics after a few requests -> its labels."""
     model = skipstone.load(None)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=2, drain=5)))) as client:
+    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=2, drain_seconds=5)))) as client:
         while client.get("/health").status_code != 200:
             pass
         body = {"prompt": "def add(a, b):\n    return a + b\n" * 3, "max_tokens": 40, "temperature": 0, "ignore_eos": True}

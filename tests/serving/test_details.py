@@ -15,14 +15,14 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.answers import Answer
-from skipstone.serving.asking import Asking
-from skipstone.serving.details import MOST_BRANCHES, Details, details_of
-from skipstone.serving.jobs import Piece
-from skipstone.serving.lanes import Lane
-from skipstone.serving.layers import layers_of
+from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.layer_map import describe_layers
+from skipstone.serving.pending_request import StepOutput
+from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
+from skipstone.serving.step_details import MAX_BRANCHES, StepDetails, describe_step
 from tests.helpers.served import InThread
 
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
@@ -36,12 +36,12 @@ def draft(tokens: list[int], parents: list[int] | None = None, **more: Any) -> D
     return Draft(one, torch.ones_like(one, dtype=torch.bool), None, above, **more)
 
 
-def told(one: Draft, path: list[int], own: int | None, greedy: bool = True, **more: Any) -> Details:
+def told(one: Draft, path: list[int], own: int | None, greedy: bool = True, **more: Any) -> StepDetails:
     """The details of a row that accepted a path and added a token of its own, with logits of which token t has log(t + 1)."""
     tokens = [int(one.tokens[0, node]) for node in path] + ([] if own is None else [own])
     verdict = RowVerdict(path, tokens, "recovered", one.width, 0, **more)
     logits = torch.arange(1, 11).float().log().expand(len(tokens), 10)
-    return details_of(one, 0, verdict, logits, greedy=greedy, depth=DEPTH)
+    return describe_step(one, 0, verdict, logits, greedy=greedy, depth=DEPTH)
 
 
 def chance(token: int) -> Any:
@@ -53,7 +53,7 @@ def test_of_a_chain_what_follows_the_first_refused_draft_was_never_looked_at() -
     found = told(draft([3, 4, 5, 6], confidence=torch.tensor([[0.9, 0.8, 0.7, 0.6]]), exit_layer=2), [0], 9)
     assert [(one.token, one.model, one.layer) for one in found.tokens] == [(3, chance(3), 2), (9, chance(9), None)]
     assert [one.drafter for one in found.tokens] == [pytest.approx(0.9), None]
-    (branch,) = found.refused
+    (branch,) = found.rejected
     assert branch.place == 1
     assert [(one.token, one.model) for one in branch.tokens] == [(4, chance(4)), (5, None), (6, None)]
     assert [one.drafter for one in branch.tokens] == [pytest.approx(value) for value in (0.8, 0.7, 0.6)]
@@ -63,19 +63,19 @@ def test_of_a_chain_what_follows_the_first_refused_draft_was_never_looked_at() -
 def test_of_a_tree_every_branch_stands_at_the_place_of_its_first_node() -> None:
     #   root -> 0 -> 1 -> 2 (accepted: 0, 1), 3 beside 0, 4 behind 3, 5 beside 1, 6 beside 4
     found = told(draft([1, 2, 3, 4, 5, 6, 7], [-1, 0, 1, -1, 3, 0, 3]), [0, 1], 9)
-    branches = [(one.place, [(seen.token, seen.model) for seen in one.tokens]) for one in found.refused]
+    branches = [(one.place, [(seen.token, seen.model) for seen in one.tokens]) for one in found.rejected]
     assert branches == [(2, [(3, chance(3))]), (0, [(4, chance(4)), (5, None)]), (1, [(6, chance(6))]), (1, [(7, None)])]
-    assert all(one.drafter is None and one.layer is None for branch in found.refused for one in branch.tokens)
+    assert all(one.drafter is None and one.layer is None for branch in found.rejected for one in branch.tokens)
 
 
 def test_a_tree_with_many_branches_says_how_many_it_leaves_out() -> None:
     found = told(draft([1] * 30, [-1] * 30), [], 9)
-    assert (len(found.refused), found.left_out) == (MOST_BRANCHES, 30 - MOST_BRANCHES)
+    assert (len(found.rejected), found.left_out) == (MAX_BRANCHES, 30 - MAX_BRANCHES)
 
 
 def test_nothing_is_refused_where_a_text_ends_within_its_draft_or_a_node_is_no_candidate() -> None:
-    assert told(draft([3, 4, 5]), [0, 1], None).refused == []
-    assert told(draft([3, 4], candidate=torch.tensor([[True, False]])), [0], 9).refused == []
+    assert told(draft([3, 4, 5]), [0, 1], None).rejected == []
+    assert told(draft([3, 4], candidate=torch.tensor([[True, False]])), [0], 9).rejected == []
 
 
 def test_the_drafters_probability_is_what_it_drew_from_and_else_its_confidence_where_it_was_greedy() -> None:
@@ -83,7 +83,7 @@ def test_the_drafters_probability_is_what_it_drew_from_and_else_its_confidence_w
     q[0, 0, 3] = 0.55
     drawn = told(draft([3, 4], q=q, stochastic=torch.tensor([[True, False]])), [0], 9, greedy=False)
     assert drawn.tokens[0].drafter == pytest.approx(0.55)
-    assert drawn.refused[0].tokens[0].drafter is None  # its q is one-hot, and no probability
+    assert drawn.rejected[0].tokens[0].drafter is None  # its q is one-hot, and no probability
     coupled = told(draft([3, 4], confidence=torch.tensor([[0.9, 0.8]])), [0], 9, greedy=False)
     assert (coupled.tokens[0].drafter, coupled.tokens[0].confidence) == (None, pytest.approx(0.9))
 
@@ -118,13 +118,15 @@ def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator
     model, tokenizer = loaded
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, "stream_speculative": "full"}
     asked = CompletionBody(prompt=PROMPT, **{**body, **more}, speculative=method)
-    asking = Asking(model, tokenizer, resolve("autoregressive"), 256)
-    (job,) = asking.completion(asked)
-    pieces: list[Piece] = []
-    lane = Lane(model, job.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, Piece) else None)
-    lane.admit(job)
-    while lane.busy:
-        lane.step()
+    parser = RequestParser(model, tokenizer, resolve("autoregressive"), 256)
+    (pending,) = parser.parse_completion(asked)
+    pieces: list[StepOutput] = []
+    group = BatchGroup(
+        model, pending.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, StepOutput) else None
+    )
+    group.admit(pending)
+    while group.busy:
+        group.step()
     answer = Answer("nano", [], chat=False, tokenizer=tokenizer)
     return (answer._step(piece) for piece in pieces)
 
@@ -193,7 +195,7 @@ def test_layers_that_draft_are_named(loaded: tuple[ModelRunner, Any], method: st
     if "int4" in method and model.engine.name != "native":
         pytest.skip("four bits need the native engine")
     one = resolve(method)
-    found = layers_of(one, one.start(model, 1, 64))
+    found = describe_layers(one, one.start(model, 1, 64))
     assert found["count"] == model.depth
     assert found["lossless"] == one.lossless
     names = [
@@ -230,7 +232,7 @@ def test_early_exits_own_tokens_are_of_their_layer(loaded: tuple[ModelRunner, An
 
 
 def test_details_go_over_http_and_another_word_for_them_is_refused(both: tuple[Any, Any]) -> None:
-    server = InThread(Server(lambda: both, Settings(rows=1, drain=5)))
+    server = InThread(Server(lambda: both, ServerSettings(max_num_seqs=1, drain_seconds=5)))
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "speculative": "layerskip exit_layer=6"}
     try:
         server.until_ready()

@@ -18,7 +18,7 @@ LONG = [100 + number % 300 for number in range(700)]
 
 @pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    with in_thread(lambda: loaded, rows=2, waiting=16, drain=5) as running:
+    with in_thread(lambda: loaded, max_num_seqs=2, max_waiting=16, drain_seconds=5) as running:
         yield running
 
 

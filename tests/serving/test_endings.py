@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.serving.engine import DIED
+from skipstone.serving.model_thread import THREAD_FAILED
 from tests.helpers.served import HOST, Process, request_bytes
 
 ENDS = 60
@@ -51,7 +51,7 @@ def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() ->
             assert "choices" in next(lines)
             served.process.send_signal(signal.SIGUSR1)
             told = [line for line in lines if line.startswith("data:")]
-            assert json.loads(told[-2][5:])["error"]["message"] == DIED
+            assert json.loads(told[-2][5:])["error"]["message"] == THREAD_FAILED
             assert told[-1] == "data: [DONE]"
             assert served.process.wait(ENDS) == 1
 

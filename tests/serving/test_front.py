@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skipstone.serving.guard import MOST_BYTES, Guard
+from skipstone.serving.middleware import MAX_BODY_BYTES, AccessMiddleware
 from skipstone.serving.ray.front import TRIES, Ask, Front, Full, Lost
 from skipstone.serving.sessions import session
 
@@ -49,7 +49,7 @@ def sent(replicas: Replicas, method: str = "POST", path: str = "/v1/completions"
     """The response to one request. key: that the front asks for."""
 
     async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(Guard(front(replicas), key), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(AccessMiddleware(front(replicas), key), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
             return await client.request(method, path, **more)
 
@@ -127,10 +127,10 @@ def test_health_counts_replicas_and_asks_none(running: int, status: int) -> None
 def test_who_has_no_key_and_what_is_too_long_come_to_no_replica() -> None:
     replicas = Replicas()
     assert sent(replicas, key="sk").status_code == 401
-    assert sent(replicas, content=b"x" * (MOST_BYTES + 1)).status_code == 413
+    assert sent(replicas, content=b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
 
     async def parts() -> AsyncGenerator[bytes, None]:
-        for _ in range(MOST_BYTES // 2**20 + 1):
+        for _ in range(MAX_BODY_BYTES // 2**20 + 1):
             yield b"x" * 2**20
 
     assert sent(replicas, content=parts()).status_code == 413, "a body that does not say how long it is"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import resolve_for
 from skipstone.serving import grammar as grammar_module
-from skipstone.serving.asking import Asking
-from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Piece
-from skipstone.serving.lanes import Lane
+from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.pending_request import LENGTH, STOP, PendingRequest, RequestEnd, RequestEvent, StepOutput
+from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.schemas import CompletionBody
 from tests.helpers.hostile import SCHEMAS
 
@@ -46,43 +46,43 @@ ISSUE = {
 """llguidance allows a comma after its last property, and nothing after that."""
 
 
-class Writer:
+class OutputText:
     """Writes texts as the server does, one at a time. Every method keeps one batch group."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = ModelRunner(model), tokenizer
-        self.asking = Asking(self.model, tokenizer, resolve_for(model, "autoregressive"), 512)
-        self.groups: dict[str, Lane] = {}
-        self.events: list[Event] = []
+        self.parser = RequestParser(self.model, tokenizer, resolve_for(model, "autoregressive"), 512)
+        self.groups: dict[str, BatchGroup] = {}
+        self.events: list[RequestEvent] = []
 
     def __call__(self, schema: dict[str, Any], method: str = "off", **given: Any) -> tuple[str, str]:
         """Text and finish_reason."""
         format_ = {"type": "json_schema", "json_schema": {"schema": schema}}
         asked = {"prompt": "x = ", "max_tokens": 60, "response_format": format_, "speculative": method, **given}
         body = CompletionBody.model_validate(asked)
-        (job,) = self.asking.completion(body, self.asking.grammar(body))
-        return self.written(job)
+        (pending,) = self.parser.parse_completion(body, self.parser.compile_grammar(body))
+        return self.written(pending)
 
-    def written(self, job: Job) -> tuple[str, str]:
-        name = job.method.spelled
+    def written(self, pending: PendingRequest) -> tuple[str, str]:
+        name = pending.method.spelled
         if name not in self.groups:
-            self.groups[name] = Lane(self.model, job.method, 1, 512, 256, lambda _, event: self.events.append(event))
+            self.groups[name] = BatchGroup(self.model, pending.method, 1, 512, 256, lambda _, event: self.events.append(event))
         self.events.clear()
-        self.groups[name].admit(job)
+        self.groups[name].admit(pending)
         while self.groups[name].busy:
             self.groups[name].step()
-        tokens = [token for event in self.events if isinstance(event, Piece) for token in event.tokens]
-        (ended,) = [event for event in self.events if isinstance(event, Ended)]
-        return self.tokenizer.decode([token for token in tokens if token not in job.request.eos]), ended.reason
+        tokens = [token for event in self.events if isinstance(event, StepOutput) for token in event.tokens]
+        (ended,) = [event for event in self.events if isinstance(event, RequestEnd)]
+        return self.tokenizer.decode([token for token in tokens if token not in pending.request.eos]), ended.reason
 
 
 @pytest.fixture(scope="module")
-def write(loaded: Any) -> Writer:
-    return Writer(*loaded)
+def write(loaded: Any) -> OutputText:
+    return OutputText(*loaded)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_into_a_dead_end_changes_no_text(write: Writer, method: str) -> None:
+def test_a_draft_into_a_dead_end_changes_no_text(write: OutputText, method: str) -> None:
     (comma,) = write.tokenizer(",", add_special_tokens=False)["input_ids"]
     ask = partial(write, ISSUE, logit_bias={str(comma): 100})
     text, reason = ask(temperature=0)
@@ -95,7 +95,7 @@ def test_a_draft_into_a_dead_end_changes_no_text(write: Writer, method: str) -> 
 
 @pytest.mark.parametrize("name", ["counted twice", "many states", "nested quantifiers", "a large alternation", "a long text"])
 @pytest.mark.parametrize("method", ["prompt_lookup", "layerskip exit_layer=6"])
-def test_limits_of_llguidance_end_a_text_at_the_same_place_whatever_drafts(write: Writer, name: str, method: str) -> None:
+def test_limits_of_llguidance_end_a_text_at_the_same_place_whatever_drafts(write: OutputText, name: str, method: str) -> None:
     schema = SCHEMAS[name]()
     assert write(schema, method, temperature=0) == write(schema, temperature=0)
 
@@ -103,7 +103,7 @@ def test_limits_of_llguidance_end_a_text_at_the_same_place_whatever_drafts(write
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process that compiles every schema first: the schemas of these tests are harmless."""
-    monkeypatch.setattr(grammar_module, "try_out", lambda _: 0)
+    monkeypatch.setattr(grammar_module, "measure_grammar", lambda _: 0)
 
 
 STRINGS = st.fixed_dictionaries(
@@ -170,7 +170,7 @@ def check_all(write: Write, schema: dict[str, Any], seed: int, methods: list[str
 
 
 @pytest.mark.usefixtures("untried")
-def test_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
+def test_random_schemas_give_one_text_whatever_drafts(write: OutputText) -> None:
     @settings(max_examples=6, deadline=None, derandomize=True, database=None)
     @given(SCHEMA, st.integers(0, 99))
     def check(schema: dict[str, Any], seed: int) -> None:
@@ -181,7 +181,7 @@ def test_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
-def test_many_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
+def test_many_random_schemas_give_one_text_whatever_drafts(write: OutputText) -> None:
     @settings(max_examples=50, deadline=None, derandomize=True, database=None)
     @given(SCHEMA, st.integers(0, 99))
     def check(schema: dict[str, Any], seed: int) -> None:
@@ -194,7 +194,7 @@ def test_a_model_without_an_end_in_its_configs_ends_with_its_document(loaded: An
     model, tokenizer = loaded
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     monkeypatch.setattr(model.config, "eos_token_id", None)
-    write = Writer(model, tokenizer)
+    write = OutputText(model, tokenizer)
     for schema in ({"enum": ["ab", "cd"]}, {"type": "integer", "minimum": 100, "maximum": 999}, {"type": "integer"}):
         for method in ("off", "prompt_lookup"):
             text, reason = write(schema, method, prompt=PROMPT, temperature=0)
@@ -202,7 +202,7 @@ def test_a_model_without_an_end_in_its_configs_ends_with_its_document(loaded: An
             assert reason == STOP or schema == {"type": "integer"}, "a number may go on"
 
 
-def test_a_document_that_takes_all_tokens_is_whole(write: Writer) -> None:
+def test_a_document_that_takes_all_tokens_is_whole(write: OutputText) -> None:
     count = len(write.tokenizer('"ab"', add_special_tokens=False)["input_ids"])
     assert write({"const": "ab"}, temperature=0, max_tokens=count) == ('"ab"', STOP)
     assert write({"const": "ab"}, temperature=0, max_tokens=count - 1)[1] == LENGTH

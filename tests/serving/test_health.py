@@ -18,10 +18,11 @@ from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
 from skipstone.serving.app import make_app
-from skipstone.serving.engine import DIED, Engine, Steps, Told
-from skipstone.serving.jobs import FAILED, LENGTH, Ended, Job, Refused
+from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
+from skipstone.serving.pending_request import FAILED, LENGTH, PendingRequest, RequestEnd, RequestError
+from skipstone.serving.scheduler import Scheduler
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from tests.helpers import dying, families
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": "off"}
@@ -35,14 +36,14 @@ ENOUGH = 30
 def deadly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """When it is set, the model's thread dies at its next turn."""
     now = threading.Event()
-    monkeypatch.setattr(Engine, "_expire", Engine._expire)  # which is set back afterwards
+    monkeypatch.setattr(Scheduler, "expire_requests", Scheduler.expire_requests)  # which is set back afterwards
     dying.plant(now)
     return now
 
 
 def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: threading.Event, caplog: Any) -> None:
     model, calls = skipstone.load(None), list[str]()
-    server = Server(lambda: model, Settings(rows=1, drain=5))
+    server = Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5))
     server.failed = lambda: calls.append(server.health[0])
     with TestClient(make_app(server)) as client:
         while client.get("/health").status_code != 200:
@@ -57,52 +58,52 @@ def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: thread
         for one in asking:
             one.join(30)
         assert [answer.status_code for answer in answers] == [500, 500]
-        assert [answer.json()["error"]["message"] for answer in answers] == [DIED] * 2
+        assert [answer.json()["error"]["message"] for answer in answers] == [THREAD_FAILED] * 2
         health = client.get("/health")
         assert health.status_code == 503
-        assert health.json() == {"status": "failed", "reason": DIED}
+        assert health.json() == {"status": "failed", "reason": THREAD_FAILED}
         late = client.post("/v1/completions", json=LONG)
         assert late.status_code == 503
-        assert late.json()["error"]["message"] == DIED
+        assert late.json()["error"]["message"] == THREAD_FAILED
         assert "Retry-After" not in late.headers | health.headers, "nothing comes back here"
         assert calls == ["failed"]
         metrics = client.get("/metrics").text
         assert 'num_requests_running{model_name="skipstone-nano"} 0.0' in metrics
         assert 'request_success_total{finished_reason="error",model_name="skipstone-nano"} 2.0' in metrics
-    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.engine"]
-    told = json.loads(logs.Json().format(record))
+    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.model_thread"]
+    told = json.loads(logs.JsonFormatter().format(record))
     assert (told["level"], told["error"]) == ("error", "Planted")
     assert "in expire" in told["traceback"]
 
 
 def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threading.Event) -> None:
-    """Whatever the moment: a job that was taken ends."""
+    """Whatever the moment: a request that was taken ends."""
     raw = families.build("llama", max_position_embeddings=8192)
     for count in (1, 2, 5, 20, 60):
         deadly.clear()
-        ended: list[Job] = []
+        ended: list[PendingRequest] = []
 
-        def heard(told: Told, steps: Steps, ended: list[Job] = ended) -> None:
-            ended += [job for job, event in told if isinstance(event, Ended) and event.reason == FAILED]
+        def heard(told: RequestEvents, steps: MethodSteps, ended: list[PendingRequest] = ended) -> None:
+            ended += [pending for pending, event in told if isinstance(event, RequestEnd) and event.reason == FAILED]
 
-        engine = Engine(ModelRunner(raw), 1, 4096, 10_000, heard)
-        taken: list[Job] = []
-        refused: Refused | None = None
+        model_thread = ModelThread(ModelRunner(raw), 1, 4096, 10_000, heard)
+        taken: list[PendingRequest] = []
+        refused: RequestError | None = None
         while refused is None:
-            job = Job(Request(families.prompts(1)[0], 4000), skipstone.Autoregressive())
+            pending = PendingRequest(Request(families.prompts(1)[0], 4000), skipstone.Autoregressive())
             try:
-                engine.submit([job])
-                taken.append(job)
+                model_thread.submit([pending])
+                taken.append(pending)
                 if len(taken) == count:
                     deadly.set()
-            except Refused as error:
+            except RequestError as error:
                 refused = error
-        assert (refused.status, str(refused)) == (503, DIED)
-        engine._thread.join(ENOUGH)
+        assert (refused.status, str(refused)) == (503, THREAD_FAILED)
+        model_thread._thread.join(ENOUGH)
         assert set(ended) == set(taken)
         assert len(taken) >= count
-        assert (engine.running, engine.waits) == (0, 0)
-        assert engine.stop()
+        assert (model_thread.admission.num_running, model_thread.admission.num_waiting) == (0, 0)
+        assert model_thread.stop()
 
 
 def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +116,7 @@ def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyP
         return own(decoder)
 
     monkeypatch.setattr(DecodingLoop, "step", step)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=1, drain=5)))) as client:
+    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5)))) as client:
         while client.get("/health").status_code != 200:
             time.sleep(0.01)
         broken.set()
@@ -127,43 +128,46 @@ def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyP
 CUDA = "CUDA error: an illegal memory access was encountered"
 
 
-def jobs_of_a_failing_device(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> tuple[Engine, list[Ended]]:
-    """What jobs of one token each come to, asked for one after the other, where the step of each raises an error, or none."""
-    own, left, over, ended = DecodingLoop.step, list(errors), threading.Semaphore(0), list[Ended]()
+def jobs_of_a_failing_device(
+    monkeypatch: pytest.MonkeyPatch, *errors: Exception | None
+) -> tuple[ModelThread, list[RequestEnd]]:
+    """What requests of one token each come to, asked for one after the other, where the step of each raises an error, or
+    none."""
+    own, left, over, ended = DecodingLoop.step, list(errors), threading.Semaphore(0), list[RequestEnd]()
 
     def step(decoder: DecodingLoop) -> Step:
         if (error := left.pop(0)) is not None:
             raise error
         return own(decoder)
 
-    def heard(told: Told, steps: Steps) -> None:
+    def heard(told: RequestEvents, steps: MethodSteps) -> None:
         for _, event in told:
-            if isinstance(event, Ended):
+            if isinstance(event, RequestEnd):
                 ended.append(event)
                 over.release()
 
     monkeypatch.setattr(DecodingLoop, "step", step)
-    engine = Engine(ModelRunner(families.build("llama")), 1, 64, 8, heard)
+    model_thread = ModelThread(ModelRunner(families.build("llama")), 1, 64, 8, heard)
     for _ in errors:
-        engine.submit([Job(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
+        model_thread.submit([PendingRequest(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
         assert over.acquire(timeout=ENOUGH)
-    return engine, ended
+    return model_thread, ended
 
 
 @pytest.mark.parametrize("error", [RuntimeError(CUDA), torch.AcceleratorError("device-side assert")], ids=["message", "type"])
 def test_a_device_that_fails_twice_in_a_row_ends_the_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    engine, ended = jobs_of_a_failing_device(monkeypatch, error, None, error, error)
+    model_thread, ended = jobs_of_a_failing_device(monkeypatch, error, None, error, error)
     assert [one.reason for one in ended] == [FAILED, LENGTH, FAILED, FAILED]
     assert "see the server's log" in ended[-1].message
-    engine._thread.join(ENOUGH)
-    assert not engine.lives
-    with pytest.raises(Refused, match="has ended by an error"):
-        engine.submit([Job(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
+    model_thread._thread.join(ENOUGH)
+    assert not model_thread.is_alive
+    with pytest.raises(RequestError, match="has ended by an error"):
+        model_thread.submit([PendingRequest(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), torch.OutOfMemoryError("CUDA out of memory"), ValueError(CUDA)])
 def test_errors_that_do_not_stay_end_no_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    engine, ended = jobs_of_a_failing_device(monkeypatch, error, error, error, None)
+    model_thread, ended = jobs_of_a_failing_device(monkeypatch, error, error, error, None)
     assert [one.reason for one in ended] == [FAILED, FAILED, FAILED, LENGTH]
-    assert engine.lives
-    assert engine.stop()
+    assert model_thread.is_alive
+    assert model_thread.stop()

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from skipstone.serving.listening import listen
+from skipstone.serving.run_server import listen
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from skipstone.serving.sockets import bound_socket, url_of
 from tests.helpers.commandline import run
 from tests.helpers.served import HOST, SLOW, Process
@@ -66,7 +66,7 @@ def clients() -> Iterator[ThreadPoolExecutor]:
 def served_by(load: Any, drain: float, scenario: Callable[[str], Any], clients: ThreadPoolExecutor) -> Any:
     """What a scenario that runs in a thread comes to. It ends the server by a signal. The server has the main thread, as
     signals go there."""
-    server = Server(load, Settings(rows=2, drain=drain))
+    server = Server(load, ServerSettings(max_num_seqs=2, drain_seconds=drain))
 
     def guarded(url: str) -> Any:
         try:

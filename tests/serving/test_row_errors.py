@@ -35,7 +35,7 @@ def spoiled(loaded: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(spoiled: Any) -> Iterator[InThread]:
-    with in_thread(lambda: spoiled, rows=4, waiting=64, drain=5) as running:
+    with in_thread(lambda: spoiled, max_num_seqs=4, max_waiting=64, drain_seconds=5) as running:
         yield running
 
 

@@ -23,7 +23,7 @@ from skipstone.serving.batch_files.answering import answered
 from skipstone.serving.batch_files.lines import Line
 from skipstone.serving.schemas import ChatBody, CompletionBody
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from tests.helpers import families
 from tests.helpers.options import LAW, TEXT
 from tests.helpers.support import tokenizer
@@ -91,11 +91,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: str = "/v1/completions") -> None:
     async def scenario() -> None:
-        server = Server(lambda: (model, words), Settings(rows=1, drain=0, method="autoregressive"))
+        server = Server(lambda: (model, words), ServerSettings(max_num_seqs=1, drain_seconds=0, method="autoregressive"))
         await server.start()
         chat = "chat" in url
         asked = ChatBody.model_validate(body) if chat else CompletionBody.model_validate(body)
-        _, updates = await server.answer(server.asking.of(chat), asked, chat=chat)
+        _, updates = await server.answer(server.parser.parser_of(chat), asked, chat=chat)
         async with aclosing(updates):
             async for _ in updates:
                 pass

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from skipstone.serving.logprobs import TokenReader
-from skipstone.serving.writing import Writer
+from skipstone.serving.output_text import OutputText
 from tests.helpers import families
 from tests.helpers.served import InThread, in_thread
 from tests.helpers.text_tokenizers import TOKENIZERS
@@ -28,7 +28,7 @@ def pieces() -> Any:
 @pytest.fixture(scope="module")
 def server(pieces: Any) -> Iterator[InThread]:
     model = families.build("llama", vocab=len(pieces), eos_token_id=2)
-    with in_thread(lambda: (model, pieces), rows=4, waiting=16, drain=5) as running:
+    with in_thread(lambda: (model, pieces), max_num_seqs=4, max_waiting=16, drain_seconds=5) as running:
         yield running
 
 
@@ -151,6 +151,6 @@ def test_a_stop_string_ends_a_text_wherever_its_tokens_are_cut(name: str) -> Non
     for place in range(len(text)):
         for size in (1, 2, 5):
             stop = text[place : place + size]
-            writer = Writer(tokenizer, [stop], prompt=[prompt])
+            writer = OutputText(tokenizer, [stop], prompt=[prompt])
             written = writer.add(new) + writer.rest()
             assert (written, writer.stopped) == (text[: text.find(stop)], True)

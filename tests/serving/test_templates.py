@@ -79,7 +79,7 @@ FAILURES = {
 def server(loaded: Any) -> Iterator[InThread]:
     tokenizer = copy.deepcopy(loaded[1])
     tokenizer.chat_template = FORMATS["tojson"][0]
-    with in_thread(lambda: (loaded[0], tokenizer), rows=2, waiting=8, drain=5) as running:
+    with in_thread(lambda: (loaded[0], tokenizer), max_num_seqs=2, max_waiting=8, drain_seconds=5) as running:
         yield running
 
 
@@ -94,7 +94,7 @@ def test_it_is_found_out_whether_a_template_takes_text(loaded: Any, name: str) -
 def test_arguments_are_given_as_text_to_a_template_that_concatenates(loaded: Any) -> None:
     tokenizer = copy.deepcopy(loaded[1])
     tokenizer.chat_template = FORMATS["concatenated"][0]
-    with in_thread(lambda: (loaded[0], tokenizer), rows=1, drain=5) as running:
+    with in_thread(lambda: (loaded[0], tokenizer), max_num_seqs=1, drain_seconds=5) as running:
         answer = running.http.post("/tokenize", json={"messages": CHAT})
         assert answer.status_code == 200
         assert ARGUMENTS in tokenizer.decode(answer.json()["tokens"])
@@ -147,7 +147,7 @@ def test_a_defect_is_answered_and_the_connection_stays(server: InThread, monkeyp
     connection.connect()
     first = connection.sock
     with monkeypatch.context() as patched:
-        patched.setattr(Server, "in_texts", fails)
+        patched.setattr(Server, "run_on_text_thread", fails)
         connection.request("POST", "/tokenize", json.dumps({"prompt": "a"}), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         assert (answer.status, "planted" in answer.read().decode()) == (500, False)
@@ -158,7 +158,7 @@ def test_a_defect_is_answered_and_the_connection_stays(server: InThread, monkeyp
 
 
 def test_a_model_is_found_by_its_name(loaded: Any) -> None:
-    with in_thread(lambda: loaded, name="owner/a model", rows=1, drain=5) as running:
+    with in_thread(lambda: loaded, name="owner/a model", max_num_seqs=1, drain_seconds=5) as running:
         listed = running.http.get("/v1/models").json()["data"]
         for path in ("owner/a%20model", "owner%2Fa%20model"):
             found = running.http.get(f"/v1/models/{path}")

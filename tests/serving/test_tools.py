@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipstone.serving.schemas import Function, Tool
-from skipstone.serving.tools import Calls, argument_schemas
+from skipstone.serving.tools import ToolCallParser, argument_schemas
 
 NAMES = frozenset({"weather", "add"})
 WEATHER = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -27,7 +27,7 @@ def told(text: str) -> list[tuple[str, dict[str, object]]]:
 
 def read(text: str, size: int | None = None) -> tuple[str, list[tuple[str, str]]]:
     """What is shown of a text that comes in pieces of a size, and the calls."""
-    calls, size = Calls(NAMES), size or max(len(text), 1)
+    calls, size = ToolCallParser(NAMES), size or max(len(text), 1)
     shown = "".join(calls.add(text[place : place + size]) for place in range(0, len(text), size)) + calls.rest()
     return shown, [(one.name, one.arguments) for one in calls.found]
 
@@ -74,7 +74,7 @@ def test_what_is_no_call_or_not_only_calls_is_text(text: str) -> None:
 
 
 def test_arguments_may_be_json_in_a_text_and_every_call_has_an_id_of_its_own() -> None:
-    calls = Calls(NAMES)
+    calls = ToolCallParser(NAMES)
     calls.add('[{"name": "add", "arguments": "{\\"a\\": 1}"}, {"name": "add", "arguments": {}}]')
     assert [one.arguments for one in calls.found] == ['{"a": 1}', "{}"]
     assert calls.found[0].id != calls.found[1].id
@@ -97,7 +97,7 @@ def test_arguments_may_be_json_in_a_text_and_every_call_has_an_id_of_its_own() -
     ],
 )
 def test_a_stream_shows_what_is_no_call_and_holds_back_what_may_be_one(text: str, shown: str, called: int, size: int) -> None:
-    calls = Calls(NAMES)
+    calls = ToolCallParser(NAMES)
     found = "".join(calls.add(text[place : place + size]) for place in range(0, len(text), size))
     assert text.startswith(found)
     assert found + calls.rest() == shown
@@ -105,13 +105,13 @@ def test_a_stream_shows_what_is_no_call_and_holds_back_what_may_be_one(text: str
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
-    calls = Calls(NAMES)
+    calls = ToolCallParser(NAMES)
     assert calls.add("Hello <to") == "Hello "
     assert calls.add("day>") == "<today>"
 
 
 def test_no_more_calls_than_are_wanted() -> None:
-    calls = Calls(NAMES, most=1)
+    calls = ToolCallParser(NAMES, most=1)
     assert calls.add(f"[{WEATHER}, {ADD}]") + calls.rest() == ""
     assert [one.name for one in calls.found] == ["weather"]
 
@@ -221,7 +221,7 @@ def test_pieces_do_not_matter_and_no_text_is_lost(text: str, size: int) -> None:
     ],
 )
 def test_nothing_is_held_back_any_longer_than_it_may_be_a_call(text: str, shown_after: str) -> None:
-    calls, shown = Calls(NAMES), ""
+    calls, shown = ToolCallParser(NAMES), ""
     for place, character in enumerate(text, 1):
         shown += calls.add(character)
         if shown:

@@ -18,7 +18,7 @@ import skipstone
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 
 SECRET = "zanzibar"
 BODY = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "ignore_eos": True, "stop": [SECRET]}
@@ -28,7 +28,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
     model = skipstone.load(None)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=4, drain=5)))) as client:
+    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=4, drain_seconds=5)))) as client:
         while client.get("/health").status_code != 200:
             pass
         yield client
@@ -119,13 +119,13 @@ def test_a_stream_says_when_its_first_chunk_came(client: TestClient, spans: InMe
 
 
 def test_a_traceparent_is_gone_on_with(client: TestClient, spans: InMemorySpanExporter, caplog: Any) -> None:
-    caplog.set_level("INFO", logger="skipstone.serving.requests")
+    caplog.set_level("INFO", logger="skipstone.serving.pending_request")
     client.post("/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     span, below = split(spans)
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT
     assert {f"{one.context.trace_id:032x}" for one in (span, *below.values()) if one.context is not None} == {TRACE}
-    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.requests"]
+    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.pending_request"]
     assert record.fields["trace_id"] == TRACE
 
 
@@ -144,7 +144,9 @@ def test_what_is_refused_is_a_span_and_other_routes_are_none(client: TestClient,
 
 def test_a_text_that_takes_too_long_is_an_error(spans: InMemorySpanExporter) -> None:
     model = skipstone.load(None)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=1, seconds=0.1, drain=0)))) as client:
+    with TestClient(
+        make_app(Server(lambda: model, ServerSettings(max_num_seqs=1, timeout_seconds=0.1, drain_seconds=0)))
+    ) as client:
         while client.get("/health").status_code != 200:
             pass
         client.post("/v1/completions", json={**BODY, "max_tokens": 900, "stream": True, "speculative": "off"})
@@ -156,12 +158,12 @@ def test_a_text_that_takes_too_long_is_an_error(spans: InMemorySpanExporter) -> 
 def test_without_the_sdk_nothing_is_told_and_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("opentelemetry.sdk")]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert tracing.tellers() == []
+    assert tracing.reporters() == []
     tracing.flush()
     monkeypatch.setenv(tracing.ENDPOINTS[1], "http://127.0.0.1:9")
     assert not tracing.set_up()
     model = skipstone.load(None)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=1, drain=5)))) as client:
+    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5)))) as client:
         while client.get("/health").status_code != 200:
             pass
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -189,7 +191,7 @@ def test_spans_are_sent_to_where_the_environment_says(monkeypatch: pytest.Monkey
     monkeypatch.setenv(tracing.ENDPOINTS[0], "http://127.0.0.1:9")
     stand_in = types.ModuleType(tracing.EXPORTER)
     vars(stand_in)["OTLPSpanExporter"] = Exporter
-    monkeypatch.setattr(tracing, "present", lambda module: True)
+    monkeypatch.setattr(tracing, "is_installed", lambda module: True)
     monkeypatch.setitem(sys.modules, tracing.EXPORTER, stand_in)
     Exporter.sent.clear()
     assert tracing.set_up()

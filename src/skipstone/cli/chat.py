@@ -16,7 +16,7 @@ from skipstone.utils.files import write_whole
 if TYPE_CHECKING:
     from skipstone.cli.runs import Job, Run
     from skipstone.decoding.draft import Step
-    from skipstone.serving.conversation import Asked, Conversation
+    from skipstone.serving.conversation import Conversation, PendingAnswer
 
 PROMPT = ">>> "
 """What stands before a line that is typed."""
@@ -82,7 +82,7 @@ class Chat:
 
     def __init__(self, conversation: "Conversation", seed: int | None, color: bool | None) -> None:
         self.conversation, self.seed, self.color = conversation, seed, color
-        self.last: tuple[Job, Asked, Run] | None = None  # the last answer
+        self.last: tuple[Job, PendingAnswer, Run] | None = None  # the last answer
         commands = {"method": self._method, "stats": self._stats, "save": self._save, "reset": self._reset, "help": self._help}
         self.commands = commands
 
@@ -139,7 +139,7 @@ class Chat:
             return
         self._say_why_it_ended(job, asked, run)
 
-    def _shown(self, asked: "Asked", steps: Any, brake: "Brake") -> "tuple[Job, Run]":
+    def _shown(self, asked: "PendingAnswer", steps: Any, brake: "Brake") -> "tuple[Job, Run]":
         """Print the steps of an answer as they are made."""
         import torch
 
@@ -147,7 +147,7 @@ class Chat:
         from skipstone.cli.showing import Painter
 
         talk = self.conversation
-        ids = torch.tensor([asked.job.ids], dtype=torch.int64, device=talk.model.device)
+        ids = torch.tensor([asked.pending.prompt_ids], dtype=torch.int64, device=talk.model.device)
         job = Job(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
         painter = Painter(job, self.color)
 
@@ -162,14 +162,14 @@ class Chat:
             print(flush=True)  # answers in a pipe are told apart by lines
         return job, run
 
-    def _say_why_it_ended(self, job: "Job", asked: "Asked", run: "Run") -> None:
+    def _say_why_it_ended(self, job: "Job", asked: "PendingAnswer", run: "Run") -> None:
         """Where that is not the model's own doing."""
         from skipstone.cli.runs import finish_reason
 
         reason, count = finish_reason(run, job), len(run.tokens)
         if reason == "interrupted":
             say(f"Stopped after {count} tokens, which stay in the conversation.")
-        elif reason == "length" and asked.cut:
+        elif reason == "length" and asked.is_cut:
             say(f"The context is full: the answer was cut after {count} tokens; /reset begins a new conversation.")
         elif reason == "length":
             say(f"The answer was cut after {count} tokens; --max-new-tokens allows more.")
@@ -206,9 +206,10 @@ class Chat:
             say("There are no figures yet: nothing was answered.")
             return
         job, asked, run = self.last
-        for line in figures(job, asked.job.method, run):
+        for line in figures(job, asked.pending.method, run):
             say(line)
-        say(f"{asked.job.figures.reused} of {len(asked.job.ids)} prompt tokens were known from earlier turns")
+        pending = asked.pending
+        say(f"{pending.stats.cached_tokens} of {len(pending.prompt_ids)} prompt tokens were known from earlier turns")
         decided = [step for step in run.steps if step.reason]
         if decided:
             say(f"last decision: {decided[-1].drafter}, because {decided[-1].reason}")

@@ -142,11 +142,11 @@ def _replicate(
     installed("ray.serve", "--ray needs Ray Serve", "ray")
     from skipstone.serving.ray.cluster import Share, weights
     from skipstone.serving.ray.serve import Place, Scale, listen
-    from skipstone.serving.settings import Settings
+    from skipstone.serving.settings import ServerSettings
 
     cpus, gpus, model, address = share
     scale = Scale(least, most, Share(cpus, gpus, weights(model)), address)
-    listen(load, Settings(*settings), scale, Place(*place), log_format)
+    listen(load, ServerSettings(*settings), scale, Place(*place), log_format)
 
 
 def _listen(
@@ -159,13 +159,13 @@ def _listen(
     host, port, api_key = place
     with bound_socket(host, port) as at:
         from skipstone.serving import logs, tracing
-        from skipstone.serving.listening import listen
+        from skipstone.serving.run_server import listen
         from skipstone.serving.server import Server
-        from skipstone.serving.settings import Settings
+        from skipstone.serving.settings import ServerSettings
 
         logs.set_up(log_format)
         tracing.set_up()
-        server = Server(load, Settings(*settings))
+        server = Server(load, ServerSettings(*settings))
         whole = listen(server, at, api_key)
     if not whole:
         raise typer.Exit(terminal.USER_ERROR if isinstance(server.failure, (ValueError, OSError)) else terminal.DEFECT)

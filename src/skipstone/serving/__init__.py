@@ -1,2 +1,4 @@
-"""An OpenAI-compatible server: bodies in (`schemas`, `asking`), a scheduler over rows of the loop (`jobs`, `lanes`, `engine`),
-text out (`writing`, `answers`), over HTTP (`app`)."""
+"""An OpenAI-compatible server.
+
+A body (`schemas`) becomes requests (`request_parser`). They wait (`admission`) and run (`scheduler`) in one thread
+(`model_thread`). Their tokens become text (`output_text`), and the text an answer (`answers`) over HTTP (`app`)."""

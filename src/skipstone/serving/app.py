@@ -16,19 +16,19 @@ from starlette.types import Receive, Scope, Send
 from skipstone import __version__
 from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
-from skipstone.serving.guard import DefectHandler, Guard
-from skipstone.serving.jobs import Job, Refused
-from skipstone.serving.responses import ResponseBody, Told
-from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
-from skipstone.serving.server import Server, Updates, unless
-from skipstone.serving.watch import Watch
+from skipstone.serving.middleware import AccessMiddleware, ErrorMiddleware
+from skipstone.serving.pending_request import PendingRequest, RequestError
+from skipstone.serving.request_record import RecordMiddleware
+from skipstone.serving.responses import ResponseBody, ResponseFormatter
+from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from skipstone.serving.server import Server, Updates, unless_disconnected
 
-UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False}
-"""Of FastAPI: its own telemetry, which newer versions have, would add a second span and tell what exceptions say."""
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI's own telemetry (newer versions) is off: it would add a second span and report what exceptions say."""
 UNREADABLE_BODY = "There was an error parsing the body"
 """What FastAPI says of a body that it cannot decode at all."""
-PING = 15
-"""Seconds after which a silent stream sends a comment, so that nothing on the way closes it."""
+PING_SECONDS = 15
+"""Time after which a silent stream sends a comment, so that no proxy closes it."""
 
 
 def make_app(server: Server, api_key: str | None = None) -> FastAPI:
@@ -42,28 +42,28 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
         await server.stop()
         await asyncio.to_thread(tracing.flush)
 
-    app = FastAPI(title="skipstone", version=__version__, lifespan=life, docs_url=None, redoc_url=None, telemetry=UNTRACED)
-    _errors(app)
-    _texts(app, server)
-    _about(app, server)
+    app = FastAPI(title="skipstone", version=__version__, lifespan=life, docs_url=None, redoc_url=None, telemetry=NO_TELEMETRY)
+    _add_error_handlers(app)
+    _add_text_routes(app, server)
+    _add_status_routes(app, server)
     playground.add(app)
-    app.add_middleware(DefectHandler)
-    app.add_middleware(Guard, api_key=api_key)
-    tellers = [server.metrics.request, *tracing.tellers(), logs.request]
-    app.add_middleware(Watch, model=server.settings.name, tellers=tellers)
+    app.add_middleware(ErrorMiddleware)
+    app.add_middleware(AccessMiddleware, api_key=api_key)
+    reporters = [server.metrics.request, *tracing.reporters(), logs.request]
+    app.add_middleware(RecordMiddleware, model=server.settings.name, reporters=reporters)
     return app
 
 
-def _errors(app: FastAPI) -> None:
-    """Every error in OpenAI's shape, without a word of the server's files."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape, without names of the server's files."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return errors.invalid(error, request.headers.get("content-type"))
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> Response:
-        return errors.refused(error)
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        return errors.request_error(error)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -73,80 +73,80 @@ def _errors(app: FastAPI) -> None:
         return errors.response(said.get(error.status_code, str(error.detail)), error.status_code)
 
 
-def _texts(app: FastAPI, server: Server) -> None:
-    """The routes that write."""
+def _add_text_routes(app: FastAPI, server: Server) -> None:
+    """Add the routes that answer with text or tokens."""
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _answered(server, server.asking.completion, body, request, chat=False)
+        return await _answer(server, server.parser.parse_completion, body, request, chat=False)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await _answered(server, server.asking.chat, body, request, chat=True)
+        return await _answer(server, server.parser.parse_chat, body, request, chat=True)
 
     @app.post("/v1/responses")
     async def responses(body: ResponseBody, request: Request) -> Response:
-        return await _responded(server, body, request)
+        return await _respond(server, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _known(server, body.model)
-        tokens = await server.asked(server.asking.tokens, body)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.asking.capacity}
+        _check_model(server, body.model)
+        tokens = await server.parse(server.parser.tokenize, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.parser.max_model_len}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        _known(server, body.model)
-        size = server.asking.model.embeddings
+        _check_model(server, body.model)
+        size = server.parser.model.embeddings
         if any(not 0 <= token < size for token in body.tokens):
-            raise Refused(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
-        return {"prompt": await server.in_texts(server.tokenizer.decode, body.tokens)}
+            raise RequestError(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
+        return {"prompt": await server.run_on_text_thread(server.tokenizer.decode, body.tokens)}
 
 
-def _known(server: Server, model: str | None) -> None:
+def _check_model(server: Server, model: str | None) -> None:
     if model is not None and model != server.settings.name:
-        raise Refused(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
+        raise RequestError(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
 
 
-async def _answered(
-    server: Server, ask: Callable[[Any], list[Job]], body: Sampled, request: Request, *, chat: bool
+async def _answer(
+    server: Server, parse: Callable[[Any], list[PendingRequest]], body: GenerationBody, request: Request, *, chat: bool
 ) -> Response:
     """An answer, as a stream or at once."""
-    _known(server, body.model)
+    _check_model(server, body.model)
     if body.stream_options is not None and not body.stream:
-        raise Refused(400, "stream_options needs stream=true")
-    answer, updates = await server.answer(ask, body, chat=chat)
+        raise RequestError(400, "stream_options needs stream=true")
+    answer, updates = await server.answer(parse, body, chat=chat)
     if body.stream:
         return Stream(_events(answer, updates, body), server, answer)
     try:
-        found = await unless(_gone(request), _whole(answer, updates, body))
+        all_read = await unless_disconnected(_wait_for_disconnect(request), _read_all(updates))
     finally:
         server.abandon(answer)
-    return Response(status_code=499) if found is None else JSONResponse(found)
+    return Response(status_code=499) if all_read is None else JSONResponse(answer.body(body.return_metrics))
 
 
-async def _responded(server: Server, body: ResponseBody, request: Request) -> Response:
+async def _respond(server: Server, body: ResponseBody, request: Request) -> Response:
     """The same for /v1/responses."""
-    _known(server, body.model)
-    chats = server.asking.chats
+    _check_model(server, body.model)
+    chats = server.parser.has_chat_template
     try:
-        sampled = body.sampled(chats)
+        generation_body = body.generation_body(chats)
     except ValueError as error:
-        raise Refused(400, str(error)) from None
-    answer, updates = await server.answer(server.asking.of(chats), sampled, chat=chats)
-    told = Told(answer, body)
+        raise RequestError(400, str(error)) from None
+    answer, updates = await server.answer(server.parser.parser_of(chats), generation_body, chat=chats)
+    formatter = ResponseFormatter(answer, body)
     if body.stream:
-        events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
+        events = ({"event": one["type"], "data": _json(one)} async for one in formatter.events(updates))
         return Stream(events, server, answer)
     try:
-        ended = await unless(_gone(request), _ended(updates))
+        all_read = await unless_disconnected(_wait_for_disconnect(request), _read_all(updates))
     finally:
         server.abandon(answer)
-    return Response(status_code=499) if ended is None else JSONResponse(told.whole())
+    return Response(status_code=499) if all_read is None else JSONResponse(formatter.complete_body())
 
 
-async def _ended(updates: Updates) -> bool:
-    """Waits until all is written."""
+async def _read_all(updates: Updates) -> bool:
+    """Wait until all is written."""
     async with aclosing(updates):
         async for _ in updates:
             pass
@@ -157,7 +157,7 @@ class Stream(EventSourceResponse):
     """Events of an answer until there are no more or the client has gone, which may be before the first one."""
 
     def __init__(self, events: AsyncIterator[Any], server: Server, answer: Answer) -> None:
-        super().__init__(events, ping=PING, sep="\n")
+        super().__init__(events, ping=PING_SECONDS, sep="\n")
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,48 +169,42 @@ class Stream(EventSourceResponse):
             self._server.abandon(self._answer)
 
 
-async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:
-    """An answer when it is all written."""
-    await _ended(updates)
-    return answer.whole(body.return_metrics)
-
-
-async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncIterator[str]:
+async def _events(answer: Answer, updates: Updates, body: GenerationBody) -> AsyncIterator[str]:
     """An answer while it is written."""
     async with aclosing(updates):
         try:
-            for chunk in answer.beginning():
-                yield _told(chunk)
+            for chunk in answer.first_chunks():
+                yield _json(chunk)
             async for update in updates:
-                if (prompt := answer.prompt(update[0])) is not None:
-                    yield _told(prompt)
+                if (prompt := answer.prompt_chunk(update[0])) is not None:
+                    yield _json(prompt)
                 if (chunk := answer.chunk(*update, body.stream_speculative)) is not None:
-                    yield _told(chunk)
+                    yield _json(chunk)
             if body.tells_usage:
-                yield _told(answer.ending(body.return_metrics))
-        except Refused as error:
-            yield _told(errors.of_refused(error))
+                yield _json(answer.usage_chunk(body.return_metrics))
+        except RequestError as error:
+            yield _json(errors.request_error_body(error))
     yield "[DONE]"
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client has gone."""
+async def _wait_for_disconnect(request: Request) -> None:
+    """Return when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _told(value: Any) -> str:
+def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _model(server: Server) -> dict[str, Any]:
     """The model, as OpenAI's API has it."""
     model = {"id": server.settings.name, "object": "model", "created": server.started, "owned_by": "skipstone"}
-    return model | {"max_model_len": server.asking.capacity}
+    return model | {"max_model_len": server.parser.max_model_len}
 
 
-def _about(app: FastAPI, server: Server) -> None:
-    """The routes that tell of the server."""
+def _add_status_routes(app: FastAPI, server: Server) -> None:
+    """Add the routes about the server and its model."""
 
     @app.get("/health")
     async def health() -> Response:
@@ -228,19 +222,19 @@ def _about(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{model:path}")  # an id may have slashes
     async def retrieve(model: str) -> dict[str, Any]:
-        _known(server, model)
+        _check_model(server, model)
         return _model(server)
 
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
-        asking, runner = server.asking, server.asking.model
+        parser, runner = server.parser, server.parser.model
         return {
             "version": __version__,
             "model": server.settings.name,
-            "method": asking.default.spelled,
+            "method": parser.default_method.spelled,
             "engine": runner.engine.name,
             "quantize": runner.engine.quantize,
-            "max_model_len": asking.capacity,
-            "has_chat_template": asking.chats,
-            "max_num_seqs": server.settings.rows,
+            "max_model_len": parser.max_model_len,
+            "has_chat_template": parser.has_chat_template,
+            "max_num_seqs": server.settings.max_num_seqs,
         }

@@ -1,4 +1,4 @@
-"""A conversation in a row of its own: what was said stays in the store, and an answer runs only what is new of its prompt."""
+"""A conversation in a batch group of one row. Keys and values of earlier turns stay, so only new tokens of a prompt run."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -13,36 +13,37 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import token_ids
 from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.requests import build_request
-from skipstone.serving.jobs import Job
-from skipstone.serving.lanes import Lane
+from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.pending_request import PendingRequest
 
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}."""
 
 
 class ContextFull(ValueError):
-    """A conversation that leaves no room for an answer."""
+    """The conversation leaves no room for an answer."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An answer that is to be written. messages: the conversation up to it. job: what the row is given. options: keyword
-    arguments of `skipstone.generate` that it is written with. seed: of its random draws. cut: whether the context has room for
-    fewer tokens than are wanted."""
+class PendingAnswer:
+    """An answer that is not written yet.
+
+    messages: the conversation before it. options: keyword arguments of `skipstone.generate`. is_cut: whether the context has
+    room for fewer tokens than are wanted."""
 
     messages: list[Message]
-    job: Job
+    pending: PendingRequest
     options: dict[str, Any]
     seed: int
-    cut: bool
+    is_cut: bool
 
 
 class Conversation:
-    """Messages, and a row that has the keys and values of their tokens. method: writes the answers. options: keyword arguments
-    of `skipstone.generate`, for every answer. most: tokens of an answer. system: the first message, if there is to be one.
+    """Messages, and the row with the keys and values of their tokens.
 
-    The text of an answer is what `skipstone.generate` writes for the messages up to it, or, where the model has no chat
-    template, for `plain_text` of them."""
+    method: writes the answers. options: keyword arguments of `skipstone.generate`. max_new_tokens: of one answer. system: the
+    first message, None for none. An answer is the text that `skipstone.generate` writes for the messages before it; without a
+    chat template, for `plain_text` of them."""
 
     def __init__(
         self,
@@ -50,35 +51,35 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         method: Method,
         options: dict[str, Any],
-        most: int,
+        max_new_tokens: int,
         system: str | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.options, self.most = model, tokenizer, options, most
+        self.model, self.tokenizer, self.options, self.max_new_tokens = model, tokenizer, options, max_new_tokens
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._system)
         self.method = method
-        self._lane: Lane | None = self._made_lane(method)
+        self._group: BatchGroup | None = self._create_group(method)
 
     @property
     def has_template(self) -> bool:
-        """Whether messages are told apart by the model's chat template."""
+        """Whether the model has a chat template."""
         return self.tokenizer.chat_template is not None
 
     def use(self, method: Method) -> None:
-        """Write with another method from now on. It has a store of its own, so the next answer reads the whole conversation.
-        ValueError, before anything changed, for a method that does not fit the model."""
-        self._lane, self.method = self._made_lane(method), method
+        """Write with another method from now on. It has no keys and values, so the next answer reads the whole conversation.
+        ValueError, before anything changed, if the method does not fit the model."""
+        self._group, self.method = self._create_group(method), method
 
-    def _made_lane(self, method: Method) -> Lane:
-        return Lane(self.model, method, 1, self.model.max_positions, PREFILL_CHUNK, lambda *_: None)
+    def _create_group(self, method: Method) -> BatchGroup:
+        return BatchGroup(self.model, method, 1, self.model.max_positions, PREFILL_CHUNK, lambda *_: None)
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages except the system's."""
         self.messages = list(self._system)
 
-    def ask(self, text: str, seed: int) -> Asked:
-        """The answer to a text of the user's, not begun yet; nothing is remembered of it before `keep`. ContextFull where there
-        is no room for one token; ValueError where the chat template refuses the messages."""
+    def ask(self, text: str, seed: int) -> PendingAnswer:
+        """Prepare the answer to a user's text. Nothing is remembered before `keep`. ContextFull if there is no room for one
+        token; ValueError if the chat template refuses the messages."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, positions = self._ids(messages), self.model.max_positions
         room = positions - len(prompt)
@@ -86,33 +87,33 @@ class Conversation:
             raise ContextFull(
                 f"the context is full: the conversation has {len(prompt)} tokens, and the model takes {positions}"
             )
-        options = {**self.options, "max_new_tokens": min(self.most, room)}
+        options = {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
         request = build_request(self.model, prompt, self.tokenizer, seed, options)
-        return Asked(messages, Job(request, self.method), options, seed, room < self.most)
+        return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens)
 
     def _ids(self, messages: list[Message]) -> list[int]:
         """The tokens of a prompt."""
         return token_ids(messages if self.has_template else plain_text(messages), self.tokenizer)
 
-    def answer(self, asked: Asked) -> Generator[Step, None, None]:
-        """Write an answer step by step. ValueError, at the call, where it cannot be begun. Closed between two steps it keeps
-        what the row has read up to then; where a step does not end, the next answer reads the whole conversation."""
-        lane = self._lane or self._made_lane(self.method)
-        lane.admit(asked.job)
-        self._lane = None
-        return self._steps(lane, asked.job)
+    def answer(self, asked: PendingAnswer) -> Generator[Step, None, None]:
+        """Write an answer step by step. ValueError, at the call, if it cannot begin. If the generator is closed between two
+        steps, the row keeps what it has read; if a step fails, the next answer reads the whole conversation."""
+        group = self._group or self._create_group(self.method)
+        group.admit(asked.pending)
+        self._group = None
+        return self._steps(group, asked.pending)
 
-    def _steps(self, lane: Lane, job: Job) -> Generator[Step, None, None]:
+    def _steps(self, group: BatchGroup, pending: PendingRequest) -> Generator[Step, None, None]:
         try:
-            while job in lane.jobs:
-                yield lane.step()
+            while pending in group.requests:
+                yield group.step()
         except GeneratorExit:
-            lane.drop(job)
-        self._lane = lane
+            group.drop(pending)
+        self._group = group
 
-    def keep(self, asked: Asked, tokens: list[int]) -> None:
+    def keep(self, asked: PendingAnswer, tokens: list[int]) -> None:
         """Remember what was asked, and the tokens that answered it."""
-        text = detokenize(self.tokenizer, tokens, asked.job.ids)
+        text = detokenize(self.tokenizer, tokens, asked.pending.prompt_ids)
         self.messages = [*asked.messages, {"role": "assistant", "content": text}]
 
 

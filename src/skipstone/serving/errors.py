@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: what clients of theirs read."""
+"""Errors in OpenAI's shape."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,40 +6,41 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 if TYPE_CHECKING:  # it imports torch, which the front of several replicas does without
-    from skipstone.serving.jobs import Refused
+    from skipstone.serving.pending_request import RequestError
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 KINDS |= {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
-LONGEST = 500
-"""Characters of a message: what a client sent is not sent back whole."""
+MAX_MESSAGE_CHARACTERS = 500
+"""Maximum length of a message, because it may quote what the client sent."""
 
 
 def body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON of an error. code: OpenAI's word for the reason; the status where there is none."""
+    """The JSON of an error. code: OpenAI's word for the reason, by default the status."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message[:LONGEST], "type": kind, "param": param, "code": code or status}}
+    return {"error": {"message": message[:MAX_MESSAGE_CHARACTERS], "type": kind, "param": param, "code": code or status}}
 
 
-def of_refused(error: "Refused") -> dict[str, Any]:
+def request_error_body(error: "RequestError") -> dict[str, Any]:
     """The JSON of a request that is refused."""
     return body(str(error), error.status, code=error.code)
 
 
-def refused(error: "Refused") -> JSONResponse:
+def request_error(error: "RequestError") -> JSONResponse:
     """The response to a request that is refused."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return JSONResponse(of_refused(error), status_code=error.status, headers=headers)
+    return response(str(error), error.status, None, error.retry_after, error.code)
 
 
-def response(message: str, status: int, param: str | None = None, retry_after: int | None = None) -> JSONResponse:
+def response(
+    message: str, status: int, param: str | None = None, retry_after: int | None = None, code: str | None = None
+) -> JSONResponse:
     """The response of an error."""
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    return JSONResponse(body(message, status, param), status_code=status, headers=headers)
+    return JSONResponse(body(message, status, param, code), status_code=status, headers=headers)
 
 
 def invalid(error: RequestValidationError, content_type: str | None = "application/json") -> JSONResponse:
-    """The response to a body that is none: the first thing that is wrong with it, of a field of several forms that of the one
-    that came furthest. content_type: the header of the request, None without one."""
+    """The response to an invalid body: its first mistake. If a field may have several forms, the form that was followed
+    furthest counts. content_type: header of the request, None without one."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     name = ".".join(place) or None

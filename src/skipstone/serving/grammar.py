@@ -25,45 +25,45 @@ from skipstone.serving.finite_values import has_finite_value
 from skipstone.utils.extras import installed
 from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
 
-LONGEST, DEEPEST = 1 << 16, 32
-"""Characters of a schema, and how deep it may be nested."""
+MAX_SCHEMA_CHARACTERS, MAX_SCHEMA_DEPTH = 1 << 16, 32
+"""Limits of a schema's length and nesting."""
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is set: a model that may put spaces anywhere may do nothing else."""
+"""How JSON is written. A model that may write spaces anywhere may write nothing else."""
 ANY_OBJECT = {"type": "object"}
 """The schema of response_format {"type": "json_object"}."""
-MOST_SECONDS, MOST_BYTES = 2, 2 << 30
-"""Of a processor, and of memory, that a schema takes until it is compiled. A few thousand characters can ask for days and for
-all memory that there is, and nothing in this process could stop them: so another one compiles every schema first."""
-LONGEST_TRIAL = 30.0
-"""Seconds that a trial takes on a machine with much else to do."""
-TRIAL = Path(__file__).with_name("trial.py")
-TRIALS_KEPT = 256
-"""Schemas of which it is known that they compile."""
+MAX_COMPILE_SECONDS, MAX_COMPILE_BYTES = 2, 2 << 30
+"""Processor time and memory that one schema may take to compile. A few thousand characters can take days and all memory, and
+nothing in this process could stop them. So another process compiles every schema first."""
+COMPILE_TIMEOUT_SECONDS = 30.0
+"""Limit of wall-clock time for that process, on a busy machine."""
+MEASURE_SCRIPT = Path(__file__).with_name("measure_grammar.py")
+MEASUREMENTS_CACHED = 256
+"""Number of schemas with a remembered result."""
 MAX_RECOMPILE_SECONDS = 5.0
 """Seconds of a processor that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
 PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
 SOURCE_LINE = re.compile(r"\d+ \| ")
-"""How llguidance quotes a line of the grammar, which no client wrote."""
+"""How llguidance quotes a line of the grammar. No client wrote that line."""
 COMPILED_PER_TEXT = 2
-"""A text's grammar is compiled for what is committed and for drafts."""
+"""Compiled grammars per text: one for committed tokens, one for drafts."""
 COMPLETE, DEAD_END = "complete", "dead end"
-"""Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
+"""Why a grammar ends a text: its document is complete, or no token leads to a document."""
 NO_EXTENSION = "NoExtension"
-"""How llguidance's error begins if no token leads on. Any other error is a limit."""
+"""The beginning of llguidance's error if no token leads on. Any other error is a limit."""
 
 
 class NoGrammarMemory(Exception):
-    """The grammars of other requests take too much memory now."""
+    """The grammars of other requests take too much memory."""
 
 
 @dataclass(eq=False)
 class GrammarMemory:
-    """What the grammars of one request take. It counts for as long as one of them lives."""
+    """Memory of the grammars of one request. It counts while one of them lives."""
 
     nbytes: int
 
 
-class Grammars:
+class GrammarCompiler:
     """Makes processors for one tokenizer. vocabulary: entries of the model's. ends: token ids that end a text; empty for a
     model that has none."""
 
@@ -77,7 +77,7 @@ class Grammars:
         eos = list(ends) if ends else None
         self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
 
-    def of_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
+    def compile_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
         """A processor of texts that fulfil a JSON schema. prompt: tokens before a text. choices: texts that will have one.
 
         ValueError for a schema that is wrong, too large or impossible. TimeoutError if the machine is too busy to find out,
@@ -86,9 +86,9 @@ class Grammars:
         field = "response_format"
         check_schema(schema, field)
         compiled = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
-        return self._checked(compiled, field, prompt, choices, is_known=schema == ANY_OBJECT)
+        return self._compile(compiled, field, prompt, choices, is_known=schema == ANY_OBJECT)
 
-    def of_calls(self, parameters: Sequence[tuple[str, dict[str, Any]]], choices: int = 1) -> "Grammar":
+    def compile_calls(self, parameters: Sequence[tuple[str, dict[str, Any]]], choices: int = 1) -> "Grammar":
         """The same of one call. parameters: name of every tool, JSON schema of its arguments.
 
         Every schema stays a document of its own, so that its references point to the same places.
@@ -98,16 +98,16 @@ class Grammars:
             check_schema(schema, field)
             opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             rules.append(f'call_{place}: {opening} %json {json.dumps({**schema, "x-guidance": SPACES})} "}}"')
-        if (length := sum(map(len, rules))) > LONGEST:
-            raise ValueError(f"{field}: all schemas together have at most {LONGEST} characters, found {length}")
+        if (length := sum(map(len, rules))) > MAX_SCHEMA_CHARACTERS:
+            raise ValueError(f"{field}: all schemas together have at most {MAX_SCHEMA_CHARACTERS} characters, found {length}")
         compiled = self._matcher.grammar_from_lark("\n".join(rules))
-        return self._checked(compiled, field, 0, choices)
+        return self._compile(compiled, field, 0, choices)
 
-    def _checked(self, compiled: str, field: str, prompt: int, choices: int, *, is_known: bool = False) -> "Grammar":
+    def _compile(self, compiled: str, field: str, prompt: int, choices: int, *, is_known: bool = False) -> "Grammar":
         """The processor of a grammar, if it compiles and allows a text. field: of the request, for messages. is_known: whether
         it compiles quickly."""
         try:
-            nbytes = SMALL_GRAMMAR_BYTES if is_known else max(try_out(compiled), SMALL_GRAMMAR_BYTES)
+            nbytes = SMALL_GRAMMAR_BYTES if is_known else max(measure_grammar(compiled), SMALL_GRAMMAR_BYTES)
         except (ValueError, TimeoutError) as error:
             raise type(error)(f"{field}: {error}") from None
         memory = self._memory(field, nbytes, choices)
@@ -115,8 +115,8 @@ class Grammars:
         matcher = self._new_matcher(compiled)
         seconds = time.thread_time() - began
         if matcher.is_error():
-            raise ValueError(f"{field}: {_said(matcher.get_error())}")
-        if choices > 1 and choices * seconds > MOST_SECONDS:
+            raise ValueError(f"{field}: {_error_text(matcher.get_error())}")
+        if choices > 1 and choices * seconds > MAX_COMPILE_SECONDS:
             raise ValueError(f"{field}: the schema takes {seconds:.1f} s to compile for each of {choices} texts; ask for fewer")
         no_end = None if self.ends else self._tokenizer.eos_token
         grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end, memory)
@@ -144,10 +144,10 @@ class Grammars:
 
 def check_schema(schema: dict[str, Any], field: str) -> None:
     """ValueError for a schema that is too deep, too long, endless or no valid Unicode. field: of the request."""
-    if too_deep(schema):
-        raise ValueError(f"{field}: a schema is nested at most {DEEPEST} deep")
-    if (length := len(json.dumps(schema))) > LONGEST:
-        raise ValueError(f"{field}: a schema has at most {LONGEST} characters, found {length}")
+    if is_too_deep(schema):
+        raise ValueError(f"{field}: a schema is nested at most {MAX_SCHEMA_DEPTH} deep")
+    if (length := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters, found {length}")
     try:
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -157,33 +157,32 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
         raise ValueError(f"{field}: the schema has no finite value: {reasons}; correct it, or make recursive parts optional")
 
 
-def _said(error: str) -> str:
-    """llguidance's error in one line, with the remedy for a pattern."""
+def _error_text(error: str) -> str:
+    """llguidance's error in one line, with a remedy if it is about a pattern."""
     lines = [line.strip() for line in error.partition("<state>")[0].splitlines()]
     said = " ".join(line for line in lines if line.strip("^ ") and not SOURCE_LINE.match(line))
     return f"{PATTERN_SYNTAX}: {said}" if re.search("regex parse error|in regex", said) else said
 
 
-@lru_cache(TRIALS_KEPT)
-def try_out(grammar: str) -> int:
-    """Compile a grammar of llguidance's in another process, which is ended where that takes too much. Returns how many bytes of
-    memory it took. ValueError if it is too much. TimeoutError where it is not the grammar's fault."""
-    command = [sys.executable, "-P", str(TRIAL), str(MOST_SECONDS), str(MOST_BYTES)]
+@lru_cache(MEASUREMENTS_CACHED)
+def measure_grammar(grammar: str) -> int:
+    """Bytes that a grammar takes when compiled, measured in another process. ValueError if it takes too much. TimeoutError if
+    the machine is too busy."""
+    command = [sys.executable, "-P", str(MEASURE_SCRIPT), str(MAX_COMPILE_SECONDS), str(MAX_COMPILE_BYTES)]
     try:
-        done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=LONGEST_TRIAL)
+        done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=COMPILE_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         raise TimeoutError("there was no time to compile the schema; ask again later") from None
     if done.returncode < 0:
-        said = f"{MOST_SECONDS} s of a processor, or {MOST_BYTES >> 30} GiB of memory"
+        said = f"{MAX_COMPILE_SECONDS} s of a processor, or {MAX_COMPILE_BYTES >> 30} GiB of memory"
         raise ValueError(f"the schema takes more than {said} to compile")
     if done.returncode:
         raise RuntimeError(f"a schema could not be tried out: {done.stderr[-2000:]}")
     return int(done.stdout)
 
 
-def too_deep(value: Any, deepest: int = DEEPEST) -> bool:
-    """Whether a JSON value is nested deeper than that: level by level, as a function that calls itself may run out of
-    stack."""
+def is_too_deep(value: Any, deepest: int = MAX_SCHEMA_DEPTH) -> bool:
+    """Whether a JSON value is nested deeper. It goes level by level, because recursion may run out of stack."""
     level = [value]
     for _ in range(deepest):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -209,13 +208,13 @@ class Grammar:
     ) -> None:
         self._memory = memory
         self._new_matcher, self.prompt, self.ends, self._no_end = new_matcher, prompt, ends, no_end
-        self._committed = _Path(matcher, no_end)
+        self._committed = _FollowedText(matcher, no_end)
         self._committed.go_to([])
-        self._drafted: _Path | None = None
+        self._drafted: _FollowedText | None = None
         self._beyond_limits: list[list[int]] = []  # drafts after which llguidance cannot go on
         self._seconds_left = MAX_RECOMPILE_SECONDS
 
-    def fresh(self, prompt: int | None = None) -> "Grammar":
+    def for_new_text(self, prompt: int | None = None) -> "Grammar":
         """The same for another text, with all that it needs. prompt: tokens before it, None for as many."""
         prompt = self.prompt if prompt is None else prompt
         other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end, self._memory)
@@ -225,7 +224,7 @@ class Grammar:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """ids: [1, T]. scores: [1, V]. They stay as they are after a draft that the grammar does not allow and at a dead end:
         no token drawn from them is kept."""
-        bits = self._bits_after(ids[0, self.prompt :].tolist())
+        bits = self._allowed_after(ids[0, self.prompt :].tolist())
         if bits is None:
             return scores
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=scores.shape[-1]).astype(bool))
@@ -240,7 +239,7 @@ class Grammar:
         self._committed.go_to(text)
         return DEAD_END if self._seconds_left < 0 else self._committed.ended
 
-    def _bits_after(self, text: list[int]) -> Any:
+    def _allowed_after(self, text: list[int]) -> Any:
         """The tokens that may follow a text; None if there are none."""
         if text == self._committed.text:
             return self._committed.bits
@@ -258,13 +257,13 @@ class Grammar:
             self._seconds_left -= time.thread_time() - began
         return drafted.bits
 
-    def _recompile(self) -> "_Path":
+    def _recompile(self) -> "_FollowedText":
         """A path for drafts with a fresh matcher."""
-        self._drafted = _Path(self._new_matcher(), self._no_end)
+        self._drafted = _FollowedText(self._new_matcher(), self._no_end)
         return self._drafted
 
 
-class _Path:
+class _FollowedText:
     """A text that a matcher follows.
 
     start: a matcher that has taken nothing. no_end: a token that may never follow. bits: the tokens that may follow, None for
@@ -288,20 +287,20 @@ class _Path:
         self.text, known = text, self._taken
         if self._matcher.is_error():  # it stays in error, rollback does not help
             self._matcher, known = self._start.deep_copy(), []
-        common = _common(known, text)
+        common = _common_length(known, text)
         if common < len(known):
             self._matcher.rollback(len(known) - common)
         self._taken = known[:common]
         if common == len(text):
-            self._look()
+            self._update_allowed()
         for token in text[common:]:
             if not self._matcher.try_consume_tokens([token]):
                 self.bits, self.ended = None, DEAD_END
                 return
             self._taken.append(token)
-            self._look()
+            self._update_allowed()
 
-    def _look(self) -> None:
+    def _update_allowed(self) -> None:
         """Ask the matcher what may follow."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._no_end is not None:
@@ -314,7 +313,7 @@ class _Path:
             self.ended = COMPLETE if self._matcher.is_accepting() else DEAD_END
 
 
-def _common(known: list[int], text: list[int]) -> int:
+def _common_length(known: list[int], text: list[int]) -> int:
     """How many tokens two lists have in common at their beginning."""
     most = min(len(known), len(text))
     if known[:most] == text[:most]:

@@ -1,4 +1,4 @@
-"""The server's log, on stderr: every event is a line, of text or of JSON. Requests have one when they end."""
+"""The server's log on stderr: one line of text or JSON per event. A request gets its line when it ends."""
 
 import json
 import logging
@@ -7,23 +7,23 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from skipstone.serving.watch import Record
+from skipstone.serving.request_record import RequestRecord
 
-UNTOLD = ("/health", "/metrics")
-"""Routes that machines ask every few seconds: nothing is said of them."""
+UNLOGGED_ROUTES = ("/health", "/metrics")
+"""Routes that are not logged, because machines ask them every few seconds."""
 PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
-"""A value that needs no quotes in a line of text."""
+"""Values without quotes in a line of text."""
 OURS = ("skipstone",)
-"""Loggers whose news are written, too; of all others, warnings and errors are. uvicorn's news would say that the server runs
-before it has a model."""
+"""Loggers that write from INFO on; all others write warnings and errors. uvicorn would say that the server runs before it has a
+model."""
 THEIRS = ("transformers", "huggingface_hub")
-"""Loggers that bring a handler of their own, which knows no JSON."""
+"""Loggers with a handler of their own, which writes no JSON."""
 
-logger = logging.getLogger("skipstone.serving.requests")
+logger = logging.getLogger("skipstone.serving.pending_request")
 
 
-class Text(logging.Formatter):
-    """A line for people: when, how bad, who, what, and name=value of all that there is besides. A traceback follows it."""
+class TextFormatter(logging.Formatter):
+    """Text: time, level, logger, message, name=value of every field; then the traceback."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -34,8 +34,8 @@ class Text(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in fields.items())])
 
 
-class Json(logging.Formatter):
-    """A JSON object on one line: time (UTC), level, logger, message, all that there is besides, and the traceback."""
+class JsonFormatter(logging.Formatter):
+    """A JSON object on one line: time (UTC), level, logger, message, all fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -47,7 +47,7 @@ class Json(logging.Formatter):
         return json.dumps(told, default=str)
 
 
-FORMS: dict[str, type[logging.Formatter]] = {"text": Text, "json": Json}
+FORMS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 """What --log-format may be."""
 
 
@@ -64,7 +64,7 @@ def config(form: str) -> dict[str, Any]:
 
 
 def set_up(form: str) -> None:
-    """Write the log of this process so. JSON takes in what Python and other packages warn of."""
+    """Set up the log of this process. JSON includes warnings of Python and other packages."""
     logging.config.dictConfig(config(form))
     if form == "json":
         logging.captureWarnings(True)
@@ -74,10 +74,10 @@ def set_up(form: str) -> None:
             other.propagate = True
 
 
-def request(record: Record) -> None:
+def request(record: RequestRecord) -> None:
     """The line of a request that has ended."""
-    if record.route not in UNTOLD:
-        level = logging.WARNING if record.status >= 500 or record.failed else logging.INFO
+    if record.route not in UNLOGGED_ROUTES:
+        level = logging.WARNING if record.status >= 500 or record.failure else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, "request", extra={"fields": record.fields()})
 
@@ -87,7 +87,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _joined(value: Any) -> str:
-    """A value as it stands in a line of text; quoted where it has blanks or anything that could end the line."""
+    """A value in a line of text; quoted if it has blanks or could end the line."""
     values = value if isinstance(value, list) else [value]
     text = ",".join(one if isinstance(one, str) else json.dumps(one, default=str) for one in values)
     return text if PLAIN.fullmatch(text) else json.dumps(text)

@@ -1,4 +1,4 @@
-"""/v1/responses, text in and text out: OpenAI's newer shape of a chat, made of the same jobs."""
+"""/v1/responses, text in and text out: OpenAI's newer shape of a chat, made of the same requests."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -9,8 +9,18 @@ from pydantic import Field
 
 from skipstone.serving import errors
 from skipstone.serving.answers import Answer
-from skipstone.serving.jobs import LENGTH, Refused
-from skipstone.serving.schemas import Body, ChatBody, CompletionBody, Format, Message, RequestBody, Sampled, Schema, TextPart
+from skipstone.serving.pending_request import LENGTH, RequestError
+from skipstone.serving.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Format,
+    GenerationBody,
+    Message,
+    RequestBody,
+    Schema,
+    TextPart,
+)
 from skipstone.serving.server import Updates
 
 
@@ -82,7 +92,7 @@ class ResponseBody(RequestBody):
     speculative: str | dict[str, Any] | None = None
     return_metrics: bool = False
 
-    def sampled(self, chats: bool) -> Sampled:
+    def generation_body(self, chats: bool) -> GenerationBody:
         """The same for a chat; for a model without chats the text that it goes on with. ValueError where that is none."""
         wanted = None if self.text is None or self.text.format is None else self.text.format.format()
         common: dict[str, Any] = {
@@ -104,8 +114,8 @@ class ResponseBody(RequestBody):
         return ChatBody(messages=turns, max_completion_tokens=self.max_output_tokens, **common)
 
 
-class Told:
-    """One response, whole and as events. answer: of the job."""
+class ResponseFormatter:
+    """One response, whole and as events. answer: of the request."""
 
     def __init__(self, answer: Answer, body: ResponseBody) -> None:
         self.answer, self.body, (self.choice,) = answer, body, answer.choices
@@ -113,9 +123,9 @@ class Told:
         answer.id = self.id  # which the log has, too
         self._number = 0  # of the next event
 
-    def whole(self) -> dict[str, Any]:
+    def complete_body(self) -> dict[str, Any]:
         """The response when all is written."""
-        cut = self.choice.reason == LENGTH
+        cut = self.choice.finish_reason == LENGTH
         status = "incomplete" if cut else "completed"
         usage = self.answer.usage()
         found = self._response(status, [self._item(status)])
@@ -172,8 +182,8 @@ class Told:
                 async for _, text, _, _ in updates:
                     if text:
                         yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
-            except Refused as error:
-                said = errors.of_refused(error)["error"]
+            except RequestError as error:
+                said = errors.request_error_body(error)["error"]
                 yield self._event("error", code=str(said["code"]), message=said["message"], param=None)
                 return
             for event in self._ending():
@@ -196,7 +206,7 @@ class Told:
         ]
 
     def _ending(self) -> list[dict[str, Any]]:
-        response, text = self.whole(), self.choice.text
+        response, text = self.complete_body(), self.choice.text
         return [
             self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
             self._event("response.content_part.done", **self._place(), part=self._part(text)),

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-MOST_CHOICES, MOST_PROMPTS = 16, 128
+MOST_CHOICES, MAX_PROMPTS = 16, 128
 MOST_STOPS, LONGEST_STOP = 16, 256
-MOST_BIASES = 1024
-MOST_LOGPROBS = 20
-LONGEST_TEXT = 4 << 20
-MOST_TOOLS = 128
-MOST_MESSAGES = 4096
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_TEXT_CHARACTERS = 4 << 20
+MAX_TOOLS = 128
+MAX_MESSAGES = 4096
 
 
 def refuse_surrogates(value: Any) -> None:
@@ -29,7 +29,7 @@ def refuse_surrogates(value: Any) -> None:
 class Body(BaseModel):
     """A JSON object without unknown fields. null is the same as leaving a field out."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False, str_max_length=LONGEST_TEXT)
+    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False, str_max_length=MAX_TEXT_CHARACTERS)
 
     @model_validator(mode="before")
     @classmethod
@@ -93,7 +93,7 @@ class Prediction(Body):
         return joined(self.content)
 
 
-class Sampled(RequestBody):
+class GenerationBody(RequestBody):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
     user, prompt_cache_key: names of a conversation, by which replicas are chosen where there are several (`sessions`).
@@ -114,7 +114,7 @@ class Sampled(RequestBody):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     ignore_eos: bool = False
     response_format: Format | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=MOST_BIASES)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
     prediction: Prediction | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -154,15 +154,15 @@ class Sampled(RequestBody):
 
 
 Ids = Annotated[list[int], Field(min_length=1)]
-SEVERAL = Field(min_length=1, max_length=MOST_PROMPTS)
+SEVERAL = Field(min_length=1, max_length=MAX_PROMPTS)
 
 
-class CompletionBody(Sampled):
+class CompletionBody(GenerationBody):
     """/v1/completions. prompt: a text, token ids, or a list of these. max_tokens: 0, with echo, for the prompt alone."""
 
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
     max_tokens: int | None = Field(default=16, ge=0)
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
@@ -190,7 +190,7 @@ class Tool(Body):
     function: Function
 
 
-class Called(Body):
+class CalledFunction(Body):
     """The name and the arguments of a call, these as JSON in a text. parsed_arguments: added by openai-python, not used."""
 
     name: str
@@ -203,11 +203,11 @@ class ToolCall(Body):
 
     id: str
     type: Literal["function"]
-    function: Called
+    function: CalledFunction
     index: int | None = None
 
 
-class Named(Body):
+class NamedFunction(Body):
     """The name of a tool."""
 
     name: str
@@ -217,7 +217,7 @@ class Choice(Body):
     """tool_choice: the tool that has to be called."""
 
     type: Literal["function"]
-    function: Named
+    function: NamedFunction
 
 
 class Message(Body):
@@ -227,7 +227,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
@@ -280,15 +280,15 @@ def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
     return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
 
 
-class ChatBody(Sampled):
+class ChatBody(GenerationBody):
     """/v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    tools: list[Tool] | None = Field(default=None, min_length=1, max_length=MOST_TOOLS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = Field(default=None, min_length=1, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -322,7 +322,7 @@ class TokenizeBody(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
 
 

@@ -1,4 +1,4 @@
-"""A model behind a queue: what the HTTP routes ask, and what the model's thread tells, brought together on the event loop."""
+"""The server: passes bodies from the HTTP routes to the model's thread, and its events back, on the event loop."""
 
 import asyncio
 import gc
@@ -13,65 +13,68 @@ from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.call import resolve_for
 from skipstone.hf.defaults import expect_usable_defaults
+from skipstone.serving.admission import RETRY_AFTER_SECONDS, default_kv_cache_bytes
 from skipstone.serving.answers import Answer, Choice
-from skipstone.serving.asking import Asking
-from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
+from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.grammar import Grammar, NoGrammarMemory
-from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
-from skipstone.serving.lanes import Lane
 from skipstone.serving.metrics import Metrics
+from skipstone.serving.model_thread import PREFILL_CHUNK_SIZE, THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
+from skipstone.serving.output_text import OutputText
+from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRequest, RequestEnd, RequestError, StepOutput
+from skipstone.serving.request_parser import RequestParser
+from skipstone.serving.request_record import attach_answer
 from skipstone.serving.schemas import ChatBody
-from skipstone.serving.settings import Settings
-from skipstone.serving.tools import MARKS, Calls
-from skipstone.serving.unread import UnreadEvents, largest_beyond_limit
-from skipstone.serving.watch import begun
-from skipstone.serving.writing import Writer
+from skipstone.serving.settings import ServerSettings
+from skipstone.serving.tools import MARKS, ToolCallParser
+from skipstone.serving.unread_events import UnreadEvents, largest_beyond_limit
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 
-WHY = {
+STATE_MESSAGES = {
     "loading": "the model is being loaded",
     "failed": "the model could not be loaded: see the server's log",
     "stopping": "the server is shutting down",
 }
-"""State -> why nothing is written in it."""
-COMES_BACK = 5
-"""Seconds after which a server that is loading, or is started anew, may be asked again."""
-LAST_WORDS = 3
-"""Seconds that clients have to read the end of their answers after nothing more is written."""
-DRAIN_POLL = 0.02
-"""Seconds between two looks at whether all streams are sent."""
-MOST_CAPACITY = 4096
-"""Tokens of a text where nobody says more: the memory of keys and values follows it."""
+"""State -> message of the 503."""
+RESTART_RETRY_SECONDS = 5
+"""The Retry-After header while a server loads or restarts."""
+FLUSH_SECONDS = 3
+"""Time that clients have to read the end of their answers after the last token."""
+DRAIN_POLL_SECONDS = 0.02
+"""Seconds between two checks whether all streams are sent."""
+DEFAULT_MAX_MODEL_LEN = 4096
+"""The default limit of a text. The memory of keys and values grows with it."""
 
-Update = tuple[Choice, str, Piece | None, int]
-"""A choice, the text that is new in it, the piece that brought it, and the tokens before that."""
+Update = tuple[Choice, str, StepOutput | None, int]
+"""(choice, its new text, the output that brought it, number of tokens before that)."""
 Updates = AsyncGenerator[Update, None]
 
 
 class Server:
-    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready: is
-    called on the event loop when requests are taken. failed: is called there when nothing will be written any more, because the
-    model could not be loaded or its thread has died."""
+    """A model that answers bodies.
 
-    def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
+    load: returns model and tokenizer; is called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready:
+    is called on the event loop when requests are taken. failed: is called there if the model could not be loaded or its thread
+    has ended."""
+
+    def __init__(self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings) -> None:
         self.settings, self._load = settings, load
         self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
         self.failure: Exception | None = None  # why the model could not be loaded
         self.metrics = Metrics(settings.name)
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
-        self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
+        self._schema_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
-        self._queues: dict[Job, UnreadEvents] = {}
+        self._queues: dict[PendingRequest, UnreadEvents] = {}
         self._unread: WeakSet[UnreadEvents] = WeakSet()  # of all answers that somebody may still read
         self.open_streams = 0  # streams that clients have not read to the end
         self._draining: asyncio.Task[None] | None = None
-        self._engine: Engine | None = None
-        self._asking: Asking | None = None
+        self._model_thread: ModelThread | None = None
+        self._parser: RequestParser | None = None
         self.tokenizer: Any = None
         self.started = int(time.time())
 
@@ -79,8 +82,8 @@ class Server:
         """Load the model, and begin to take requests."""
         self._loop = asyncio.get_running_loop()
         try:
-            await self._loop.run_in_executor(self._texts, self._begin)
-        except Exception as error:  # whatever it was, /health tells of it and the log has it
+            await self._loop.run_in_executor(self._text_thread, self._begin)
+        except Exception as error:  # /health and the log report it
             if self.state == "stopping":
                 return
             self.state, self.failure = "failed", error
@@ -88,7 +91,7 @@ class Server:
             self.failed()
             return
         gc.collect()
-        gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
+        gc.freeze()  # a full collection would walk over all that was loaded, in the middle of a text
         if self.state == "loading":
             self.state = "ready"
             self.became_ready()
@@ -99,219 +102,221 @@ class Server:
         method = resolve_for(model, settings.method)
         method.check(runner)
         expect_usable_defaults(runner, self.tokenizer)
-        capacity = min(runner.max_positions, settings.capacity or MOST_CAPACITY)
-        self._asking = Asking(runner, self.tokenizer, method, capacity, settings.seconds)
-        limit = kv_cache_bytes(runner, method, settings.rows, capacity, settings.kv_cache_memory_bytes)
-        self._engine = Engine(runner, settings.rows, capacity, settings.waiting, self._post, kv_cache_bytes=limit)
+        max_model_len = min(runner.max_positions, settings.max_model_len or DEFAULT_MAX_MODEL_LEN)
+        self._parser = RequestParser(runner, self.tokenizer, method, max_model_len, settings.timeout_seconds)
+        limit = kv_cache_bytes(runner, method, settings.max_num_seqs, max_model_len, settings.kv_cache_memory_bytes)
+        self._model_thread = ModelThread(
+            runner, settings.max_num_seqs, max_model_len, settings.max_waiting, self._post, kv_cache_bytes=limit
+        )
 
     async def drain(self) -> None:
-        """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
-        `settings.drain` seconds ends by an error."""
+        """Take no more requests, let texts end, and wait until streams are sent. Texts that need longer than `drain_seconds`
+        end with an error."""
         if self._draining is None:
             self.state = "stopping"
             self._draining = asyncio.ensure_future(self._drain())
         await self._draining
 
     async def _drain(self) -> None:
-        end = time.monotonic() + self.settings.drain
-        if self._engine is not None:
-            await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
-        end = max(end, time.monotonic() + LAST_WORDS)
+        end = time.monotonic() + self.settings.drain_seconds
+        if self._model_thread is not None:
+            await self._loop.run_in_executor(None, self._model_thread.stop, self.settings.drain_seconds)
+        end = max(end, time.monotonic() + FLUSH_SECONDS)
         while self.open_streams and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_POLL)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Drain, then leave."""
         await self.drain()
-        for threads in (self._texts, self._schemas):
+        for threads in (self._text_thread, self._schema_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def health(self) -> tuple[str, str]:
-        """The state, "failed" as soon as the model's thread has died; and why nothing is written in it, "" where texts are."""
-        if self.state != "stopping" and self._engine is not None and not self._engine.lives:
-            return "failed", DIED
-        return self.state, WHY.get(self.state, "")
+        """(state, message). The state is "failed" once the model's thread has ended; the message is "" if texts are written."""
+        if self.state != "stopping" and self._model_thread is not None and not self._model_thread.is_alive:
+            return "failed", THREAD_FAILED
+        return self.state, STATE_MESSAGES.get(self.state, "")
 
     @property
-    def engine(self) -> Engine:
-        """Refused while there is none."""
+    def model_thread(self) -> ModelThread:
+        """RequestError while there is none."""
         state, why = self.health
-        if self._engine is None or state != "ready":
-            raise Refused(503, why, None if state == "failed" else COMES_BACK)
-        return self._engine
+        if self._model_thread is None or state != "ready":
+            raise RequestError(503, why, None if state == "failed" else RESTART_RETRY_SECONDS)
+        return self._model_thread
 
     @property
-    def asking(self) -> Asking:
-        """Refused while there is none."""
-        _ = self.engine
-        assert self._asking is not None
-        return self._asking
+    def parser(self) -> RequestParser:
+        """RequestError while there is none."""
+        _ = self.model_thread
+        assert self._parser is not None
+        return self._parser
 
-    async def in_texts(self, call: Callable[..., Found], *given: Any) -> Found:
-        """What works on texts, in its own thread."""
-        return await self._loop.run_in_executor(self._texts, call, *given)
+    async def run_on_text_thread(self, call: Callable[..., Found], *given: Any) -> Found:
+        """Call a function that works on texts, in the thread for texts."""
+        return await self._loop.run_in_executor(self._text_thread, call, *given)
 
-    async def asked(self, call: Callable[..., Found], *given: Any) -> Found:
-        """The same of what a client sent: what cannot be done with it is the client's mistake."""
+    async def parse(self, call: Callable[..., Found], *given: Any) -> Found:
+        """The same for what a client sent. A ValueError is the client's mistake."""
         try:
-            return await self.in_texts(call, *given)
+            return await self.run_on_text_thread(call, *given)
         except ValueError as error:
-            raise Refused(400, str(error)) from None
+            raise RequestError(400, str(error)) from None
 
     async def _grammar(self, body: Any) -> Grammar | None:
-        """That of a body, compiled in a thread of its own: nobody waits for a schema but those who bring one."""
-        if not self.asking.restricts(body):
+        """The grammar of a body, compiled in a thread of its own, so that only requests with a schema wait for it."""
+        if not self.parser.has_grammar(body):
             return None
-        if self._compiling >= max(self.settings.waiting, 1):
-            raise Refused(429, f"{self._compiling} schemas wait to be compiled already; ask again later", RETRY_AFTER)
+        if self._compiling >= max(self.settings.max_waiting, 1):
+            message = f"{self._compiling} schemas wait to be compiled already; ask again later"
+            raise RequestError(429, message, RETRY_AFTER_SECONDS)
         self._compiling += 1
         try:
-            return await self._loop.run_in_executor(self._schemas, self.asking.grammar, body)
+            return await self._loop.run_in_executor(self._schema_thread, self.parser.compile_grammar, body)
         except ValueError as error:
-            raise Refused(400, str(error)) from None
+            raise RequestError(400, str(error)) from None
         except NoGrammarMemory as error:
-            raise Refused(429, str(error), RETRY_AFTER) from None
+            raise RequestError(429, str(error), RETRY_AFTER_SECONDS) from None
         except TimeoutError as error:
-            raise Refused(503, str(error), COMES_BACK) from None
+            raise RequestError(503, str(error), RESTART_RETRY_SECONDS) from None
         finally:
             self._compiling -= 1
 
     # -------------------------------------------------------------------------------------------------- from the model
 
-    def _post(self, told: Told, steps: Steps) -> None:
+    def _post(self, events: RequestEvents, steps: MethodSteps) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._take, told, steps)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._deliver, events, steps)
+        except RuntimeError:  # the loop is closed
             logger.debug("an event came after the end")
 
-    def _take(self, told: Told, steps: Steps) -> None:
+    def _deliver(self, events: RequestEvents, steps: MethodSteps) -> None:
         for method, step in steps:
             self.metrics.step(method, step)
-        if (engine := self._engine) is not None:
-            self.metrics.running.set(engine.running)
-            self.metrics.waiting.set(engine.waits)
-        for job, event in told:
-            listener = self._queues.pop(job, None) if isinstance(event, Ended) else self._queues.get(job)
-            if listener is not None:
-                listener.put(job, event)
+        if (model_thread := self._model_thread) is not None:
+            self.metrics.running.set(model_thread.admission.num_running)
+            self.metrics.waiting.set(model_thread.admission.num_waiting)
+        for pending, event in events:
+            unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
+            if unread is not None:
+                unread.put(pending, event)
         while (slow := largest_beyond_limit(self._unread)) is not None:
             self._drop(slow)
-        if engine is not None and not engine.lives and self.state == "ready":
+        if model_thread is not None and not model_thread.is_alive and self.state == "ready":
             self.state = "failed"
             self.failed()
 
     def _drop(self, unread: UnreadEvents) -> None:
-        """Give up an answer that its client does not read."""
+        """Cancel an answer that its client does not read."""
         unread.drop()
-        for job in unread.jobs:
-            if self._queues.pop(job, None) is not None and self._engine is not None:
-                self._engine.cancel(job)
+        for pending in unread.requests:
+            if self._queues.pop(pending, None) is not None and self._model_thread is not None:
+                self._model_thread.cancel(pending)
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
-    async def answer(self, ask: Callable[..., list[Job]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
-        """An answer that is begun, and its updates. ask: makes jobs of a body and its grammar. Refused before anything is
-        written."""
-        engine = self.engine
-        jobs = await self.asked(ask, body, await self._grammar(body))
-        listener = UnreadEvents(jobs)
-        choices = [self._choice(index, job, body) for index, job in enumerate(jobs)]
+    async def answer(self, parse: Callable[..., list[PendingRequest]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
+        """An answer that has begun, and its updates. parse: makes requests of a body and its grammar. RequestError before
+        anything is written."""
+        model_thread = self.model_thread
+        requests = await self.parse(parse, body, await self._grammar(body))
+        unread = UnreadEvents(requests)
+        choices = [self._choice(index, pending, body) for index, pending in enumerate(requests)]
         for choice in choices:
             choice.is_streamed = body.stream
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
-        engine.submit(jobs)
-        self._queues.update(dict.fromkeys(jobs, listener))
-        self._unread.add(listener)
-        begun(answer, body)
-        return answer, self._updates(engine, answer, listener, whole_steps=body.stream_speculative)
+        model_thread.submit(requests)
+        self._queues.update(dict.fromkeys(requests, unread))
+        self._unread.add(unread)
+        attach_answer(answer, body)
+        return answer, self._updates(model_thread, answer, unread, whole_steps=body.stream_speculative)
 
-    def _choice(self, index: int, job: Job, body: Any) -> Choice:
+    def _choice(self, index: int, pending: PendingRequest, body: Any) -> Choice:
+        prompt, eos = pending.prompt_ids, pending.request.eos
         if not (isinstance(body, ChatBody) and body.offered):
-            return Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos, prompt=job.ids, echo=job.echo))
+            return Choice(index, pending, OutputText(self.tokenizer, body.stops, eos, prompt=prompt, echo=pending.echo))
         names, most = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
-        writer = Writer(self.tokenizer, body.stops, job.request.eos | hidden, prompt=job.ids, special=True)
-        return Choice(index, job, writer, Calls(names, most=most))
+        output_text = OutputText(self.tokenizer, body.stops, eos | hidden, prompt=prompt, special=True)
+        return Choice(index, pending, output_text, ToolCallParser(names, most=most))
 
     def abandon(self, answer: Answer) -> None:
-        """Nobody reads an answer any more: what is not written of it is given up."""
+        """Cancel what is not written of an answer that nobody reads."""
         for choice in answer.choices:
-            if choice.reason is None:
-                choice.reason = CANCELLED
-                self._leave(choice.job)
+            if choice.finish_reason is None:
+                choice.finish_reason = CANCELLED
+                self._queues.pop(choice.pending, None)
                 self.metrics.ended(choice)
-                if self._engine is not None:
-                    self._engine.cancel(choice.job)
+                if self._model_thread is not None:
+                    self._model_thread.cancel(choice.pending)
 
-    async def _updates(self, engine: Engine, answer: Answer, listener: UnreadEvents, *, whole_steps: bool | str) -> Updates:
-        """Until all have ended, or nobody listens any more. Refused where one could not be written. whole_steps: whether what
-        every step has committed is an update of its own."""
-        running = {choice.job: choice for choice in answer.choices}
+    async def _updates(
+        self, model_thread: ModelThread, answer: Answer, unread: UnreadEvents, *, whole_steps: bool | str
+    ) -> Updates:
+        """Updates until all choices have ended. RequestError if one of them fails. whole_steps: whether every step is an update
+        of its own."""
+        running = {choice.pending: choice for choice in answer.choices}
         try:
             while running:
-                job, event = await listener.take(whole_steps=bool(whole_steps))
-                if (choice := running.get(job)) is None:
+                pending, event = await unread.take(whole_steps=bool(whole_steps))
+                if (choice := running.get(pending)) is None:
                     continue
-                update = self._update(choice, event)
-                if choice.reason is not None:
-                    del running[job]
-                    self._leave(job)
+                choice.seconds = time.monotonic() - pending.arrival_time
+                update = self._add_output(choice, event) if isinstance(event, StepOutput) else self._finish(choice, event)
+                if choice.finish_reason is not None:
+                    del running[pending]
+                    self._queues.pop(pending, None)
                     self.metrics.ended(choice)
-                    if isinstance(event, Piece):
-                        engine.cancel(job)
+                    if isinstance(event, StepOutput):
+                        model_thread.cancel(pending)
                 yield update
         finally:
             self.abandon(answer)
 
-    def _update(self, choice: Choice, event: Event) -> Update:
-        choice.seconds = time.monotonic() - choice.job.asked
-        return self._more(choice, event) if isinstance(event, Piece) else self._last(choice, event)
-
-    def _leave(self, job: Job) -> None:
-        self._queues.pop(job, None)
-
-    def _more(self, choice: Choice, piece: Piece) -> Update:
-        if choice.first is None:
-            choice.first = choice.seconds
-        start = choice.writer.count
-        text = choice.shown(choice.writer.add(piece.tokens))
-        taken = choice.writer.count - start
-        choice.tokens += piece.tokens[:taken]
+    def _add_output(self, choice: Choice, output: StepOutput) -> Update:
+        if choice.first_token_seconds is None:
+            choice.first_token_seconds = choice.seconds
+        start = choice.output_text.count
+        text = choice.add_text(choice.output_text.add(output.tokens))
+        taken = choice.output_text.count - start
+        choice.tokens += output.tokens[:taken]
         if not choice.is_streamed:
-            choice.likely += (piece.likely or [])[:taken]
-        if choice.writer.stopped:
+            choice.logprobs += (output.logprobs or [])[:taken]
+        if choice.output_text.stopped:
             text += choice.end(STOP)
-        return choice, text, piece, start
+        return choice, text, output, start
 
-    def _last(self, choice: Choice, ended: Ended) -> Update:
+    def _finish(self, choice: Choice, ended: RequestEnd) -> Update:
         if ended.message:
-            choice.reason = ended.reason
+            choice.finish_reason = ended.reason
             self.metrics.ended(choice)
-            raise Refused(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
-        start = choice.writer.count
-        text = choice.shown(choice.writer.rest())
-        text += choice.end(STOP if choice.writer.stopped else ended.reason)
+            raise RequestError(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
+        start = choice.output_text.count
+        text = choice.add_text(choice.output_text.rest())
+        text += choice.end(STOP if choice.output_text.stopped else ended.reason)
         return choice, text, None, start
 
 
-def kv_cache_bytes(model: ModelRunner, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
-    """What keys and values may take: so much that the default method's rows have room for a text of full length. ValueError
-    where less is wanted."""
-    needed = Lane(model, method, rows, capacity, CHUNK, lambda *_: None).memory_bytes(capacity)
+def kv_cache_bytes(model: ModelRunner, method: Method, max_num_seqs: int, max_model_len: int, wanted: int | None) -> int:
+    """The limit of keys and values: enough for a text of full length in the default method's rows. ValueError if `wanted` is
+    less."""
+    group = BatchGroup(model, method, max_num_seqs, max_model_len, PREFILL_CHUNK_SIZE, lambda *_: None)
+    needed = group.memory_bytes(max_model_len)
     if wanted is None:
         return max(default_kv_cache_bytes(model), needed)
     if wanted < needed:
-        raise ValueError(
-            f"{rows} rows of {method.name} need {needed} bytes of keys and values for texts of {capacity} tokens, and "
-            f"--kv-cache-memory-bytes is {wanted}: raise it, or lower --max-num-seqs or --max-model-len"
+        size = (
+            f"{max_num_seqs} rows of {method.name} need {needed} bytes of keys and values for texts of {max_model_len} tokens"
         )
+        remedy = "raise it, or lower --max-num-seqs or --max-model-len"
+        raise ValueError(f"{size}, and --kv-cache-memory-bytes is {wanted}: {remedy}")
     return wanted
 
 
-async def unless(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:
-    """What comes of some work; None where something else has happened before it is done, which then is given up."""
+async def unless_disconnected(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:
+    """The result of some work; None if the client has gone first, and the work is cancelled."""
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
         await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,22 +1,24 @@
-"""How a server writes. Nothing here imports torch: those who only start replicas need none."""
+"""The settings of a server. Nothing here imports torch, which starting replicas does not need."""
 
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Settings:
-    """name: that clients call the model by. method: as in `skipstone.generate`. rows: texts that are written at a time.
-    capacity: most tokens of a text, its prompt included; None for the model's own limit, MOST_CAPACITY at most. waiting: most
-    texts that wait. seconds: that one may take, None for any time. drain: seconds that texts have to end when the server is
-    stopped. kv_cache_memory_bytes: what the keys and values of all methods' rows may take together; None for a share of the
-    device's memory, and for one text of the default method in any case."""
+class ServerSettings:
+    """Settings of a server.
+
+    name: of the model, as clients call it. method: as in `skipstone.generate`. max_num_seqs: rows, so texts that are written at
+    the same time. max_model_len: tokens of a text, its prompt included; None for the model's limit, at most
+    DEFAULT_MAX_MODEL_LEN. max_waiting: requests that may wait for a row. timeout_seconds: limit for one request, None for no
+    limit. drain_seconds: time that texts have to end when the server stops. kv_cache_memory_bytes: limit of the keys and values
+    of all methods together; None for a share of the device's memory, or as much as one text of the default method needs."""
 
     name: str = "skipstone-nano"
     method: Any = None
-    rows: int = 8
-    capacity: int | None = None
-    waiting: int = 64
-    seconds: float | None = None
-    drain: float = 30.0
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    max_waiting: int = 64
+    timeout_seconds: float | None = None
+    drain_seconds: float = 30.0
     kv_cache_memory_bytes: int | None = None

@@ -48,13 +48,13 @@ class Call:
     name: str
     arguments: str
 
-    def told(self, index: int | None = None) -> dict[str, Any]:
+    def body(self, index: int | None = None) -> dict[str, Any]:
         """As OpenAI's JSON. index: its place, in a chunk of a stream."""
         place = {} if index is None else {"index": index}
         return {**place, "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Calls:
+class ToolCallParser:
     """The text of one answer to a request that offers tools, split into what is shown and what is a call.
 
     names: of the tools that may be called. most: calls that are told, those that were written first; None for all.
@@ -67,7 +67,7 @@ class Calls:
         self._calls: list[Call] = []
         self._held: list[str] = []  # characters that are not shown, as they may belong to a call
         self._behind = ""  # of these, the ones since the latest call that belong to no further one yet
-        self._reading: _Reading | None = None
+        self._reading: _CallReader | None = None
         self._may_be_bare = True  # a call without a mark may come next
         self._is_bare = False  # the first call has no mark
 
@@ -129,17 +129,17 @@ class Calls:
         if self._is_behind_call:
             marks = (*OPENINGS, CLOSING)
         if tail in OPENINGS:
-            self._reading = _Reading(self._names, is_marked=True)
+            self._reading = _CallReader(self._names, is_marked=True)
         elif tail in marks:
             self._end_part()
         elif tail and not any(one.startswith(tail) for one in marks):
             if not (self._may_be_bare and tail[0] in "{["):
                 raise NoCall
-            self._reading = _Reading(self._names, is_marked=False)
+            self._reading = _CallReader(self._names, is_marked=False)
             for one in tail:
                 self._reading.take(one)
 
-    def _end_call(self, reading: "_Reading") -> None:
+    def _end_call(self, reading: "_CallReader") -> None:
         self._is_bare = self._is_bare or not (self._calls or reading.is_marked)
         self._calls += reading.calls
         self._reading, self._may_be_bare = None, True
@@ -161,7 +161,7 @@ class Calls:
         return held
 
 
-class _Reading:
+class _CallReader:
     """Reads one call, or a list of calls, character by character.
 
     is_marked: whether a mark stands before it. calls: what was read, when it is done.

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from skipstone import __version__
-from skipstone.serving.watch import Record
+from skipstone.serving.request_record import RequestRecord
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """What the conventions call the routes that write."""
@@ -21,13 +21,13 @@ PROVIDER = "skipstone"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Environment variables of OpenTelemetry: one of them says where spans are sent."""
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-LEFT = 2000
-"""Milliseconds that the last spans have to be sent when the server ends."""
+FLUSH_TIMEOUT_MS = 2000
+"""Time to send the last spans when the server ends."""
 
 logger = logging.getLogger(__name__)
 
 
-def present(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module of OpenTelemetry can be imported."""
     try:
         return find_spec(module) is not None
@@ -39,7 +39,7 @@ def set_up() -> bool:
     """Send spans to where the environment says, unless a provider is set already. Returns whether this has set one."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return False
-    if not (present("opentelemetry.sdk.trace") and present(EXPORTER)):
+    if not (is_installed("opentelemetry.sdk.trace") and is_installed(EXPORTER)):
         logger.warning('no spans are sent, though %s asks for them: pip install "skipstone[telemetry]"', " or ".join(ENDPOINTS))
         return False
     trace, sdk, export = (import_module(f"opentelemetry.{name}") for name in ("trace", "sdk.trace", "sdk.trace.export"))
@@ -47,33 +47,33 @@ def set_up() -> bool:
         return False
     resource = import_module("opentelemetry.sdk.resources").Resource
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    told = {"service.version": __version__} | ({} if named else {"service.name": PROVIDER})
-    provider = sdk.TracerProvider(resource=resource.create(told))
+    resource_attributes = {"service.version": __version__} | ({} if named else {"service.name": PROVIDER})
+    provider = sdk.TracerProvider(resource=resource.create(resource_attributes))
     provider.add_span_processor(export.BatchSpanProcessor(import_module(EXPORTER).OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return True
 
 
-def tellers() -> list[Callable[[Record], None]]:
-    """What tells of requests; nothing where the SDK is not installed."""
-    return [Spans()] if present("opentelemetry.sdk.trace") else []
+def reporters() -> list[Callable[[RequestRecord], None]]:
+    """The reporters of requests; none if the SDK is not installed."""
+    return [Spans()] if is_installed("opentelemetry.sdk.trace") else []
 
 
 def flush() -> None:
     """Send what is not sent yet."""
-    if present("opentelemetry.sdk.trace"):
+    if is_installed("opentelemetry.sdk.trace"):
         provider = import_module("opentelemetry.trace").get_tracer_provider()
         if (send := getattr(provider, "force_flush", None)) is not None:
-            send(LEFT)
+            send(FLUSH_TIMEOUT_MS)
 
 
 class Spans:
-    """Tells of requests by spans of the provider that is set for the process."""
+    """Reports requests as spans of the provider that is set for the process."""
 
     def __init__(self) -> None:
         self._trace, self._propagate = import_module("opentelemetry.trace"), import_module("opentelemetry.propagate")
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         """The span of a request that writes, or was to write. The caller's `traceparent` is its parent, unless this process
         has a span for the request already."""
         if (operation := OPERATIONS.get(record.route)) is None:
@@ -86,7 +86,7 @@ class Spans:
             context=above,
             kind=trace.SpanKind.SERVER,
             attributes=attributes(record, operation),
-            start_time=record.nanoseconds(record.began),
+            start_time=record.nanoseconds(record.start_time),
         )
         if (made := span.get_span_context()).is_valid:
             record.trace = f"{made.trace_id:032x}"
@@ -94,12 +94,12 @@ class Spans:
         for name, (start, end) in record.phases.items():
             phase = tracer.start_span(name, context=below, start_time=record.nanoseconds(start))
             phase.end(end_time=record.nanoseconds(end))
-        if record.failed or record.status >= 500:
+        if record.failure or record.status >= 500:
             span.set_status(trace.Status(trace.StatusCode.ERROR))
-        span.end(end_time=record.nanoseconds(record.ended))
+        span.end(end_time=record.nanoseconds(record.end_time))
 
 
-def attributes(record: Record, operation: str) -> dict[str, Any]:
+def attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
     """Of a span, by the conventions' names. Those of skipstone: tokens that were drafted and accepted, seconds."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": operation,
@@ -109,37 +109,37 @@ def attributes(record: Record, operation: str) -> dict[str, Any]:
         "http.route": record.route,
         "http.response.status_code": record.status,
     }
-    if record.failed or record.status >= 400:
-        found["error.type"] = record.failed or str(record.status)
-    found |= _asked(record.settings.items())
+    if record.failure or record.status >= 400:
+        found["error.type"] = record.failure or str(record.status)
+    found |= _setting_attributes(record.settings.items())
     if record.as_json is not None:
         found["gen_ai.output.type"] = "json" if record.as_json else "text"
     if record.answer is None:
         return found
     fields = record.fields()
     found |= {
-        "gen_ai.request.max_tokens": record.answer.choices[0].job.request.max_new_tokens,
+        "gen_ai.request.max_tokens": record.answer.choices[0].pending.request.max_new_tokens,
         "gen_ai.request.stream": record.streamed,
         "gen_ai.response.id": record.id,
         "gen_ai.response.model": record.model,
-        "gen_ai.response.finish_reasons": record.reasons,
+        "gen_ai.response.finish_reasons": record.finish_reasons,
         "gen_ai.usage.input_tokens": fields["prompt_tokens"],
         "gen_ai.usage.output_tokens": fields["completion_tokens"],
         "gen_ai.usage.cache_read.input_tokens": fields["cached_tokens"],
         "skipstone.method": fields["method"],
         "skipstone.drafted_tokens": fields["drafted"],
         "skipstone.accepted_tokens": fields["accepted"],
-        "skipstone.cancelled": record.cancelled,
+        "skipstone.cancelled": record.is_cancelled,
     }
     if fields["first_token_ms"] is not None and record.streamed:
         found["gen_ai.response.time_to_first_chunk"] = fields["first_token_ms"] / 1000
     return found
 
 
-def _asked(settings: Iterable[tuple[str, int | float]]) -> dict[str, int | float]:
+def _setting_attributes(settings: Iterable[tuple[str, int | float]]) -> dict[str, int | float]:
     names = {"n": "gen_ai.request.choice.count"}
     return {names.get(name, f"gen_ai.request.{name}"): value for name, value in settings if (name, value) != ("n", 1)}
 
 
-def _carrier(record: Record) -> dict[str, str]:
+def _carrier(record: RequestRecord) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}

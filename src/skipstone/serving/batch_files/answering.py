@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from skipstone.serving import errors
 from skipstone.serving.batch_files.journal import SUCCESS, Answer
 from skipstone.serving.batch_files.lines import ID_DIGITS, Line
-from skipstone.serving.jobs import Refused
-from skipstone.serving.responses import ResponseBody, Told
-from skipstone.serving.schemas import ChatBody, CompletionBody, Sampled, refuse_surrogates
+from skipstone.serving.pending_request import RequestError
+from skipstone.serving.responses import ResponseBody, ResponseFormatter
+from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, refuse_surrogates
 from skipstone.serving.server import Server
 from skipstone.utils.files import digest
 
@@ -43,10 +43,10 @@ async def answered(server: Server, line: Line) -> Answer:
     except ValidationError as error:
         response = errors.invalid(RequestValidationError(error.errors()))
         status, body = response.status_code, json.loads(bytes(response.body))
-    except Refused as error:
+    except RequestError as error:
         if server.health[0] != "ready":
             raise Died(str(error)) from error
-        status, body = error.status, errors.of_refused(error)
+        status, body = error.status, errors.request_error_body(error)
     response = {"status_code": status, "request_id": f"req_{line.digest[:ID_DIGITS]}", "body": body}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 
@@ -59,11 +59,11 @@ def by_defect(answer: Answer) -> bool:
 
 async def _body(server: Server, line: Line) -> dict[str, Any]:
     """The body of the answer. ValidationError and Refused, as of a server."""
-    sampled, body = _asked(server, line)
-    chat = isinstance(sampled, ChatBody)
-    if sampled.seed is None:
-        sampled = sampled.model_copy(update={"seed": line.seed})
-    answer, updates = await server.answer(server.asking.of(chat), sampled, chat=chat)
+    generation_body, body = _asked(server, line)
+    chat = isinstance(generation_body, ChatBody)
+    if generation_body.seed is None:
+        generation_body = generation_body.model_copy(update={"seed": line.seed})
+    answer, updates = await server.answer(server.parser.parser_of(chat), generation_body, chat=chat)
     try:
         async with aclosing(updates):
             async for _ in updates:
@@ -72,37 +72,37 @@ async def _body(server: Server, line: Line) -> dict[str, Any]:
         server.abandon(answer)
     answer.created = 0
     if isinstance(body, ResponseBody):
-        told = Told(answer, body)
-        told.id, told.item = f"resp_{line.digest[:ID_DIGITS]}", f"msg_{line.digest[:ID_DIGITS]}"
-        return _of_the_line(told.whole(), line)
+        formatter = ResponseFormatter(answer, body)
+        formatter.id, formatter.item = f"resp_{line.digest[:ID_DIGITS]}", f"msg_{line.digest[:ID_DIGITS]}"
+        return _of_the_line(formatter.complete_body(), line)
     answer.id = ("chatcmpl-" if chat else "cmpl-") + line.digest[:ID_DIGITS]
-    return _of_the_line(answer.whole(metrics=False), line)
+    return _of_the_line(answer.body(metrics=False), line)
 
 
-def _asked(server: Server, line: Line) -> tuple[Sampled, CompletionBody | ChatBody | ResponseBody]:
+def _asked(server: Server, line: Line) -> tuple[GenerationBody, CompletionBody | ChatBody | ResponseBody]:
     """What is to be written, and the body that asks for it."""
     try:
         refuse_surrogates([line.method, line.url])
     except ValueError as error:
-        raise Refused(400, f"method or url: {error}") from None
+        raise RequestError(400, f"method or url: {error}") from None
     kind = BODIES.get(line.url) if isinstance(line.url, str) else None
     if kind is None:
-        raise Refused(404, f"there is no {str(line.url)[:100]} in a batch, but {', '.join(BODIES)}")
+        raise RequestError(404, f"there is no {str(line.url)[:100]} in a batch, but {', '.join(BODIES)}")
     if line.method != "POST":
-        raise Refused(405, f"{str(line.method)[:100]} is not what {line.url} takes")
+        raise RequestError(405, f"{str(line.method)[:100]} is not what {line.url} takes")
     if not isinstance(line.body, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise RequestError(400, "the body is no JSON object")
     if unfit := [name for name in OF_A_SERVER if line.body.get(name)]:
-        raise Refused(400, f"{unfit[0]}: a batch has none; leave it out")
+        raise RequestError(400, f"{unfit[0]}: a batch has none; leave it out")
     body = kind.model_validate(line.body)
     if body.model not in (None, server.settings.name):
-        raise Refused(404, f"there is no model {body.model[:100]!r} here, but {server.settings.name!r}")
+        raise RequestError(404, f"there is no model {body.model[:100]!r} here, but {server.settings.name!r}")
     if not isinstance(body, ResponseBody):
         return body, body
     try:
-        return body.sampled(server.asking.chats), body
+        return body.generation_body(server.parser.has_chat_template), body
     except ValueError as error:
-        raise Refused(400, str(error)) from None
+        raise RequestError(400, str(error)) from None
 
 
 def _of_the_line(body: dict[str, Any], line: Line) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from skipstone.serving.batch_files.answering import Died, answered, by_defect
 from skipstone.serving.batch_files.journal import Answer, Journal
 from skipstone.serving.batch_files.lines import Line, Lines
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 
 AHEAD = 2
 """Requests that are under way for every row: while one is written the next is read, and stands ready when the row is free."""
@@ -99,7 +99,7 @@ class Loaded:
     async def server(self) -> AsyncIterator[Server]:
         """What answers, without HTTP. Died where it cannot begin."""
         chosen = self.chosen
-        settings = Settings(chosen.called, self.method, chosen.rows, chosen.capacity, UNBOUNDED, None, 0.0)
+        settings = ServerSettings(chosen.called, self.method, chosen.rows, chosen.capacity, UNBOUNDED, None, 0.0)
         server = Server(lambda: (self.model, self.tokenizer), settings)
         await server.start()
         try:
@@ -120,7 +120,7 @@ async def answers(server: Server, lines: Iterable[Numbered]) -> AsyncGenerator[l
         return index, line, await answered(server, line)
 
     def fill() -> None:
-        while len(running) < AHEAD * server.settings.rows and (pair := next(waiting, None)) is not None:
+        while len(running) < AHEAD * server.settings.max_num_seqs and (pair := next(waiting, None)) is not None:
             running.add(asyncio.create_task(one(*pair)))
 
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from skipstone.serving.guard import Guard
+from skipstone.serving.middleware import AccessMiddleware
 from skipstone.serving.ray.cluster import NEED
 from skipstone.serving.ray.front import Front, Full, Lost
 from skipstone.utils.extras import installed
@@ -22,7 +22,7 @@ class Ingress:
         self._replicas, self._key = replicas, api_key
 
     def __serve_build_asgi_app__(self) -> Any:
-        return Guard(Front(self._ask, self._running), self._key)
+        return AccessMiddleware(Front(self._ask, self._running), self._key)
 
     async def _ask(self, scope: dict[str, Any], body: bytes, named: str) -> AsyncGenerator[Message, None]:
         exceptions, serve = installed("ray.exceptions", NEED, "ray"), installed("ray.serve.exceptions", NEED, "ray")

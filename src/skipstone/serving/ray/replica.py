@@ -13,7 +13,7 @@ from skipstone.engines.native.threads import VARIABLE
 from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 
 LOOK = 0.05
 """Seconds between two looks at whether the model is loaded."""
@@ -33,7 +33,9 @@ def _told(error: Exception) -> str:
 class Replica:
     """load: gives model and tokenizer. threads: of the native engine, unless the environment of the replica says how many."""
 
-    async def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings, threads: int, log_format: str) -> None:
+    async def __init__(
+        self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings, threads: int, log_format: str
+    ) -> None:
         """Returns when the model is loaded. ValueError, with the reason where it is known, if it cannot be."""
         os.environ.setdefault(VARIABLE, str(threads))
         transformers_logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipstone.serving.ray.cluster import NEED, Share, check_room, connect, reason
 from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
-from skipstone.serving.settings import Settings
+from skipstone.serving.settings import ServerSettings
 from skipstone.serving.sockets import bound_socket
 from skipstone.utils.extras import installed
 
@@ -57,27 +57,29 @@ class Place:
     api_key: str | None = None
 
 
-def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, api_key: str | None, form: str) -> Any:
+def application(
+    load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, api_key: str | None, form: str
+) -> Any:
     """What `serve.run` takes. form: of the log."""
     serve = installed("ray.serve", NEED, "ray")
     share = scale.share
     replicas = serve.deployment(
         name=REPLICA,
-        max_ongoing_requests=settings.rows,
-        max_queued_requests=max(1, settings.waiting),
-        graceful_shutdown_timeout_s=settings.drain + 1,
+        max_ongoing_requests=settings.max_num_seqs,
+        max_queued_requests=max(1, settings.max_waiting),
+        graceful_shutdown_timeout_s=settings.drain_seconds + 1,
         health_check_period_s=LOOK,
         max_constructor_retry_count=STARTS,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus, "memory": share.memory},
         request_router_config={"request_router_class": ROUTER},
         logging_config=QUIET,
-        **_numbers(scale, settings.rows),
+        **_numbers(scale, settings.max_num_seqs),
     )(REPLICA_CLASS)
     fronts = serve.deployment(
         name="front",
         num_replicas=math.ceil(scale.most / FRONTED),
         max_ongoing_requests=OPEN,
-        graceful_shutdown_timeout_s=settings.drain + 1,
+        graceful_shutdown_timeout_s=settings.drain_seconds + 1,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
@@ -105,7 +107,9 @@ def _numbers(scale: Scale, rows: int) -> dict[str, Any]:
 
 
 @contextmanager
-def running(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, place: Place, form: str = "text") -> Any:
+def running(
+    load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, place: Place, form: str = "text"
+) -> Any:
     """Replicas that take requests at a place. ValueError where the cluster has no room for them or they cannot be started,
     OSError where no cluster answers or the place is taken; the application is gone again after either, and after the block."""
     ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
@@ -129,7 +133,7 @@ def running(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scal
         ray.shutdown()
 
 
-def listen(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, place: Place, form: str) -> None:
+def listen(load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, place: Place, form: str) -> None:
     """The same until somebody ends this process by SIGINT or SIGTERM."""
     told = threading.Event()
     with running(load, settings, scale, place, form):

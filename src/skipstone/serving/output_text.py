@@ -1,4 +1,4 @@
-"""Tokens to text, as a client reads it: whole characters, and nothing from a stop string on."""
+"""The text that a client reads: whole characters, cut before the first stop string."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 from skipstone.hf.detokenizer import Detokenizer, incomplete
 
 
-class Writer:
-    """The text of one job. stops: strings that end it, which it does not have. ends: token ids that end it and are no text.
-    prompt, special, echo: as of a `Detokenizer`; marks of a tool's call may be special tokens.
+class OutputText:
+    """The text of one request.
 
-    count: tokens up to now, that which completed a stop string too. stopped: whether one was met."""
+    stops: stop strings; the text ends before the first one. ends: ids of end-of-text tokens, which are not text. prompt,
+    special, echo: as in `Detokenizer`; marks of tool calls may be special tokens. count: number of tokens, those of a stop
+    string included."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Writer:
         self.stopped = False
 
     def add(self, tokens: list[int]) -> str:
-        """The text that becomes certain by more tokens; may be empty. What follows a stop string is dropped."""
+        """Add tokens. Returns the new text that is certain, maybe ""; text after a stop string is dropped."""
         began = len(self.text)
         for token in tokens:
             if self.stopped:
@@ -42,11 +43,11 @@ class Writer:
 
     @property
     def prompt_end(self) -> str:
-        """The end of the prompt's text that is part of this one, with `echo`."""
+        """With `echo`: the end of the prompt's text that belongs to this text."""
         return self._detokenizer.prompt_end
 
     def rest(self) -> str:
-        """What is still held back at the end."""
+        """The text that is still held back at the end."""
         began = len(self.text)
         if not self.stopped:
             self._take(self._detokenizer.rest())

@@ -18,10 +18,19 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.serving.engine import Engine, Steps, Told
-from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
-from skipstone.serving.lanes import Lane
-from skipstone.serving.processors import Bias, Penalty
+from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.logits_processors import Bias, Penalty
+from skipstone.serving.model_thread import MethodSteps, ModelThread, RequestEvents
+from skipstone.serving.pending_request import (
+    CANCELLED,
+    FAILED,
+    LENGTH,
+    TIMEOUT,
+    PendingRequest,
+    RequestEnd,
+    RequestError,
+    StepOutput,
+)
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
@@ -45,30 +54,30 @@ def written(raw: Any, method: Method, ids: torch.Tensor, new: int) -> list[int]:
 
 
 class Heard:
-    """What an engine has told, by job."""
+    """What an engine has told, by request."""
 
     def __init__(self) -> None:
-        self.tokens: dict[Job, list[int]] = {}
-        self.ended: dict[Job, Ended] = {}
+        self.tokens: dict[PendingRequest, list[int]] = {}
+        self.ended: dict[PendingRequest, RequestEnd] = {}
         self.steps = 0
         self.changed = threading.Condition()
 
-    def __call__(self, told: Told, steps: Steps) -> None:
+    def __call__(self, told: RequestEvents, steps: MethodSteps) -> None:
         with self.changed:
             self.steps += len(steps)
-            for job, event in told:
-                if isinstance(event, Piece):
-                    self.tokens.setdefault(job, []).extend(event.tokens)
+            for pending, event in told:
+                if isinstance(event, StepOutput):
+                    self.tokens.setdefault(pending, []).extend(event.tokens)
                 else:
-                    self.ended[job] = event
+                    self.ended[pending] = event
             self.changed.notify_all()
 
     def until(self, met: Any, seconds: float = 30) -> None:
         with self.changed:
             assert self.changed.wait_for(met, seconds), "it did not happen"
 
-    def all_of(self, jobs: list[Job]) -> None:
-        self.until(lambda: all(job in self.ended for job in jobs))
+    def all_of(self, requests: list[PendingRequest]) -> None:
+        self.until(lambda: all(pending in self.ended for pending in requests))
 
 
 @pytest.fixture
@@ -91,18 +100,18 @@ FREED: list[Method] = [
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_collected(raw: Any, method: Method) -> None:
-    lane = Lane(ModelRunner(raw), method, 2, 256, 64, lambda *_: None)
+    group = BatchGroup(ModelRunner(raw), method, 2, 256, 64, lambda *_: None)
     for seed, (details, logprobs) in enumerate([(True, 2), (False, None)]):
-        job = Job(Request(prompt(20, seed), 8), method, logprobs=logprobs, details=details)
-        lane.admit(job)
-    kept = [weakref.ref(lane), weakref.ref(lane.decoder), weakref.ref(lane.decoder.session.store)]
+        pending = PendingRequest(Request(prompt(20, seed), 8), method, num_logprobs=logprobs, wants_details=details)
+        group.admit(pending)
+    kept = [weakref.ref(group), weakref.ref(group.loop), weakref.ref(group.loop.session.store)]
     was = gc.isenabled()
     gc.disable()
     try:
-        while lane.busy:
-            lane.step()
-        kept.append(weakref.ref(lane.decoder.session.store.keys[0]))
-        del lane
+        while group.busy:
+            group.step()
+        kept.append(weakref.ref(group.loop.session.store.keys[0]))
+        del group
         assert [one() for one in kept] == [None] * len(kept)
     finally:
         if was:
@@ -114,36 +123,36 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
     heard, groups = Heard(), weakref.WeakSet[Any]()
     gc.collect()
     gc.disable()
-    engine = Engine(ModelRunner(raw), 2, 256, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), 2, 256, 8, heard)
     try:
         for count in range(1, 13):
             method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
-            job = Job(Request(prompt(20, count), 4), method)
-            engine.submit([job])
-            heard.all_of([job])
-            groups.update(engine._lanes.values())
+            pending = PendingRequest(Request(prompt(20, count), 4), method)
+            model_thread.submit([pending])
+            heard.all_of([pending])
+            groups.update(model_thread.admission.groups.values())
         assert len(groups) <= MAX_BATCH_GROUPS
     finally:
         gc.enable()
-        engine.stop()
+        model_thread.stop()
 
 
-def held_bytes(lane: Lane) -> int:
+def held_bytes(group: BatchGroup) -> int:
     """What a group's stores hold, as these say it."""
-    return sum(store.bytes() + store.trails.bytes() for _, store in lane.decoder.session.stores)
+    return sum(store.bytes() + store.trails.bytes() for _, store in group.loop.session.stores)
 
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: Method) -> None:
-    lane = Lane(ModelRunner(raw), method, 2, 512, 64, lambda *_: None)
-    job = Job(Request(prompt(150, 0), 90), method)
-    expected = lane.memory_bytes(240)
-    lane.admit(job)
-    assert lane.memory_bytes() == expected
-    while lane.busy:
-        lane.step()
-        assert held_bytes(lane) <= expected
-    assert held_bytes(lane) == lane.memory_bytes() > expected // 4
+    group = BatchGroup(ModelRunner(raw), method, 2, 512, 64, lambda *_: None)
+    pending = PendingRequest(Request(prompt(150, 0), 90), method)
+    expected = group.memory_bytes(240)
+    group.admit(pending)
+    assert group.memory_bytes() == expected
+    while group.busy:
+        group.step()
+        assert held_bytes(group) <= expected
+    assert held_bytes(group) == group.memory_bytes() > expected // 4
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
@@ -151,16 +160,16 @@ def test_recurrent_states_count_as_well(name: str) -> None:
     """Every tensor that a group keeps, whoever keeps it, counted by its memory and not by its shape."""
     raw = families.build(name, max_position_embeddings=8192)
     method = skipstone.PromptLookup(num_speculative_tokens=8)
-    lane = Lane(ModelRunner(raw), method, 3, 512, 64, lambda *_: None)
-    expected = lane.memory_bytes(240)
+    group = BatchGroup(ModelRunner(raw), method, 3, 512, 64, lambda *_: None)
+    expected = group.memory_bytes(240)
     most = 0
     for seed in range(3):
-        lane.admit(Job(Request(prompt(50, seed).repeat(3), 90), method))
-        while lane.decoder.session.prefilling:
-            lane.step()
-    while lane.busy:
-        lane.step()
-        store = lane.decoder.session.store
+        group.admit(PendingRequest(Request(prompt(50, seed).repeat(3), 90), method))
+        while group.loop.session.prefilling:
+            group.step()
+    while group.busy:
+        group.step()
+        store = group.loop.session.store
         tensors = [*store.keys, *store.values]
         for trail in store.trails._trails.values():
             tensors += [*trail.before.values(), *trail.after.values(), trail.inputs]
@@ -171,92 +180,100 @@ def test_recurrent_states_count_as_well(name: str) -> None:
 
 def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
-    limit = Lane(model, method, 2, 256, 64, lambda *_: None).memory_bytes(256)
+    limit = BatchGroup(model, method, 2, 256, 64, lambda *_: None).memory_bytes(256)
     most = 0
 
-    class Watched(Engine):
-        def _expire(self) -> None:
+    class Watched(ModelThread):
+        def _receive(self, wait: bool, calls: bool = True) -> None:
             nonlocal most
-            stores = [] if self._reading is None or self._reading._store is None else [self._reading._store]
-            held = sum(map(held_bytes, self._lanes.values())) + sum(one.bytes() for one in stores)
+            scorer = self.scheduler._scorer
+            stores = [] if scorer is None or scorer._store is None else [scorer._store]
+            held = sum(map(held_bytes, self.admission.groups.values())) + sum(one.bytes() for one in stores)
             most = max(most, held)
-            super()._expire()
+            super()._receive(wait, calls)
 
-    engine = Watched(model, 2, 256, 32, heard, chunk=32, kv_cache_bytes=limit)
-    jobs = [
-        Job(Request(prompt(140, seed), 100), method, **({"logprobs": 20, "read": [], "echo": True} if seed % 2 else {}))
+    model_thread = Watched(model, 2, 256, 32, heard, prefill_chunk_size=32, kv_cache_bytes=limit)
+    requests = [
+        PendingRequest(
+            Request(prompt(140, seed), 100),
+            method,
+            **({"num_logprobs": 20, "prompt_logprobs": [], "echo": True} if seed % 2 else {}),
+        )
         for seed in range(6)
     ]
-    engine.submit(jobs)
-    heard.all_of(jobs)
-    engine.stop()
+    model_thread.submit(requests)
+    heard.all_of(requests)
+    model_thread.stop()
     assert limit // 2 < most <= limit
-    for job in jobs:
-        assert heard.tokens[job] == written(raw, method, job.request.prompt, 100)
+    for pending in requests:
+        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, 100)
 
 
 def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
     """Twenty likeliest tokens in every place of a prompt take more memory than its request: few prompts have them at a time."""
     heard, most = Heard(), 0
 
-    class Watched(Engine):
-        def _expire(self) -> None:
+    class Watched(ModelThread):
+        def _receive(self, wait: bool, calls: bool = True) -> None:
             nonlocal most
-            most = max(most, sum(bool(job.read) for job in self._waiting))
-            super()._expire()
+            most = max(most, sum(bool(pending.prompt_logprobs) for pending in self.admission.waiting))
+            super()._receive(wait, calls)
 
     method = skipstone.Autoregressive()
-    engine = Watched(ModelRunner(raw), 1, 256, 32, heard)
-    jobs = [Job(Request(prompt(40, seed), 20), method, logprobs=20, read=[], echo=True) for seed in range(8)]
-    engine.submit(jobs)
-    heard.all_of(jobs)
-    engine.stop()
+    model_thread = Watched(ModelRunner(raw), 1, 256, 32, heard)
+    requests = [
+        PendingRequest(Request(prompt(40, seed), 20), method, num_logprobs=20, prompt_logprobs=[], echo=True)
+        for seed in range(8)
+    ]
+    model_thread.submit(requests)
+    heard.all_of(requests)
+    model_thread.stop()
     assert most == 1
-    assert all(len(job.read or []) == 39 for job in jobs)
+    assert all(len(pending.prompt_logprobs or []) == 39 for pending in requests)
 
 
 def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
-    limit = Lane(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
-    engine = Engine(model, 1, 1024, 8, heard, kv_cache_bytes=limit)
-    job = Job(Request(prompt(500, 1), 1), method, logprobs=2, read=[], echo=True, writes=False)
-    engine.submit([job])
-    heard.all_of([job])
-    engine.stop()
-    assert heard.ended[job].status == 400
-    assert "--kv-cache-memory-bytes" in heard.ended[job].message
+    limit = BatchGroup(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
+    model_thread = ModelThread(model, 1, 1024, 8, heard, kv_cache_bytes=limit)
+    pending = PendingRequest(Request(prompt(500, 1), 1), method, num_logprobs=2, prompt_logprobs=[], echo=True, generates=False)
+    model_thread.submit([pending])
+    heard.all_of([pending])
+    model_thread.stop()
+    assert heard.ended[pending].status == 400
+    assert "--kv-cache-memory-bytes" in heard.ended[pending].message
 
 
 def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_is_right(raw: Any) -> None:
     model, heard = ModelRunner(raw), Heard()
     methods = [skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count) for count in range(1, 9)]
-    limit = Lane(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
+    limit = BatchGroup(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
     most = 0
 
-    class Watched(Engine):
-        def _expire(self) -> None:
+    class Watched(ModelThread):
+        def _receive(self, wait: bool, calls: bool = True) -> None:
             nonlocal most
-            most = max(most, sum(map(held_bytes, self._lanes.values())))
-            super()._expire()
+            most = max(most, sum(map(held_bytes, self.admission.groups.values())))
+            super()._receive(wait, calls)
 
-    engine = Watched(model, 2, 256, 32, heard, kv_cache_bytes=limit)
-    jobs = [Job(Request(prompt(20, seed), 24), method) for seed in range(3) for method in methods]
-    engine.submit(jobs)
-    heard.all_of(jobs)
-    engine.stop()
+    model_thread = Watched(model, 2, 256, 32, heard, kv_cache_bytes=limit)
+    requests = [PendingRequest(Request(prompt(20, seed), 24), method) for seed in range(3) for method in methods]
+    model_thread.submit(requests)
+    heard.all_of(requests)
+    model_thread.stop()
     assert 0 < most <= limit
-    for job in jobs:
-        assert heard.tokens[job] == written(raw, job.method, job.request.prompt, 24)
+    for pending in requests:
+        assert heard.tokens[pending] == written(raw, pending.method, pending.request.prompt, 24)
 
 
 def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_name(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
-    limit = Lane(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
-    engine = Engine(model, 2, 1024, 8, heard, kv_cache_bytes=limit)
-    short, long = Job(Request(prompt(20, 0), 8), method), Job(Request(prompt(500, 1), 8), method)
-    engine.submit([long, short])
+    limit = BatchGroup(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
+    model_thread = ModelThread(model, 2, 1024, 8, heard, kv_cache_bytes=limit)
+    short, long = PendingRequest(Request(prompt(20, 0), 8), method), PendingRequest(Request(prompt(500, 1), 8), method)
+    model_thread.submit([long, short])
     heard.all_of([long, short])
-    engine.stop()
+    model_thread.stop()
     assert (heard.ended[short].reason, heard.ended[long].status) == (LENGTH, 400)
     assert "--kv-cache-memory-bytes" in heard.ended[long].message
 
@@ -312,56 +329,63 @@ def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 3, 128, 64, heard, chunk=8)
-    jobs = [Job(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
-    for job in jobs:
-        engine.submit([job])
-    heard.all_of(jobs)
-    assert engine.stop()
-    for job in jobs:
-        assert heard.tokens[job] == written(raw, method, job.request.prompt, job.request.max_new_tokens)
-        assert heard.ended[job].reason == LENGTH
+    model_thread = ModelThread(ModelRunner(raw), 3, 128, 64, heard, prefill_chunk_size=8)
+    requests = [PendingRequest(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
+    for pending in requests:
+        model_thread.submit([pending])
+    heard.all_of(requests)
+    assert model_thread.stop()
+    for pending in requests:
+        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, pending.request.max_new_tokens)
+        assert heard.ended[pending].reason == LENGTH
 
 
 def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) -> None:
     """Its store knows nothing of a prompt whose beginning the target's row has; to catch up it reads what all rows lack."""
     method = skipstone.Speculative(near(raw, 0.05))
-    lane = Lane(ModelRunner(raw), method, 2, 256, 8, lambda *_: None)
+    group = BatchGroup(ModelRunner(raw), method, 2, 256, 8, lambda *_: None)
     known, long = prompt(40, 1), prompt(100, 2)
-    lane.admit(Job(Request(known, 4), method))
-    while lane.busy:
-        lane.step()
-    texts: dict[Job, list[int]] = {}
-    lane.tell = lambda job, event: texts.setdefault(job, []).extend(event.tokens) if isinstance(event, Piece) else None
-    jobs = [Job(Request(torch.cat([known, prompt(3, 3)]), 30), method), Job(Request(long, 20), method)]
-    for job in jobs:
-        lane.admit(job)
-    while lane.busy:
-        lane.step()
-    assert jobs[0].figures.reused >= 40
-    for job in jobs:
-        assert texts[job] == written(raw, method, job.request.prompt, job.request.max_new_tokens)
+    group.admit(PendingRequest(Request(known, 4), method))
+    while group.busy:
+        group.step()
+    texts: dict[PendingRequest, list[int]] = {}
+    group.send = lambda pending, event: (
+        texts.setdefault(pending, []).extend(event.tokens) if isinstance(event, StepOutput) else None
+    )
+    requests = [
+        PendingRequest(Request(torch.cat([known, prompt(3, 3)]), 30), method),
+        PendingRequest(Request(long, 20), method),
+    ]
+    for pending in requests:
+        group.admit(pending)
+    while group.busy:
+        group.step()
+    assert requests[0].stats.cached_tokens >= 40
+    for pending in requests:
+        assert texts[pending] == written(raw, method, pending.request.prompt, pending.request.max_new_tokens)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any, method: Method) -> None:
-    lane = Lane(ModelRunner(raw), method, 2, 128, 16, lambda *_: None)
+    group = BatchGroup(ModelRunner(raw), method, 2, 128, 16, lambda *_: None)
     first = prompt(40, 5)
 
-    def decoded(job: Job) -> list[int]:
+    def decoded(pending: PendingRequest) -> list[int]:
         tokens: list[int] = []
-        lane.tell = lambda told, event: tokens.extend(event.tokens) if isinstance(event, Piece) and told is job else None
-        lane.admit(job)
-        while lane.busy:
-            lane.step()
+        group.send = lambda told, event: (
+            tokens.extend(event.tokens) if isinstance(event, StepOutput) and told is pending else None
+        )
+        group.admit(pending)
+        while group.busy:
+            group.step()
         return tokens
 
-    answer = decoded(Job(Request(first, 10), method))
+    answer = decoded(PendingRequest(Request(first, 10), method))
     more = torch.cat([first, torch.tensor(answer), prompt(6, 6)])
     for ids, reused in ((more, 49), (first, 39), (torch.cat([first[:20], prompt(9, 7)]), 20), (prompt(30, 8), 0)):
-        job = Job(Request(ids, 12), method)
-        assert decoded(job) == written(raw, method, ids, 12)
-        assert job.figures.reused == reused
+        pending = PendingRequest(Request(ids, 12), method)
+        assert decoded(pending) == written(raw, method, ids, 12)
+        assert pending.stats.cached_tokens == reused
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -372,78 +396,81 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
     with torch.no_grad():
         broken.get_input_embeddings().weight[bad] = float("nan")
     heard = Heard()
-    engine = Engine(ModelRunner(broken), 2, 128, 64, heard, chunk=8)
-    spoiled = [Job(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
-    good = [Job(Request(one, 8), method) for one in ids]
-    for pair in zip(spoiled, good, strict=True):  # a row is a good job's, then a spoiled one's, then a good one's again
-        engine.submit(list(pair))
+    model_thread = ModelThread(ModelRunner(broken), 2, 128, 64, heard, prefill_chunk_size=8)
+    spoiled = [PendingRequest(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
+    good = [PendingRequest(Request(one, 8), method) for one in ids]
+    for pair in zip(spoiled, good, strict=True):  # a row is a good request's, then a spoiled one's, then a good one's again
+        model_thread.submit(list(pair))
     heard.all_of([*spoiled, *good])
-    assert engine.stop()
-    for job in spoiled:
-        assert heard.ended[job].reason == FAILED
-        assert heard.ended[job].status == 500
-        assert "not finite" in heard.ended[job].message
-        assert job not in heard.tokens
-    for job in good:
-        assert heard.ended[job].reason == LENGTH
-        assert heard.tokens[job] == written(raw, method, job.request.prompt, 8)
+    assert model_thread.stop()
+    for pending in spoiled:
+        assert heard.ended[pending].reason == FAILED
+        assert heard.ended[pending].status == 500
+        assert "not finite" in heard.ended[pending].message
+        assert pending not in heard.tokens
+    for pending in good:
+        assert heard.ended[pending].reason == LENGTH
+        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, 8)
 
 
 def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 4096, 8, heard)
-    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
-    next_one = Job(Request(prompt(5, 2), 3), METHODS[0])
-    engine.submit([endless])
+    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 8, heard)
+    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
+    next_one = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
+    model_thread.submit([endless])
     heard.until(lambda: endless in heard.tokens)
-    engine.submit([next_one])
-    engine.cancel(endless)
+    model_thread.submit([next_one])
+    model_thread.cancel(endless)
     heard.all_of([endless, next_one])
     assert heard.ended[endless].reason == CANCELLED
     assert len(heard.tokens[endless]) < 4000
     assert heard.tokens[next_one] == written(raw, METHODS[0], next_one.request.prompt, 3)
-    engine.cancel(endless)  # nothing happens
-    assert engine.stop()
-    assert (engine.running, engine.waits) == (0, 0)
+    model_thread.cancel(endless)  # nothing happens
+    assert model_thread.stop()
+    assert (model_thread.admission.num_running, model_thread.admission.num_waiting) == (0, 0)
 
 
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 4096, 1, heard)
-    slow = Job(Request(prompt(5, 1), 4000), METHODS[0], seconds=0.3)
-    engine.submit([slow])
+    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 1, heard)
+    slow = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0], timeout_seconds=0.3)
+    model_thread.submit([slow])
     heard.until(lambda: slow in heard.tokens)
-    waiting = Job(Request(prompt(5, 2), 2), METHODS[0])
-    engine.submit([waiting])
-    with pytest.raises(Refused, match="waiting") as refused:
-        engine.submit([Job(Request(prompt(5, 3), 2), METHODS[0])])
+    waiting = PendingRequest(Request(prompt(5, 2), 2), METHODS[0])
+    model_thread.submit([waiting])
+    with pytest.raises(RequestError, match="waiting") as refused:
+        model_thread.submit([PendingRequest(Request(prompt(5, 3), 2), METHODS[0])])
     assert (refused.value.status, refused.value.retry_after) == (429, 1)
     heard.all_of([slow, waiting])
     assert heard.ended[slow].reason == TIMEOUT
     assert heard.ended[waiting].reason == LENGTH
-    assert engine.stop()
-    with pytest.raises(Refused, match="shutting down"):
-        engine.submit([waiting])
+    assert model_thread.stop()
+    with pytest.raises(RequestError, match="shutting down"):
+        model_thread.submit([waiting])
 
 
 def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 4096, 4, heard)
-    jobs = [Job(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
-    engine.submit(jobs)
-    assert engine.stop(30)
-    assert [heard.ended[job].reason for job in jobs] == [LENGTH] * 3
-    engine = Engine(ModelRunner(raw), 1, 4096, 4, heard)
-    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
-    engine.submit([endless])
-    assert not engine.stop(0.1)
+    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 4, heard)
+    requests = [PendingRequest(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
+    model_thread.submit(requests)
+    assert model_thread.stop(30)
+    assert [heard.ended[pending].reason for pending in requests] == [LENGTH] * 3
+    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 4, heard)
+    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
+    model_thread.submit([endless])
+    assert not model_thread.stop(0.1)
     assert heard.ended[endless].status == 503
 
 
 def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heard, own = Heard(), DecodingLoop.step
-    engine = Engine(ModelRunner(raw), 2, 256, 8, heard)
-    broken, whole = Job(Request(prompt(5, 1), 100), METHODS[1]), Job(Request(prompt(5, 2), 20), METHODS[0])
+    model_thread = ModelThread(ModelRunner(raw), 2, 256, 8, heard)
+    broken, whole = (
+        PendingRequest(Request(prompt(5, 1), 100), METHODS[1]),
+        PendingRequest(Request(prompt(5, 2), 20), METHODS[0]),
+    )
 
     def step(decoder: DecodingLoop) -> Step:
         if any(state is not None and state.request is broken.request for state in decoder.rows):
@@ -451,51 +478,51 @@ def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: py
         return own(decoder)
 
     monkeypatch.setattr(DecodingLoop, "step", step)
-    engine.submit([broken])
-    engine.submit([whole])
+    model_thread.submit([broken])
+    model_thread.submit([whole])
     heard.all_of([broken, whole])
     assert heard.ended[broken].reason == FAILED
     assert "planted" not in heard.ended[broken].message
     assert heard.tokens[whole] == written(raw, METHODS[0], whole.request.prompt, 20)
-    again = Job(Request(prompt(5, 3), 4), METHODS[1])
-    engine.submit([again])
+    again = PendingRequest(Request(prompt(5, 3), 4), METHODS[1])
+    model_thread.submit([again])
     heard.all_of([again])
     assert heard.ended[again].reason == LENGTH
-    assert engine.stop()
+    assert model_thread.stop()
 
 
 def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 32, 8, heard)
-    long = Job(Request(prompt(30, 1), 10), METHODS[0])
-    engine.submit([long])
+    model_thread = ModelThread(ModelRunner(raw), 1, 32, 8, heard)
+    long = PendingRequest(Request(prompt(30, 1), 10), METHODS[0])
+    model_thread.submit([long])
     heard.all_of([long])
     assert heard.ended[long].status == 400
     assert "32 tokens" in heard.ended[long].message
-    assert engine.stop()
+    assert model_thread.stop()
 
 
 def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 4096, 8, heard)
-    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
-    behind = Job(Request(prompt(5, 2), 3), METHODS[0])
-    other = Job(Request(prompt(5, 3), 3), METHODS[1])
-    for job in (endless, behind, other):
-        engine.submit([job])
+    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 8, heard)
+    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
+    behind = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
+    other = PendingRequest(Request(prompt(5, 3), 3), METHODS[1])
+    for pending in (endless, behind, other):
+        model_thread.submit([pending])
     heard.all_of([other])
     assert behind not in heard.ended
-    engine.cancel(endless)
+    model_thread.cancel(endless)
     heard.all_of([behind])
-    assert engine.stop()
+    assert model_thread.stop()
 
 
 def test_an_idle_engine_does_nothing(raw: Any) -> None:
     heard = Heard()
-    engine = Engine(ModelRunner(raw), 1, 64, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), 1, 64, 8, heard)
     time.sleep(0.1)
     assert heard.steps == 0
-    assert engine.stop()
+    assert model_thread.stop()
 
 
 def test_biases_and_penalties_by_hand() -> None:

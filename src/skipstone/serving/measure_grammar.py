@@ -1,11 +1,9 @@
-"""A process of its own that compiles one grammar of llguidance's, within SECONDS of a processor and BYTES of memory.
+"""A process that compiles one llguidance grammar within SECONDS of processor time and BYTES of memory.
 
-    python -P trial.py SECONDS BYTES < GRAMMAR
+    python -P measure_grammar.py SECONDS BYTES < GRAMMAR
 
-It writes how many bytes of memory that took, which llguidance does not say. It knows nothing of the rest of the package, which
-would have to be loaded. Whether the grammar is right is not its business: it ends with 0 if that is found out in time, and is
-ended by a signal else.
-"""
+It prints how many bytes the grammar took, which llguidance does not report. It imports nothing else of the package, to start
+fast. It does not check the grammar: it exits with 0 if compiling ends in time, else a signal ends it."""
 
 import os
 import sys
@@ -15,14 +13,14 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 STATM = Path("/proc/self/statm")
-"""Where Linux says how many pages a process has in memory, second of all numbers."""
+"""Linux' file with the size of a process. Its second number is pages in memory."""
 
 NICE = 5
-"""How much less of the processors it gets than who writes texts."""
+"""Its niceness, so that texts are written first."""
 
 
 def main() -> None:
-    """Compile what stdin has, after the limits are set."""
+    """Set the limits and compile stdin."""
     seconds, size = (int(one) for one in sys.argv[1:])
     try:
         import resource
@@ -42,7 +40,7 @@ def main() -> None:
 
 
 def resident_bytes() -> int:
-    """What the process has in memory; at most so far if the system does not say how much it is now, 0 if it says neither."""
+    """Bytes of the process in memory; the maximum so far if the system does not report the present size, 0 if neither."""
     if STATM.exists():
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     try:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.serving.writing import Writer
+from skipstone.serving.output_text import OutputText
 
 
 class Letters:
@@ -32,7 +32,7 @@ letters = st.text("abc", max_size=30)
 @given(letters, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5), min_size=30))
 def test_a_text_ends_before_the_first_stop_string_however_it_comes_in(text: str, stops: list[str], sizes: list[int]) -> None:
     """Exact whatever the sizes of the pieces: nothing of a stop string is ever sent, nothing else is lost."""
-    writer, tokens, sent = Writer(Letters(), stops), ids(text), ""
+    writer, tokens, sent = OutputText(Letters(), stops), ids(text), ""
     for size in sizes:
         sent += writer.add(tokens[:size])
         tokens = tokens[size:]
@@ -49,13 +49,13 @@ def test_a_text_ends_before_the_first_stop_string_however_it_comes_in(text: str,
 
 
 def test_half_a_character_waits_for_the_other_half() -> None:
-    writer = Writer(Letters(), [])
+    writer = OutputText(Letters(), [])
     assert writer.add([ord("a"), 1000 + 0x1F600]) == "a"
     assert writer.add([1000 + 0x1F600]) == "\U0001f600"
 
 
 def test_what_could_become_a_stop_string_is_held_back_and_sent_when_it_does_not() -> None:
-    writer = Writer(Letters(), ["stop"])
+    writer = OutputText(Letters(), ["stop"])
     assert writer.add(ids("do st")) == "do "
     assert writer.add(ids("a")) == "sta"
     assert writer.add(ids("sto")) == ""
@@ -64,6 +64,6 @@ def test_what_could_become_a_stop_string_is_held_back_and_sent_when_it_does_not(
 
 
 def test_an_end_of_text_token_is_counted_and_is_no_text() -> None:
-    writer = Writer(Letters(), [], frozenset({7}))
+    writer = OutputText(Letters(), [], frozenset({7}))
     assert writer.add([*ids("ab"), 7]) == "ab"
     assert writer.count == 3

@@ -1,4 +1,4 @@
-"""What is told of a step beside its tokens, where a request asks for it: probabilities, drafts that were refused, layers."""
+"""Details of a step for the playground: probabilities, rejected drafts, layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,16 +8,18 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
 
-MOST_BRANCHES = 12
-"""Branches of refused drafts that are told of a step: trees have many."""
+MAX_BRANCHES = 12
+"""Rejected branches that are reported for a step. Trees have many."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """One token, committed or refused. model: its probability by the model before any setting, None for a draft that the
-    verification never reached. drafter: its probability by what drafted it, None where that says none. confidence: in place of
-    it, where the token was drawn at random from what is not kept, that of the drafter's likeliest token. layer: after how many
-    layers it was predicted, None for all of them. overruled: it was kept against the model's own choice."""
+class TokenDetails:
+    """One token, committed or rejected.
+
+    model: its probability by the model before any sampling setting; None for a draft that verification did not reach. drafter:
+    its probability by the drafter, None if unknown. confidence: the drafter's top probability, if the token was drawn from a
+    distribution that is not kept. layer: the layer that predicted it, None for the last. overruled: it was kept against the
+    model's own choice."""
 
     token: int
     model: float | None = None
@@ -28,61 +30,62 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Branch:
-    """Refused drafts, each behind the one before. place: the number, among the step's tokens, of that in whose place the first
-    of them was drafted."""
+class RejectedBranch:
+    """Rejected drafts that follow one another. place: of the first one, among the step's tokens."""
 
     place: int
-    tokens: list[Seen]
+    tokens: list[TokenDetails]
 
 
 @dataclass(slots=True)
-class Details:
-    """Of one row in one step. tokens: those that were committed. left_out: refused branches that are not told. layers: as in
-    `layers_of`, where they are not what was told before. plain_milliseconds: of a plain step, where the method has timed it."""
+class StepDetails:
+    """Details of one row. left_out: rejected branches that are not reported. layers: of `describe_layers`, None if unchanged.
+    plain_milliseconds: time of a plain step, None if unknown."""
 
-    tokens: list[Seen]
-    refused: list[Branch] = field(default_factory=list)
+    tokens: list[TokenDetails]
+    rejected: list[RejectedBranch] = field(default_factory=list)
     left_out: int = 0
     layers: dict[str, Any] | None = None
     plain_milliseconds: float | None = None
 
 
-def details_of(
+def describe_step(
     draft: Draft, row: int, verdict: RowVerdict, logits: Tensor, *, greedy: bool, depth: int, runs: int | None = None
-) -> Details:
-    """Of a row. logits: [k, V], what its k tokens were chosen from. greedy: whether drafts are the drafter's likeliest tokens.
-    depth: layers of the model. runs: of these, those that decode; None for all."""
+) -> StepDetails:
+    """The details of a row. logits: [k, V], from which its k tokens were chosen. greedy: whether drafts are the drafter's
+    likeliest tokens. depth: number of layers. runs: number of layers that decode, None for all."""
     own = None if runs == depth else runs
     against = [*verdict.against, *[0] * len(verdict.tokens)]
     tokens = [
-        _drafted(draft, row, verdict.path[place], greedy, depth) if place < len(verdict.path) else Seen(token, layer=own)
+        _drafted(draft, row, verdict.path[place], greedy, depth)
+        if place < len(verdict.path)
+        else TokenDetails(token, layer=own)
         for place, token in enumerate(verdict.tokens)
     ]
     for place, one in enumerate(tokens):
         one.overruled = place < len(verdict.path) and bool(against[place])
     ended = len(verdict.path) == len(verdict.tokens)  # within the draft: what is behind the end was neither kept nor refused
     branches = [] if ended else list(_branches(draft, row, verdict.path))
-    refused = [
-        Branch(place, [_drafted(draft, row, node, greedy, depth) for node in nodes])
-        for place, nodes, _ in branches[:MOST_BRANCHES]
+    rejected = [
+        RejectedBranch(place, [_drafted(draft, row, node, greedy, depth) for node in nodes])
+        for place, nodes, _ in branches[:MAX_BRANCHES]
     ]
-    judged = [(one.place, one.tokens[0]) for one, (_, _, reached) in zip(refused, branches, strict=False) if reached]
-    _ask(logits, [*enumerate(tokens), *judged])
-    return Details(tokens, refused, len(branches) - len(refused))
+    judged = [(one.place, one.tokens[0]) for one, (_, _, reached) in zip(rejected, branches, strict=False) if reached]
+    _set_model_probabilities(logits, [*enumerate(tokens), *judged])
+    return StepDetails(tokens, rejected, len(branches) - len(rejected))
 
 
-def _ask(logits: Tensor, asked: list[tuple[int, Seen]]) -> None:
-    """Set the model's probabilities of tokens at places."""
+def _set_model_probabilities(logits: Tensor, wanted: list[tuple[int, TokenDetails]]) -> None:
+    """Set the model's probability of tokens at their places."""
     chances = logits.float().softmax(-1)  # [k, V]
-    places, tokens = [place for place, _ in asked], [one.token for _, one in asked]
-    for (_, one), chance in zip(asked, chances[places, tokens].tolist(), strict=True):
+    places, tokens = [place for place, _ in wanted], [one.token for _, one in wanted]
+    for (_, one), chance in zip(wanted, chances[places, tokens].tolist(), strict=True):
         one.model = chance
 
 
 def _branches(draft: Draft, row: int, path: list[int]) -> Iterator[tuple[int, list[int], bool]]:
-    """The nodes that might have been accepted and were not, as (place of the first one, nodes that follow one another, whether
-    the verification reached the first one). path: accepted nodes."""
+    """Rejected branches, as (place of the first node, nodes that follow one another, whether verification reached the first
+    node). path: accepted nodes."""
     offered = draft.offered[row].tolist()
     parents = list(range(-1, draft.width - 1)) if draft.parents is None else draft.parents[row].tolist()
     kept = {-1, *path}
@@ -102,8 +105,8 @@ def _branches(draft: Draft, row: int, path: list[int]) -> Iterator[tuple[int, li
     yield from found
 
 
-def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> Seen:
-    """What the drafter says of a node."""
+def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> TokenDetails:
+    """The details of a draft node, by its drafter."""
     token, drafter, confidence = int(draft.tokens[row, node]), None, None
     drawn = draft.q is not None and (draft.stochastic is None or bool(draft.stochastic[row, node]))
     if drawn and draft.q is not None:
@@ -114,4 +117,4 @@ def _drafted(draft: Draft, row: int, node: int, greedy: bool, depth: int) -> See
     layer = draft.exit_layer
     if isinstance(layer, Tensor):
         layer = int(layer[row, node]) if node < layer.shape[1] else None
-    return Seen(token, None, drafter, confidence, layer if layer and layer < depth else None)
+    return TokenDetails(token, None, drafter, confidence, layer if layer and layer < depth else None)

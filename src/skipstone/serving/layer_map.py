@@ -1,4 +1,4 @@
-"""Which layers of a model draft: what a page needs to draw a map of them."""
+"""Which layers of a model draft, for the playground's map."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 
 
-def layers_of(method: Method, session: Session) -> dict[str, Any]:
+def describe_layers(method: Method, session: Session) -> dict[str, Any]:
     """Plain JSON values. count: the model's layers. lossless: of the method. drafters: `layers_used` of all that draft with
     layers of the model, by their name in `Step.drafter` or the method's."""
     depth, used = session.model.depth, session.store.layers

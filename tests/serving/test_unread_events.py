@@ -16,10 +16,10 @@ import torch
 
 import skipstone
 from skipstone.decoding.request import Request
-from skipstone.serving import grammar, unread
-from skipstone.serving.details import Branch, Details, Seen
-from skipstone.serving.jobs import Ended, Event, Job, Likely, Piece
+from skipstone.serving import grammar, unread_events
+from skipstone.serving.pending_request import PendingRequest, RequestEnd, RequestEvent, StepOutput, TokenLogprobs
 from skipstone.serving.schemas import CompletionBody
+from skipstone.serving.step_details import RejectedBranch, StepDetails, TokenDetails
 from tests.helpers.served import SLOW, InThread, in_thread, refusal, slow_reader
 
 BODY = {
@@ -36,25 +36,25 @@ LIMIT = 1 << 18
 
 @pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    with in_thread(lambda: loaded, rows=4, waiting=64, drain=5) as running:
+    with in_thread(lambda: loaded, max_num_seqs=4, max_waiting=64, drain_seconds=5) as running:
         yield running
 
 
 def pieces_alive() -> int:
     """Bytes of all events that the process still has, whoever keeps them."""
-    return sum(unread.event_bytes(one) for one in gc.get_objects() if isinstance(one, Piece))
+    return sum(unread_events.event_bytes(one) for one in gc.get_objects() if isinstance(one, StepOutput))
 
 
 @pytest.mark.slow
 def test_what_is_not_read_stays_below_the_limit_and_the_client_is_told(
     nano: InThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unread, "UNREAD_BYTES", LIMIT)
+    monkeypatch.setattr(unread_events, "UNREAD_BYTES", LIMIT)
     slow = slow_reader(nano.port, {**BODY, "stream_speculative": "full"})
     try:
         with caplog.at_level(logging.WARNING):
-            engine, end = nano.server.engine, time.monotonic() + SLOW
-            while not nano.server.open_streams or engine.running or engine.waits:
+            model_thread, end = nano.server.model_thread, time.monotonic() + SLOW
+            while not nano.server.open_streams or model_thread.admission.num_running or model_thread.admission.num_waiting:
                 assert time.monotonic() < end, "its rows are not free"
                 time.sleep(0.01)
             assert nano.http.post("/v1/completions", json={**BODY, "max_tokens": 4}).status_code == 200
@@ -74,34 +74,36 @@ def test_what_is_not_read_stays_below_the_limit_and_the_client_is_told(
 
 
 def test_of_several_answers_the_one_with_the_most_unread_bytes_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "UNREAD_BYTES", LIMIT)
-    jobs = [Job(Request(torch.tensor([1]), 9), skipstone.Autoregressive()) for _ in range(2)]
-    answers = WeakSet(kept := [unread.UnreadEvents([one]) for one in jobs])
+    monkeypatch.setattr(unread_events, "UNREAD_BYTES", LIMIT)
+    requests = [PendingRequest(Request(torch.tensor([1]), 9), skipstone.Autoregressive()) for _ in range(2)]
+    answers = WeakSet(kept := [unread_events.UnreadEvents([one]) for one in requests])
     few, many = kept
-    few.put(few.jobs[0], a_piece(0))
-    while unread.largest_beyond_limit(answers) is None:
-        many.put(many.jobs[0], a_piece(1))
+    few.put(few.requests[0], a_piece(0))
+    while unread_events.largest_beyond_limit(answers) is None:
+        many.put(many.requests[0], a_piece(1))
         assert sum(one.nbytes for one in kept) < LIMIT + 100_000
-    assert unread.largest_beyond_limit(answers) is many
+    assert unread_events.largest_beyond_limit(answers) is many
     many.drop()
-    assert unread.largest_beyond_limit(answers) is None
+    assert unread_events.largest_beyond_limit(answers) is None
 
-    async def read() -> list[Event]:
+    async def read() -> list[RequestEvent]:
         return [(await one.take(whole_steps=True))[1] for one in kept]
 
     written, dropped = asyncio.run(read())
-    assert isinstance(written, Piece)
-    assert isinstance(dropped, Ended)
+    assert isinstance(written, StepOutput)
+    assert isinstance(dropped, RequestEnd)
     assert dropped.status == 503
 
 
-def a_piece(number: int) -> Piece:
+def a_piece(number: int) -> StepOutput:
     """What is told of a step of three tokens."""
-    likely = [Likely(-1.5 * number, [(1000 + number + one, -2.5 * one - number) for one in range(20)]) for _ in range(3)]
-    seen = [Seen(5000 + number, 0.1 * number, 0.2 * number, None, 3, False) for _ in range(3)]
-    refused = [Branch(1, [Seen(7000 + number, 0.3 * number, 0.4 * number)]) for _ in range(4)]
+    logprobs = [
+        TokenLogprobs(-1.5 * number, [(1000 + number + one, -2.5 * one - number) for one in range(20)]) for _ in range(3)
+    ]
+    seen = [TokenDetails(5000 + number, 0.1 * number, 0.2 * number, None, 3, False) for _ in range(3)]
+    refused = [RejectedBranch(1, [TokenDetails(7000 + number, 0.3 * number, 0.4 * number)]) for _ in range(4)]
     tokens = [3000 + number + one for one in range(3)]
-    return Piece(number, tokens, ["drafted"] * 3, likely, 4, "x", "y", (0.1 * number, 0.2), Details(seen, refused))
+    return StepOutput(number, tokens, ["drafted"] * 3, logprobs, 4, "x", "y", (0.1 * number, 0.2), StepDetails(seen, refused))
 
 
 def test_events_count_as_about_what_they_take() -> None:
@@ -114,7 +116,7 @@ def test_events_count_as_about_what_they_take() -> None:
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert taken / 2 < sum(map(unread.event_bytes, pieces)) < 2 * taken
+    assert taken / 2 < sum(map(unread_events.event_bytes, pieces)) < 2 * taken
 
 
 def test_a_schema_for_which_there_is_no_memory_is_refused_by_http(nano: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ def test_a_schema_for_which_there_is_no_memory_is_refused_by_http(nano: InThread
     never = nano.http.post("/v1/completions", json={**body, "n": 16})
     assert never.status_code == 400
     assert "fewer texts" in refusal(never)
-    keeps = nano.server.asking.grammar(CompletionBody(**body))
+    keeps = nano.server.parser.compile_grammar(CompletionBody(**body))
     later = nano.http.post("/v1/completions", json=body)
     assert later.status_code == 429
     assert later.headers["Retry-After"]

@@ -1,4 +1,4 @@
-"""What stands around every route: the key, how long a body is, and the answer to a defect."""
+"""ASGI middleware around every route: the API key, the size of bodies, the answer to a defect."""
 
 import hmac
 import logging
@@ -8,41 +8,41 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving import errors, playground
 
-MOST_BYTES = 4 << 20
-"""Of a body."""
-PUBLIC = ("/health", *playground.PATHS)
+MAX_BODY_BYTES = 4 << 20
+"""Maximum size of a body."""
+PUBLIC_PATHS = ("/health", *playground.PATHS)
 """Paths that need no key."""
 
 
 logger = logging.getLogger(__name__)
 
 
-class DefectHandler:
-    """Answers 500 where a route fails. A handler of FastAPI's for every exception would raise it again, and uvicorn would then
-    close a connection that the client wants to use again."""
+class ErrorMiddleware:
+    """Answers 500 if a route fails. An exception handler of FastAPI's would raise the error again, and uvicorn would close a
+    connection that the client wants to use again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        has_begun = False
 
         async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal has_begun
+            has_begun = True
             await send(message)
 
         try:
             await self.app(scope, receive, watched)
         except Exception:
-            if begun or scope["type"] != "http":
+            if has_begun or scope["type"] != "http":
                 raise
             logger.exception("a route failed")
             await errors.response("a defect of the server: see its log", 500)(scope, receive, send)
 
 
-class Guard:
-    """Before any route: the key, and how long a body is."""
+class AccessMiddleware:
+    """Checks the API key and the size of the body."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
@@ -53,12 +53,12 @@ class Guard:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
-        if self.key is not None and scope["path"] not in PUBLIC and not hmac.compare_digest(given, self.key):
+        if self.key is not None and scope["path"] not in PUBLIC_PATHS and not hmac.compare_digest(given, self.key):
             await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MOST_BYTES:
-            await errors.response(f"the body is longer than {MOST_BYTES} bytes", 413)(scope, receive, send)
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            await errors.response(f"the body is longer than {MAX_BODY_BYTES} bytes", 413)(scope, receive, send)
             return
         seen = 0
 
@@ -66,8 +66,8 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MOST_BYTES:
-                raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
             return message
 
         await self.app(scope, counted, send)

@@ -1,4 +1,4 @@
-"""The server at a socket, until somebody ends it or there is no model any more."""
+"""Runs the server at a socket until a signal, or until there is no model."""
 
 import asyncio
 import logging
@@ -9,15 +9,15 @@ from types import FrameType
 import uvicorn
 
 from skipstone.serving.app import make_app
-from skipstone.serving.server import LAST_WORDS, Server
+from skipstone.serving.server import FLUSH_SECONDS, Server
 from skipstone.serving.sockets import url_of
 
 logger = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn stops listening at the first signal. This one goes on: clients are answered with 503 while texts end, and then it
-    stops. A second signal ends the process at once."""
+    """Drains at the first signal: clients get 503 while texts end, then it stops. uvicorn would stop listening at once. A
+    second signal ends the process."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
@@ -35,17 +35,19 @@ class DrainingServer(uvicorn.Server):
         loop.call_soon_threadsafe(lambda: None)  # a loop that waits for events does not see a task that a signal has made
 
     async def _drain(self) -> None:
-        seconds = self._server.settings.drain
+        seconds = self._server.settings.drain_seconds
         logger.info("shutting down: texts have %g s to end, and another signal ends them at once", seconds)
         await self._server.drain()
         self.should_exit = True
 
 
 def listen(server: Server, at: socket.socket, api_key: str | None = None) -> bool:
-    """Returns whether it was ended by somebody: False where the model could not be loaded, or its thread has died, so that only
-    another process could go on."""
+    """Run until the end. Returns False if the model could not be loaded or its thread has ended, so that only a new process
+    helps."""
     whole, url = True, url_of(at)
-    config = uvicorn.Config(make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=LAST_WORDS)
+    config = uvicorn.Config(
+        make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS
+    )
     listener = DrainingServer(config, server)
 
     def failed() -> None:

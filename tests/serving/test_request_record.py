@@ -16,10 +16,10 @@ import skipstone
 from skipstone.serving import logs
 from skipstone.serving.answers import Choice
 from skipstone.serving.app import make_app
-from skipstone.serving.jobs import Piece
+from skipstone.serving.pending_request import StepOutput
+from skipstone.serving.request_record import UNKNOWN_ROUTE, RecordMiddleware, RequestRecord
 from skipstone.serving.server import Server
-from skipstone.serving.settings import Settings
-from skipstone.serving.watch import OTHER, Record, Watch
+from skipstone.serving.settings import ServerSettings
 
 SECRET = "zanzibar"
 """A word that only prompts and keys here have."""
@@ -36,7 +36,7 @@ def loaded() -> Any:
 
 @pytest.fixture(scope="module")
 def client(loaded: Any) -> Iterator[TestClient]:
-    with TestClient(make_app(Server(lambda: loaded, Settings(rows=4, drain=5)), SECRET)) as client:
+    with TestClient(make_app(Server(lambda: loaded, ServerSettings(max_num_seqs=4, drain_seconds=5)), SECRET)) as client:
         while client.get("/health").status_code != 200:
             pass
         yield client
@@ -45,12 +45,12 @@ def client(loaded: Any) -> Iterator[TestClient]:
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     """Gives the requests' lines that were written up to now, as JSON tells them."""
-    caplog.set_level(logging.INFO, logger="skipstone.serving.requests")
+    caplog.set_level(logging.INFO, logger="skipstone.serving.pending_request")
 
     def written() -> list[dict[str, Any]]:
-        records = [record for record in caplog.records if record.name == "skipstone.serving.requests"]
+        records = [record for record in caplog.records if record.name == "skipstone.serving.pending_request"]
         assert not any(SECRET in form().format(record) for record in records for form in logs.FORMS.values())
-        return [json.loads(logs.Json().format(record)) for record in records]
+        return [json.loads(logs.JsonFormatter().format(record)) for record in records]
 
     return written
 
@@ -94,7 +94,7 @@ def test_what_is_refused_has_a_line_without_figures(client: TestClient, lines: L
     client.get(f"/v1/{SECRET}", headers=KEY)
     client.post("/tokenize", json={"prompt": SECRET}, headers=KEY)
     told = [(line["route"], line["status"]) for line in lines()]
-    assert told == [("/v1/completions", 400), ("/v1/completions", 401), (OTHER, 404), ("/tokenize", 200)]
+    assert told == [("/v1/completions", 400), ("/v1/completions", 401), (UNKNOWN_ROUTE, 404), ("/tokenize", 200)]
     assert all(line["id"].startswith("req-") and "prompt_tokens" not in line for line in lines())
 
 
@@ -109,7 +109,7 @@ def test_what_machines_ask_all_the_time_is_counted_and_not_told(client: TestClie
 
 
 def test_a_text_that_takes_too_long_is_told_and_counted_as_that(loaded: Any, lines: Lines) -> None:
-    server = Server(lambda: loaded, Settings(rows=1, seconds=0.1, drain=0))
+    server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, timeout_seconds=0.1, drain_seconds=0))
     with TestClient(make_app(server)) as client:
         while client.get("/health").status_code != 200:
             pass
@@ -134,16 +134,16 @@ def request_of(body: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """It goes when the first token is written."""
-    own, begun = Server._more, asyncio.Event()
+    own, attach_answer = Server._add_output, asyncio.Event()
 
-    def more(server: Server, choice: Choice, piece: Piece) -> Any:
-        begun.set()
+    def more(server: Server, choice: Choice, piece: StepOutput) -> Any:
+        attach_answer.set()
         return own(server, choice, piece)
 
-    monkeypatch.setattr(Server, "_more", more)
+    monkeypatch.setattr(Server, "_add_output", more)
 
     async def scenario() -> None:
-        server = Server(lambda: loaded, Settings(rows=1, drain=0))
+        server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
         scope, content = request_of({**BODY, "max_tokens": 900, "stream": stream, "speculative": "off"})
         events = [{"type": "http.request", "body": content, "more_body": False}]
@@ -151,7 +151,7 @@ def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypat
         async def receive() -> dict[str, Any]:
             if events:
                 return events.pop()
-            await begun.wait()
+            await attach_answer.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -167,13 +167,13 @@ def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypat
 
 
 def test_a_teller_that_raises_and_a_route_that_fails_hurt_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[Record] = []
+    told: list[RequestRecord] = []
 
-    def wrong(record: Record) -> None:
+    def wrong(record: RequestRecord) -> None:
         raise RuntimeError("planted in a teller")
 
     app = FastAPI()
-    app.add_middleware(Watch, model="m", tellers=[wrong, told.append])
+    app.add_middleware(RecordMiddleware, model="m", reporters=[wrong, told.append])
 
     @app.get("/right")
     async def right() -> str:

@@ -1,0 +1,162 @@
+"""A request is admitted, waits, or gets 429.
+
+It gets 429 if the queue is full. It waits until its method has a free row, and until the keys and values of all texts in their
+full length fit into the limit. A request that could never fit gets 400."""
+
+import logging
+import threading
+import time
+from collections import deque
+
+from skipstone.decoding.method import Method
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving.batch_group import BatchGroup, Send
+from skipstone.serving.device_errors import DeviceErrorCounter
+from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestError
+from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
+
+RETRY_AFTER_SECONDS = 1
+"""The Retry-After header of a 429."""
+
+logger = logging.getLogger(__name__)
+
+
+class Admission:
+    """The queue of waiting requests, and the batch groups that take them.
+
+    max_num_seqs: rows of every group. max_model_len: tokens of a text, its prompt included. max_waiting: length of the queue.
+    send: is called with the event of a request that ends here. kv_cache_bytes: limit of all groups together; None for a share
+    of the device's memory."""
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_waiting: int,
+        send: Send,
+        prefill_chunk_size: int,
+        kv_cache_bytes: int | None,
+    ) -> None:
+        self.model, self.max_num_seqs, self.max_model_len, self.max_waiting = model, max_num_seqs, max_model_len, max_waiting
+        self.prefill_chunk_size, self._send = prefill_chunk_size, send
+        self.kv_cache_bytes = default_kv_cache_bytes(model) if kv_cache_bytes is None else kv_cache_bytes
+        self.waiting: deque[PendingRequest] = deque()
+        self.groups: dict[str, BatchGroup] = {}  # the least recently used first
+        self.scorer_bytes = 0  # reserved by the prompt that is being scored
+        self.device_errors = DeviceErrorCounter()
+        self.lock = threading.Lock()
+        self.num_open = 0  # requests that have not ended
+        self.num_waiting = 0  # open requests without a row, those that are not in `waiting` yet included
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return self.num_open - self.num_waiting
+
+    @property
+    def requests(self) -> list[PendingRequest]:
+        """Requests that wait or have a row."""
+        return [*self.waiting, *(one for group in self.groups.values() for one in group.requests if one is not None)]
+
+    def register(self, requests: list[PendingRequest]) -> None:
+        """Count new requests, all or none. RequestError (429) if the queue is full. The caller holds the lock."""
+        if self.num_waiting + len(requests) > self.max_waiting + max(self.max_num_seqs - self.num_running, 0):
+            message = f"{self.num_waiting} requests are waiting already; ask again later"
+            raise RequestError(429, message, RETRY_AFTER_SECONDS)
+        self.num_open += len(requests)
+        self.num_waiting += len(requests)
+
+    # The rest is called in the model's thread.
+
+    def dequeue(self, pending: PendingRequest) -> None:
+        """Take a request out of the queue."""
+        self.waiting.remove(pending)
+        with self.lock:
+            self.num_waiting -= 1
+
+    def fail(self, pending: PendingRequest, end: RequestEnd) -> None:
+        """End a request that could not get a row."""
+        if pending in self.waiting:
+            self.dequeue(pending)
+        self._send(pending, end)
+
+    def admit_waiting(self, is_blocked: bool) -> None:
+        """Give rows to waiting requests, the oldest first. is_blocked: whether a prompt that is to be scored waits for memory.
+
+        A full batch group blocks only its own queue. If a request needs a further group, or memory, the method with the fewest
+        texts takes no more requests, so that its rows become free.
+        """
+        full = {self._method_with_fewest_texts("")} if is_blocked else set[str]()
+        for pending in list(self.waiting):
+            name = pending.method.spelled
+            if name in full or pending.needs_prompt_logprobs or (is_blocked and name not in self.groups):
+                continue
+            try:
+                group = self._find_group(pending.method)
+                if group is not None and not group.free_rows:
+                    full.add(name)
+                    continue
+                if group is None or not self._has_memory_in(group, pending.max_tokens):
+                    is_blocked = True
+                    full |= {name, self._method_with_fewest_texts(name)}
+                    continue
+                self.dequeue(pending)
+                pending.queue_seconds = time.monotonic() - pending.arrival_time
+                group.admit(pending)
+            except ValueError as error:
+                self.fail(pending, RequestEnd(FAILED, str(error), 400))
+            except Exception as error:
+                logger.exception("a request could not be begun")
+                self.fail(pending, RequestEnd(FAILED, "the request could not be begun: see the server's log"))
+                self.device_errors.add(error)
+
+    def _method_with_fewest_texts(self, other_than: str) -> str:
+        groups = [
+            (len(one.requests) - len(one.free_rows), name)
+            for name, one in self.groups.items()
+            if one.busy and name != other_than
+        ]
+        return min(groups)[1] if groups else other_than
+
+    def _find_group(self, method: Method) -> BatchGroup | None:
+        """The batch group of a method, created if needed; None while the other methods use all groups."""
+        name = method.spelled
+        if (group := self.groups.pop(name, None)) is None:
+            if len(self.groups) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
+                return None
+            group = BatchGroup(self.model, method, self.max_num_seqs, self.max_model_len, self.prefill_chunk_size, self._send)
+        self.groups[name] = group
+        return group
+
+    def _has_memory_in(self, group: BatchGroup, tokens: int) -> bool:
+        purpose = f"a text of {tokens} tokens in the {len(group.requests)} rows of {group.method.name} needs"
+        return self.has_memory(group.memory_bytes(tokens), purpose, group)
+
+    def has_memory(self, needed: int, purpose: str, group: BatchGroup | None = None) -> bool:
+        """Whether there are so many bytes for a group, or for a prompt that is scored. Idle groups are dropped to make room.
+
+        purpose: what needs the bytes. ValueError if they exceed the limit in any case.
+        """
+        if needed > self.kv_cache_bytes:
+            raise ValueError(
+                f"{purpose} {needed} bytes of keys and values, and the server has {self.kv_cache_bytes} "
+                "(--kv-cache-memory-bytes): ask for fewer tokens"
+            )
+        while (
+            needed + self.scorer_bytes + sum(one.memory_bytes() for one in self.groups.values() if one is not group)
+            > self.kv_cache_bytes
+        ):
+            if not self._drop_idle_group(group):
+                return False
+        return True
+
+    def _drop_idle_group(self, other_than: BatchGroup | None = None) -> bool:
+        """Free the least recently used group without texts. False if there is none."""
+        idle = next((name for name, one in self.groups.items() if not one.busy and one is not other_than), None)
+        return idle is not None and self.groups.pop(idle) is not None
+
+
+def default_kv_cache_bytes(model: ModelRunner) -> int:
+    """A share of the memory of the model's device."""
+    return int(KV_CACHE_SHARE * device_memory_bytes(model.device))

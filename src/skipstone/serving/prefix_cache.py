@@ -1,0 +1,40 @@
+"""A prompt's prefix is reused: which row a new request takes, and how much of its prompt that row still holds."""
+
+from collections.abc import Sequence
+
+MIN_REUSED_TOKENS = 16
+"""Minimum length of a common prefix, in tokens. With a shorter one the least recently used row is taken, so that rows with long
+texts are kept."""
+
+
+class PrefixCache:
+    """The tokens whose keys and values the free rows of a batch group still hold.
+
+    is_enabled: False for models with recurrent states, which cannot go back to an earlier position.
+    """
+
+    def __init__(self, num_rows: int, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self._last_used = [0] * num_rows
+        self._num_uses = 0
+
+    def choose_row(self, prompt: Sequence[int], free_rows: Sequence[int]) -> tuple[int, int]:
+        """(row, number of prompt tokens that it holds): the row with the longest common prefix, else the least recently used
+        one."""
+        common = {row: common_length(self._tokens[row], prompt) if self.is_enabled else 0 for row in free_rows}
+        best = max(free_rows, key=lambda row: common[row])
+        if common[best] >= MIN_REUSED_TOKENS:
+            return best, common[best]
+        return min(free_rows, key=lambda row: self._last_used[row]), 0
+
+    def store(self, row: int, tokens: list[int]) -> None:
+        """Remember the tokens of a row that has become free; [] for a row that is taken, or whose keys and values are wrong."""
+        self._num_uses += 1
+        self._tokens[row], self._last_used[row] = tokens, self._num_uses
+
+
+def common_length(tokens: Sequence[int], prompt: Sequence[int]) -> int:
+    """Length of the common prefix. It is shorter than the prompt, because the prompt's last token always runs."""
+    longest = min(len(tokens), len(prompt) - 1)
+    return next((place for place in range(longest) if tokens[place] != prompt[place]), longest)

@@ -1,0 +1,287 @@
+"""Parses bodies: prompts become tokens, settings become a `Request`, so that an answer is the text of `skipstone.generate`.
+
+It runs in a thread of its own, because transformers' preparation of a call changes its model for a moment.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+
+from skipstone.decoding.method import Method
+from skipstone.decoding.noise import row_seed
+from skipstone.decoding.request import Request
+from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.api import chat_text, token_ids
+from skipstone.hf.call import resolve_for
+from skipstone.hf.requests import build_request, generation_options
+from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
+from skipstone.serving.logits_processors import Bias, Penalty
+from skipstone.serving.pending_request import PendingRequest, RequestError, TokenLogprobs
+from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from skipstone.serving.templates import takes_arguments_as_text
+from skipstone.serving.tools import argument_schemas
+
+OFF = "off"
+"""The name of plain decoding in a body."""
+SERVER_SETTINGS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
+"""Method settings that name files or models. Only the server may choose them."""
+DRAFT_MODEL_SETTINGS = ("draft_device", "draft_dtype")
+"""Method settings of draft models. Each of their values loads one more model."""
+MAX_CHAT_DEPTH = 100
+"""Nesting of what a chat template gets. A recursive template would run out of stack."""
+MAX_SETTING = 64
+"""Maximum of an integer method setting in a body, or its default if that is larger. Many such settings are memory."""
+
+
+class RequestParser:
+    """Makes pending requests of bodies.
+
+    default_method: used if a body names none. max_model_len: tokens of a text, its prompt included. timeout_seconds: limit for
+    one request, None for no limit."""
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        tokenizer: Any,
+        default_method: Method,
+        max_model_len: int,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.default_method = model, tokenizer, default_method
+        self.max_model_len, self.timeout_seconds = max_model_len, timeout_seconds
+        self._grammars: GrammarCompiler | None = None  # made when one is asked for first
+
+    def parse_completion(self, body: CompletionBody, grammar: Grammar | None = None) -> list[PendingRequest]:
+        """One request per choice, the choices of the first prompt first. ValueError for what cannot be done."""
+        given: Any = body.prompt
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = [self._prompt_ids(each) for each in ([given] if one else given)]
+        requests = self._pending_requests(body, prompts, body.max_tokens, body.logprobs, grammar)
+        if body.echo:
+            read: dict[int, list[TokenLogprobs]] = {}
+            for pending in requests:
+                pending.echo, pending.generates = True, body.max_tokens != 0
+                pending.prompt_logprobs = None if body.logprobs is None else read.setdefault(id(pending.request.prompt), [])
+        return requests
+
+    def parse_chat(self, body: ChatBody, grammar: Grammar | None = None) -> list[PendingRequest]:
+        """The same for a chat."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        prompt = self._chat_ids(body.messages, [one.model_dump(exclude_none=True) for one in body.offered])
+        return self._pending_requests(body, [prompt], most, num_logprobs, grammar)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.tokenizer.chat_template is not None
+
+    def parser_of(self, chat: bool) -> Callable[..., list[PendingRequest]]:
+        """The function that parses the body of a chat, or of a completion."""
+        return self.parse_chat if chat else self.parse_completion
+
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        """The tokens of a text or a chat."""
+        if (body.prompt is None) is (body.messages is None):
+            raise ValueError("give either prompt or messages")
+        if body.messages is not None:
+            return self._chat_ids(body.messages)
+        return list(self.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) > self._max_characters:
+            raise self._too_long_error(f"{len(prompt)} characters")
+        return token_ids(prompt, self.tokenizer)
+
+    @property
+    def _max_characters(self) -> int:
+        """Length beyond which a text has too many tokens in any case, because no token is longer than 64 characters."""
+        return self.max_model_len * 64
+
+    def _too_long_error(self, found: str) -> RequestError:
+        """The error for a prompt that does not fit. Clients look for its code."""
+        limit = f"the maximum context length is {self.max_model_len} tokens, those that are written included"
+        return RequestError(400, f"the prompt has {found}: {limit}", code="context_length_exceeded")
+
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        return takes_arguments_as_text(self.tokenizer)
+
+    def _chat_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ValueError("this model has no chat template; send the text to /v1/completions")
+        if tools and "tools" not in str(template):
+            raise ValueError("tools: this model's chat template has none")
+        turns = [one.turn(self._arguments_as_text) for one in messages]
+        if is_too_deep(turns, MAX_CHAT_DEPTH) or is_too_deep(tools, MAX_CHAT_DEPTH):
+            raise ValueError(f"tools, and the arguments of calls, are nested at most {MAX_CHAT_DEPTH} deep")
+        if len(json.dumps(turns)) + len(json.dumps(tools)) > self._max_characters:
+            raise self._too_long_error("too many characters")
+        text = chat_text(turns, self.tokenizer, tools)
+        if len(text) > self._max_characters:  # a template may write more than it is given
+            raise self._too_long_error(f"{len(text)} characters")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def parse_method(self, wanted: str | dict[str, Any] | None) -> Method:
+        """The method that a body asks for. ValueError if it does not exist or would touch files."""
+        if wanted is None:
+            return self.default_method
+        if wanted == OFF:
+            wanted = "autoregressive"
+        method = resolve_for(self.model.model, wanted)
+        self._check_settings(method)
+        method.check(self.model)
+        return method
+
+    def _check_settings(self, method: Method) -> None:
+        """ValueError for settings that a body may not choose."""
+        usual = resolve_for(self.model.model, method.name)
+        for one in fields(method):
+            value = getattr(method, one.name)
+            if one.name in (*SERVER_SETTINGS, *DRAFT_MODEL_SETTINGS) and value != getattr(usual, one.name):
+                raise ValueError("speculative: settings that name files or models, or load models, are the server's (--method)")
+            most = max(MAX_SETTING, one.default if isinstance(one.default, int) else 0)
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"speculative: {one.name} is at most {most} in a request, found {value}")
+        for name in method.of_methods:
+            for inner in getattr(method, name) or ():
+                self._check_settings(inner)
+
+    def _pending_requests(
+        self, body: GenerationBody, prompts: list[list[int]], most: int | None, logprobs: int | None, grammar: Grammar | None
+    ) -> list[PendingRequest]:
+        method, found = self.parse_method(body.speculative), []
+        prediction = self._prediction_ids(body)
+        if prediction and not method.takes_predictions(self.model):
+            raise ValueError(NO_PREDICTIONS)
+        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("the prompt is empty: there is no token to start from")
+            refuse_ids(self.model, min(prompt), max(prompt))
+            room = self.max_model_len - len(prompt)
+            if room < 1 or (most is not None and most > room):
+                asked = f" + max_tokens={most}" if most else ""
+                raise self._too_long_error(f"{len(prompt)} tokens{asked}")
+            allowed = self._most_tokens(len(prompt), room) if most is None else max(most, 1)
+            options = self._options(body, len(prompt), allowed)
+            request = build_request(self.model, prompt, self.tokenizer, seed, options)
+            if body.stops and request.stop_strings is not None:
+                request = replace(request, stop_strings=request.stop_strings.without_prompt())
+            for _ in range(body.n):
+                sampling = replace(request.sampling, seed=row_seed(seed, len(found)))
+                one = replace(request, sampling=sampling, prediction=prediction)
+                own_grammar = None if grammar is None else grammar.for_new_text(len(prompt))
+                if own_grammar is not None:
+                    one = _with_grammar(one, own_grammar)
+                pending = PendingRequest(
+                    one,
+                    method,
+                    logprobs,
+                    self.timeout_seconds,
+                    wants_details=body.stream_speculative == "full",
+                    grammar=own_grammar,
+                )
+                found.append(pending)
+        return found
+
+    def _most_tokens(self, prompt: int, room: int) -> int:
+        """`max_new_tokens` if a body does not say: what the generation config allows, at most `room`."""
+        own: Any = self.model.model.generation_config
+        if own.max_new_tokens is not None:
+            return min(own.max_new_tokens, room)
+        if own.max_length is None:
+            return room
+        if own.max_length <= prompt:
+            raise ValueError(f"the prompt has {prompt} tokens, the model's generation config says max_length={own.max_length}")
+        return min(own.max_length - prompt, room)
+
+    def _prediction_ids(self, body: GenerationBody) -> list[int]:
+        """The tokens of the prediction, [] without one."""
+        if body.prediction is None:
+            return []
+        text = body.prediction.text
+        if len(text) > self._max_characters:
+            raise ValueError(f"prediction: at most {self.max_model_len} tokens, found {len(text)} characters")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.max_model_len]
+
+    def has_grammar(self, body: GenerationBody) -> bool:
+        """Whether a body has a grammar."""
+        wanted = body.response_format
+        return (wanted is not None and wanted.type != "text") or (isinstance(body, ChatBody) and body.demands_a_call)
+
+    def compile_grammar(self, body: GenerationBody) -> Grammar | None:
+        """The grammar of a body; None for any text. It may take seconds and shares nothing with others, so it runs in a thread
+        of its own. ValueError for a wrong or too large schema; TimeoutError as in `GrammarCompiler.compile_schema`."""
+        wanted, choices = self._schema_of(body), body.n * _num_prompts(body)
+        if isinstance(body, ChatBody) and body.demands_a_call:
+            if wanted is not None:
+                raise ValueError("response_format and a tool_choice that demands a call exclude each other")
+            if body.ignore_eos:
+                raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
+            return self._compiler.compile_calls(argument_schemas(body.offered), choices)
+        return None if wanted is None else self._compiler.compile_schema(wanted, choices=choices)
+
+    def _schema_of(self, body: GenerationBody) -> dict[str, Any] | None:
+        """The schema of response_format; None for any text."""
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if body.ignore_eos:
+            raise ValueError("response_format ends a text, which ignore_eos forbids")
+        if wanted.type == "json_object":
+            return ANY_OBJECT
+        if wanted.json_schema is None:
+            raise ValueError("response_format: json_schema is missing")
+        return wanted.json_schema.schema_
+
+    @property
+    def _compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
+            if eos is None:  # as in a base model's configs
+                eos = self.tokenizer.eos_token_id
+            ends = [eos] if isinstance(eos, int) else list(eos or [])
+            self._grammars = GrammarCompiler(self.tokenizer, self.model.embeddings, ends)
+        return self._grammars
+
+    def _options(self, body: GenerationBody, prompt: int, most: int) -> dict[str, Any]:
+        """Keyword arguments of `skipstone.generate`."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
+        given = {name: getattr(body, name) for name in names}
+        options = generation_options(max_new_tokens=most, stop=body.stops, **given)
+        processors: list[Any] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalty(prompt, body.presence_penalty, body.frequency_penalty))
+        if body.logit_bias:
+            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+            if (largest := max(biases)) >= self.model.embeddings:
+                raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
+            processors.append(Bias(biases))
+        if processors:
+            options["logits_processor"] = LogitsProcessorList(processors)
+        return options
+
+
+def _with_grammar(request: Request, grammar: Grammar) -> Request:
+    """The request with a grammar. Its text ends with the document."""
+    sampling = replace(request.sampling, processors=[*request.sampling.processors, grammar])
+    eos, criteria = request.eos | set(grammar.ends), [*request.criteria, grammar.has_ended]
+    return replace(request, sampling=sampling, eos=eos, criteria=criteria)
+
+
+def _num_prompts(body: GenerationBody) -> int:
+    """The number of prompts in a body."""
+    given: Any = body.prompt if isinstance(body, CompletionBody) else ""
+    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1

@@ -1,0 +1,190 @@
+"""The record of an HTTP request: metrics, trace and log report it when the request ends.
+
+It has no text of a prompt or an answer, and no key.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skipstone.serving.answers import Answer
+from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
+
+CLIENT_CLOSED = 499
+"""The status if nothing was sent, because the client or the server had gone."""
+UNKNOWN_ROUTE = "other"
+"""The route of unknown paths. What clients make up is no label of a counter."""
+SETTINGS = ("n", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
+"""Numbers of a body that a trace reports."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestRecord:
+    """One HTTP request.
+
+    model: name of the server's model. start_time, end_time: of its first and last byte, in seconds of `time.monotonic`.
+    start_nanoseconds: the start since 1970. streamed: whether the answer was a stream. settings: numbers of the body. as_json:
+    whether the body asks for JSON, None if it does not say. trace: id of its trace, "" for none.
+    """
+
+    model: str
+    verb: str
+    route: str
+    headers: Sequence[tuple[bytes, bytes]] = field(default=(), repr=False)
+    start_time: float = field(default_factory=time.monotonic)
+    start_nanoseconds: int = field(default_factory=time.time_ns)
+    end_time: float = 0.0
+    status: int = 0
+    streamed: bool = False
+    answer: Answer | None = None
+    settings: dict[str, int | float] = field(default_factory=dict)
+    as_json: bool | None = None
+    trace: str = ""
+    own_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
+
+    @property
+    def id(self) -> str:
+        """Id of the answer, which clients know; without an answer an id of its own."""
+        return self.own_id if self.answer is None else self.answer.id
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why its texts have ended."""
+        return [] if self.answer is None else [choice.finish_reason or CANCELLED for choice in self.answer.choices]
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong with its texts after they had begun; None for nothing."""
+        return next((reason for reason in (FAILED, TIMEOUT) if reason in self.finish_reasons), None)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ended early because the client or the server had gone."""
+        return self.status == CLIENT_CLOSED or (CANCELLED in self.finish_reasons and self.failure is None)
+
+    def nanoseconds(self, moment: float) -> int:
+        """A moment of `time.monotonic`, in nanoseconds since 1970."""
+        return self.start_nanoseconds + round(1e9 * (moment - self.start_time))
+
+    @property
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Phase -> (start, end) in seconds of `time.monotonic`: "queue" until a row is free, "prefill" until the first token,
+        "decode". With several texts, the first one that comes so far ends a phase."""
+        if self.answer is None:
+            return {}
+        requests, found = [choice.pending for choice in self.answer.choices], {}
+        began = min(pending.arrival_time for pending in requests)
+        rows = [pending.arrival_time + pending.queue_seconds for pending in requests if pending.queue_seconds]
+        firsts = [
+            choice.pending.arrival_time + choice.first_token_seconds
+            for choice in self.answer.choices
+            if choice.first_token_seconds is not None
+        ]
+        for name, moments in (("queue", rows), ("prefill", firsts)):
+            found[name] = began, min(moments, default=self.end_time)
+            began = found[name][1]
+            if not moments:
+                return found
+        found["decode"] = began, max(self.end_time, began)
+        return found
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of its log line. total_ms: from the first byte to the last. queue_ms: until the last of its texts had a
+        row. first_token_ms: from its arrival to the first token of any text."""
+        found: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
+        found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
+        found["total_ms"] = _milliseconds(self.end_time - self.start_time)
+        if self.answer is not None:
+            found |= self._answer_fields(self.answer)
+        return found | ({"trace_id": self.trace} if self.trace else {})
+
+    def _answer_fields(self, answer: Answer) -> dict[str, Any]:
+        usage, choices = answer.usage(), answer.choices
+        firsts = [choice.first_token_seconds for choice in choices if choice.first_token_seconds is not None]
+        figures = [choice.pending.stats for choice in choices]
+        return {
+            "finish_reasons": self.finish_reasons,
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "queue_ms": _milliseconds(
+                max(choice.pending.queue_seconds or self.end_time - choice.pending.arrival_time for choice in choices)
+            ),
+            "first_token_ms": _milliseconds(min(firsts)) if firsts else None,
+            "method": choices[0].pending.method.spelled,
+            "drafted": sum(one.drafted for one in figures),
+            "accepted": sum(one.accepted for one in figures),
+        }
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", default=None)
+
+
+def attach_answer(answer: Answer, body: Any) -> None:
+    """Add an answer and its body to the record of the request that is being handled."""
+    if (record := _current.get()) is None:
+        return
+    record.answer = answer
+    given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
+    record.settings = {name: value for name, value in given.items() if value is not None}
+    if (wanted := getattr(body, "response_format", None)) is not None:
+        record.as_json = wanted.type != "text"
+
+
+class RecordMiddleware:
+    """ASGI middleware outside all others: records every request.
+
+    reporters: are called with the record of a request that has ended. Their errors are logged only.
+    """
+
+    def __init__(self, app: ASGIApp, model: str, reporters: Sequence[Callable[[RequestRecord], None]]) -> None:
+        self.app, self.model, self.reporters = app, model, reporters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record = RequestRecord(self.model, scope["method"], _route(scope), scope["headers"])
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                kind = dict(message.get("headers", ())).get(b"content-type", b"")
+                record.streamed = kind.startswith(b"text/event-stream")
+            await send(message)
+
+        before = _current.set(record)
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            _current.reset(before)
+            record.end_time = time.monotonic()
+            record.status = record.status or CLIENT_CLOSED
+            self._report(record)
+
+    def _report(self, record: RequestRecord) -> None:
+        for report in self.reporters:
+            try:
+                report(record)
+            except Exception:
+                logger.exception("a request could not be told of")
+
+
+def _route(scope: Scope) -> str:
+    return next((route.path for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE), UNKNOWN_ROUTE)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
