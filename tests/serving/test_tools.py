@@ -111,7 +111,7 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
 
 
 def test_no_more_calls_than_are_wanted() -> None:
-    calls = ToolCallParser(NAMES, most=1)
+    calls = ToolCallParser(NAMES, max_calls=1)
     assert calls.add(f"[{WEATHER}, {ADD}]") + calls.rest() == ""
     assert [one.name for one in calls.found] == ["weather"]
 

@@ -26,13 +26,13 @@ from skipstone.serving.server import Server, Updates, unless_disconnected
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own telemetry (newer versions) is off: it would add a second span and report what exceptions say."""
 UNREADABLE_BODY = "There was an error parsing the body"
-"""What FastAPI says of a body that it cannot decode at all."""
+"""FastAPI's message for a body that it cannot decode."""
 PING_SECONDS = 15
 """Time after which a silent stream sends a comment, so that no proxy closes it."""
 
 
 def make_app(server: Server, api_key: str | None = None) -> FastAPI:
-    """The application. api_key: that clients have to send; None for none."""
+    """The application. api_key: clients must send it; None for no key."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -126,7 +126,7 @@ async def _answer(
 
 
 async def _respond(server: Server, body: ResponseBody, request: Request) -> Response:
-    """The same for /v1/responses."""
+    """An answer of /v1/responses."""
     _check_model(server, body.model)
     chats = server.parser.has_chat_template
     try:
@@ -154,7 +154,7 @@ async def _read_all(updates: Updates) -> bool:
 
 
 class Stream(EventSourceResponse):
-    """Events of an answer until there are no more or the client has gone, which may be before the first one."""
+    """Sends the events of an answer until the last one, or until the client has gone."""
 
     def __init__(self, events: AsyncIterator[Any], server: Server, answer: Answer) -> None:
         super().__init__(events, ping=PING_SECONDS, sep="\n")
@@ -170,7 +170,7 @@ class Stream(EventSourceResponse):
 
 
 async def _events(answer: Answer, updates: Updates, body: GenerationBody) -> AsyncIterator[str]:
-    """An answer while it is written."""
+    """The chunks of an answer while it is written."""
     async with aclosing(updates):
         try:
             for chunk in answer.first_chunks():

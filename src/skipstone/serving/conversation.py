@@ -112,7 +112,7 @@ class Conversation:
         self._group = group
 
     def keep(self, asked: PendingAnswer, tokens: list[int]) -> None:
-        """Remember what was asked, and the tokens that answered it."""
+        """Remember the user's text and the tokens of its answer."""
         text = detokenize(self.tokenizer, tokens, asked.pending.prompt_ids)
         self.messages = [*asked.messages, {"role": "assistant", "content": text}]
 

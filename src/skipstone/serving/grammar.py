@@ -64,8 +64,8 @@ class GrammarMemory:
 
 
 class GrammarCompiler:
-    """Makes processors for one tokenizer. vocabulary: entries of the model's. ends: token ids that end a text; empty for a
-    model that has none."""
+    """Compiles grammars for one tokenizer. vocabulary: number of the model's token ids. ends: ids of end-of-text tokens, may be
+    empty."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         need = "structured output needs llguidance"
@@ -78,9 +78,9 @@ class GrammarCompiler:
         self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
 
     def compile_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
-        """A processor of texts that fulfil a JSON schema. prompt: tokens before a text. choices: texts that will have one.
+        """The grammar of texts that fulfil a JSON schema. prompt: number of tokens before a text. choices: number of its texts.
 
-        ValueError for a schema that is wrong, too large or impossible. TimeoutError if the machine is too busy to find out,
+        ValueError if the schema is wrong, too large or impossible. TimeoutError if the machine is too busy,
         NoGrammarMemory if the grammars of others take too much memory.
         """
         field = "response_format"
@@ -89,9 +89,9 @@ class GrammarCompiler:
         return self._compile(compiled, field, prompt, choices, is_known=schema == ANY_OBJECT)
 
     def compile_calls(self, parameters: Sequence[tuple[str, dict[str, Any]]], choices: int = 1) -> "Grammar":
-        """The same of one call. parameters: name of every tool, JSON schema of its arguments.
+        """The grammar of one tool call. parameters: (name, JSON schema of the arguments) of every tool.
 
-        Every schema stays a document of its own, so that its references point to the same places.
+        Every schema stays a document of its own, so that its references keep their meaning.
         """
         field, rules = "tools", [f"start: {' | '.join(f'call_{place}' for place in range(len(parameters)))}"]
         for place, (name, schema) in enumerate(parameters):
@@ -125,7 +125,7 @@ class GrammarCompiler:
         return grammar
 
     def _memory(self, field: str, nbytes: int, choices: int) -> GrammarMemory:
-        """Memory for the grammars of a request. nbytes: of one that is compiled once."""
+        """Reserve memory for the grammars of a request. nbytes: of one compiled grammar."""
         needed = nbytes * (COMPILED_PER_TEXT * choices + 1)
         if needed > GRAMMAR_BYTES:
             said = f"{field}: the compiled schema takes {nbytes} bytes, {needed} for {choices} texts"
@@ -193,8 +193,8 @@ def is_too_deep(value: Any, deepest: int = MAX_SCHEMA_DEPTH) -> bool:
 class Grammar:
     """A logits processor and a stopping criterion of one text.
 
-    matcher: of the grammar, has taken nothing. new_matcher: compiles another one. prompt: tokens before the text. ends: token
-    ids that end a text. no_end: the token that llguidance takes for one if there are none. memory: that it has a part of.
+    matcher: of the empty text. new_matcher: compiles another one. prompt: number of tokens before the text. ends: ids of
+    end-of-text tokens. no_end: without them, the token that llguidance takes for one. memory: shared with other choices.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Grammar:
         self._seconds_left = MAX_RECOMPILE_SECONDS
 
     def for_new_text(self, prompt: int | None = None) -> "Grammar":
-        """The same for another text, with all that it needs. prompt: tokens before it, None for as many."""
+        """A grammar for another text, fully compiled. prompt: number of tokens before it, None for the same."""
         prompt = self.prompt if prompt is None else prompt
         other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end, self._memory)
         other._recompile()
@@ -258,7 +258,7 @@ class Grammar:
         return drafted.bits
 
     def _recompile(self) -> "_FollowedText":
-        """A path for drafts with a fresh matcher."""
+        """Follow drafts with a fresh matcher from now on."""
         self._drafted = _FollowedText(self._new_matcher(), self._no_end)
         return self._drafted
 
@@ -266,10 +266,9 @@ class Grammar:
 class _FollowedText:
     """A text that a matcher follows.
 
-    start: a matcher that has taken nothing. no_end: a token that may never follow. bits: the tokens that may follow, None for
-    none. ended: why nothing but an end may. hit_limit: whether the reason is a limit of llguidance's. After it the matchers of
-    this path work no more.
-    """
+    start: a matcher of the empty text. no_end: a token that may never follow. bits: mask of the tokens that may follow, None
+    for none. ended: why the text ends here, None if it may go on. hit_limit: whether the reason is a limit of llguidance; then
+    this matcher is unusable."""
 
     def __init__(self, start: Any, no_end: int | None) -> None:
         self._start, self._matcher, self._no_end = start, start.deep_copy(), no_end
@@ -280,8 +279,8 @@ class _FollowedText:
         self.hit_limit = False
 
     def go_to(self, text: list[int]) -> None:
-        """Follow another text from where the two part. Every token is looked at on its own, so that what the limits count
-        depends on the texts alone."""
+        """Follow another text from the common prefix on. Every token is checked on its own, so that the limits count the same
+        for the same texts."""
         if self.text == text:
             return
         self.text, known = text, self._taken

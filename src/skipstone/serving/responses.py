@@ -1,4 +1,4 @@
-"""/v1/responses, text in and text out: OpenAI's newer shape of a chat, made of the same requests."""
+"""/v1/responses, text only: OpenAI's newer form of a chat, made of the same requests."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -93,7 +93,7 @@ class ResponseBody(RequestBody):
     return_metrics: bool = False
 
     def generation_body(self, chats: bool) -> GenerationBody:
-        """The same for a chat; for a model without chats the text that it goes on with. ValueError where that is none."""
+        """The same request as a chat, or as a completion if the model has no chats. ValueError if that is impossible."""
         wanted = None if self.text is None or self.text.format is None else self.text.format.format()
         common: dict[str, Any] = {
             "temperature": self.temperature,
@@ -105,7 +105,7 @@ class ResponseBody(RequestBody):
             if not isinstance(self.input, str) or self.instructions is not None:
                 raise ValueError("this model has no chat template: input is the text that it goes on with, and nothing else")
             text = CompletionBody(prompt=self.input, **common)
-            return text.model_copy(update={"max_tokens": self.max_output_tokens})  # None is as many as there is room for
+            return text.model_copy(update={"max_tokens": self.max_output_tokens})  # None: as many as fit
         turns = (
             [Message(role="user", content=self.input)] if isinstance(self.input, str) else [one.message() for one in self.input]
         )
@@ -115,12 +115,12 @@ class ResponseBody(RequestBody):
 
 
 class ResponseFormatter:
-    """One response, whole and as events. answer: of the request."""
+    """A response as a whole body, and as events."""
 
     def __init__(self, answer: Answer, body: ResponseBody) -> None:
         self.answer, self.body, (self.choice,) = answer, body, answer.choices
         self.id, self.item = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
-        answer.id = self.id  # which the log has, too
+        answer.id = self.id  # for the log
         self._number = 0  # of the next event
 
     def complete_body(self) -> dict[str, Any]:

@@ -236,11 +236,11 @@ class Server:
         prompt, eos = pending.prompt_ids, pending.request.eos
         if not (isinstance(body, ChatBody) and body.offered):
             return Choice(index, pending, OutputText(self.tokenizer, body.stops, eos, prompt=prompt, echo=pending.echo))
-        names, most = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
+        names, max_calls = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
         output_text = OutputText(self.tokenizer, body.stops, eos | hidden, prompt=prompt, special=True)
-        return Choice(index, pending, output_text, ToolCallParser(names, most=most))
+        return Choice(index, pending, output_text, ToolCallParser(names, max_calls=max_calls))
 
     def abandon(self, answer: Answer) -> None:
         """Cancel what is not written of an answer that nobody reads."""

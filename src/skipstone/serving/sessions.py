@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to, told from the request alone: replicas that keep prefixes are chosen by it."""
+"""Which conversation a request belongs to. Its requests go to the same replica, which holds their prefix."""
 
 import hashlib
 import json
@@ -8,9 +8,9 @@ from typing import Any
 HEADER = "x-session-id"
 """The header by which a client names its conversation."""
 FIELDS = ("prompt_cache_key", "user")
-"""Fields of a body by which OpenAI's clients name it; the first that is there counts."""
+"""Fields of a body that name the conversation; the first one counts."""
 BEGINNING = 256
-"""Characters, or token ids, of a bare prompt that name it. A shorter prompt names nothing: it may grow by the next request."""
+"""Characters, or token ids, of a prompt that name its conversation. A shorter prompt names none, because it may grow."""
 
 
 def session(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str:

@@ -1,10 +1,10 @@
-"""Tools: what a model writes to have one called, parsed back into OpenAI's `tool_calls`.
+"""Parses the tool calls that a model writes into OpenAI's `tool_calls`.
 
 Models mark a call as their templates show them: `<tool_call>{...}</tool_call>` (Hermes, Qwen), `[TOOL_CALLS] [{...}]` and
-`[TOOL_CALLS]name[ARGS]{...}` (Mistral), `<|python_tag|>{...}` or a text that is nothing but the JSON of calls (Llama). What
-names no tool that was offered is text like any other.
+`[TOOL_CALLS]name[ARGS]{...}` (Mistral), `<|python_tag|>{...}` or a text with only the JSON of calls (Llama). A call
+of a tool that was not offered is plain text.
 
-A text is read character by character, so that a stream holds back only what can still become a call.
+A text is read character by character, so that a stream holds back only characters that can still become a call.
 """
 
 import json
@@ -17,56 +17,56 @@ from typing import Any
 from skipstone.serving.schemas import Tool
 
 OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""What a call may begin with."""
+"""Marks that begin a call."""
 CLOSING = "</tool_call>"
 ARGS = "[ARGS]"
 MARKS = (*OPENINGS, CLOSING, ARGS)
-"""What tokenizers may have as special tokens, which are no text otherwise."""
+"""Marks that may be special tokens. Other special tokens are not text."""
 NAME, ARGUMENTS, LLAMAS_ARGUMENTS = "name", "arguments", "parameters"
 """Keys of a call's JSON."""
 KEYS = (NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type")
 BETWEEN = " \t\r\n;,"
-"""What may stand between two calls."""
+"""Separators between two calls."""
 FIRST = "".join({one[0] for one in OPENINGS})
 SPACE, DIGITS, HEX = " \t\r\n", "0123456789", "0123456789abcdefABCDEF"
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 Reader = Generator[None, str, str]
-"""Reads one part of a text: is sent its characters one by one, returns the first one behind the part. NoCall if the text is
-something else."""
+"""Reads one part of a text. It is sent the characters one by one and returns the first character behind the part.
+CallSyntaxError if the text is something else."""
 
 
-class NoCall(ValueError):
-    """A text that is not the beginning of a call."""
+class CallSyntaxError(ValueError):
+    """The text is not the beginning of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool that is to be called. arguments: the JSON that the model wrote."""
+    """A call of a tool. arguments: the JSON that the model wrote."""
 
     id: str
     name: str
     arguments: str
 
     def body(self, index: int | None = None) -> dict[str, Any]:
-        """As OpenAI's JSON. index: its place, in a chunk of a stream."""
+        """The call as OpenAI's JSON. index: its place, in a chunk of a stream."""
         place = {} if index is None else {"index": index}
         return {**place, "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolCallParser:
-    """The text of one answer to a request that offers tools, split into what is shown and what is a call.
+    """Splits the text of one answer into shown text and tool calls.
 
-    names: of the tools that may be called. most: calls that are told, those that were written first; None for all.
+    names: of the offered tools. max_calls: only the first calls are reported; None for all.
 
     A marked call counts wherever it stands. JSON without a mark counts after a marked call, or if the text is nothing else.
     """
 
-    def __init__(self, names: Iterable[str], *, most: int | None = None) -> None:
-        self._names, self._most = tuple(names), most
+    def __init__(self, names: Iterable[str], *, max_calls: int | None = None) -> None:
+        self._names, self._max_calls = tuple(names), max_calls
         self._calls: list[Call] = []
-        self._held: list[str] = []  # characters that are not shown, as they may belong to a call
-        self._behind = ""  # of these, the ones since the latest call that belong to no further one yet
+        self._held: list[str] = []  # characters that may belong to a call
+        self._behind = ""  # held characters since the latest call, outside any call
         self._reading: _CallReader | None = None
         self._may_be_bare = True  # a call without a mark may come next
         self._is_bare = False  # the first call has no mark
@@ -74,10 +74,10 @@ class ToolCallParser:
     @property
     def found(self) -> list[Call]:
         """The calls that are complete."""
-        return self._calls[: self._most]
+        return self._calls[: self._max_calls]
 
     def add(self, text: str) -> str:
-        """The part of a further piece of text that is shown by now; may be empty."""
+        """Add a piece of text. Returns the text that can be shown now, maybe ""."""
         shown, place = list[str](), 0
         while place < len(text):
             if not self._held and not self._may_be_bare:
@@ -90,14 +90,14 @@ class ToolCallParser:
             place += 1
             try:
                 self._take(self._held[-1])
-            except NoCall:
+            except CallSyntaxError:
                 first, *others = self._give_up()
                 shown.append(first)
                 text, place = "".join(others) + text[place:], 0
         return "".join(shown)
 
     def rest(self) -> str:
-        """What is shown of the rest, when all is written."""
+        """The rest of the shown text, at the end."""
         shown = list[str]()
         while self._held and not self._is_whole:
             first, *others = self._give_up()
@@ -116,7 +116,7 @@ class ToolCallParser:
         return self._reading is None and self._is_behind_call and not self._behind.strip(BETWEEN)
 
     def _take(self, character: str) -> None:
-        """One more character that is held. NoCall if it shows that no call is held."""
+        """Read one more held character. CallSyntaxError if the held text cannot become a call."""
         if self._reading is not None:
             self._reading.take(character)
             if self._reading.is_done:
@@ -134,7 +134,7 @@ class ToolCallParser:
             self._end_part()
         elif tail and not any(one.startswith(tail) for one in marks):
             if not (self._may_be_bare and tail[0] in "{["):
-                raise NoCall
+                raise CallSyntaxError
             self._reading = _CallReader(self._names, is_marked=False)
             for one in tail:
                 self._reading.take(one)
@@ -146,7 +146,7 @@ class ToolCallParser:
         self._end_part()
 
     def _end_part(self) -> None:
-        """What is held up to now belongs to calls. Calls without a mark may still turn out to be text."""
+        """All held text belongs to calls. Calls without a mark may still turn out to be text."""
         self._behind = ""
         if not self._is_bare:
             self._held.clear()
@@ -164,7 +164,7 @@ class ToolCallParser:
 class _CallReader:
     """Reads one call, or a list of calls, character by character.
 
-    is_marked: whether a mark stands before it. calls: what was read, when it is done.
+    is_marked: whether a mark precedes it. calls: the result, once it is done.
     """
 
     def __init__(self, names: Sequence[str], *, is_marked: bool) -> None:
@@ -176,7 +176,7 @@ class _CallReader:
         next(self._reader)
 
     def take(self, character: str) -> None:
-        """One more character. NoCall if no call begins like this."""
+        """Read one more character. CallSyntaxError if no call begins like this."""
         self._read.append(character)
         try:
             self._reader.send(character)
@@ -190,17 +190,17 @@ class _CallReader:
         elif char == "[":
             while char != "]":
                 if (yield from _space((yield))) != "{":
-                    raise NoCall
+                    raise CallSyntaxError
                 yield from self._call()
                 if (char := (yield from _space((yield)))) not in (",", "]"):
-                    raise NoCall
+                    raise CallSyntaxError
         elif self.is_marked:
             name = yield from self._name(char)
             start = len(self._read) - 1
             yield from _container("{")
             self._add(name, "".join(self._read[start:]))
         else:
-            raise NoCall
+            raise CallSyntaxError
 
     def _name(self, char: str) -> Reader:
         """Mistral's name before the arguments. Returns it when their first character was read."""
@@ -208,15 +208,15 @@ class _CallReader:
         while char not in SPACE + "[{":
             name += char
             if not any(one.startswith(name) for one in self.names):
-                raise NoCall
+                raise CallSyntaxError
             char = yield
         if name not in self.names:
-            raise NoCall
+            raise CallSyntaxError
         if (char := (yield from _space(char))) == "[":
             yield from _exactly(ARGS[1:])
             char = yield from _space((yield))
         if char != "{":
-            raise NoCall
+            raise CallSyntaxError
         return name
 
     def _call(self) -> Generator[None, str, None]:
@@ -224,23 +224,23 @@ class _CallReader:
         written, char = dict[str, str](), ","
         while char != "}":
             if char != "," or (yield from _space((yield))) != '"':
-                raise NoCall
+                raise CallSyntaxError
             key = yield from _one_of([one for one in KEYS if one not in written])
             char = yield from _colon((yield))
             start = len(self._read) - 1
             if key == NAME:
                 if char != '"':
-                    raise NoCall
+                    raise CallSyntaxError
                 yield from _one_of(self.names)
                 char = yield
             elif key in (ARGUMENTS, LLAMAS_ARGUMENTS) and char not in '{"n':
-                raise NoCall
+                raise CallSyntaxError
             else:
                 char = yield from _value(char)
             written[key] = "".join(self._read[start:-1])
             char = yield from _space(char)
         if NAME not in written:
-            raise NoCall
+            raise CallSyntaxError
         self._add(json.loads(written[NAME]), written.get(ARGUMENTS, written.get(LLAMAS_ARGUMENTS, "{}")))
 
     def _add(self, name: str, arguments: str) -> None:
@@ -252,10 +252,10 @@ class _CallReader:
 
 
 def _object_in(text: str) -> str:
-    """The JSON object within a JSON string, as some models write arguments. NoCall for anything else."""
+    """The JSON object within a JSON string, as some models write arguments. CallSyntaxError for anything else."""
     inner: str = json.loads(text).strip(SPACE)
     if not inner.startswith("{"):
-        raise NoCall
+        raise CallSyntaxError
     reader, left = _container("{"), len(inner)
     next(reader)
     try:
@@ -264,11 +264,11 @@ def _object_in(text: str) -> str:
     except StopIteration:
         if left == 1:
             return SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", inner)
-    raise NoCall
+    raise CallSyntaxError
 
 
 def argument_schemas(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
-    """Name and JSON schema of the arguments of every tool. ValueError where arguments cannot be an object."""
+    """Name and JSON schema of the arguments of every tool. ValueError if arguments cannot be an object."""
     found = list[tuple[str, dict[str, Any]]]()
     for one in tools:
         name, schema = one.function.name, {"type": "object", **(one.function.parameters or {})}
@@ -293,7 +293,7 @@ def _exactly(text: str) -> Generator[None, str, None]:
     """Just this text."""
     for expected in text:
         if (yield) != expected:
-            raise NoCall
+            raise CallSyntaxError
 
 
 def _one_of(options: Sequence[str]) -> Reader:
@@ -302,16 +302,16 @@ def _one_of(options: Sequence[str]) -> Reader:
     while (char := (yield)) != '"':
         text += char
         if not any(one.startswith(text) for one in options):
-            raise NoCall
+            raise CallSyntaxError
     if text not in options:
-        raise NoCall
+        raise CallSyntaxError
     return text
 
 
 def _colon(char: str) -> Reader:
     """A colon between spaces."""
     if (yield from _space(char)) != ":":
-        raise NoCall
+        raise CallSyntaxError
     return (yield from _space((yield)))
 
 
@@ -341,7 +341,7 @@ def _container(char: str) -> Generator[None, str, None]:
                 return
             char = yield from _space((yield))
         if char != ",":
-            raise NoCall
+            raise CallSyntaxError
         char = yield from _item((yield from _space((yield))), closings[-1])
 
 
@@ -350,7 +350,7 @@ def _item(char: str, closing: str) -> Reader:
     if closing == "]":
         return char
     if char != '"':
-        raise NoCall
+        raise CallSyntaxError
     yield from _string()
     return (yield from _colon((yield)))
 
@@ -371,15 +371,15 @@ def _string() -> Generator[None, str, None]:
     """A string behind its first quote."""
     while (char := (yield)) != '"':
         if char < " ":
-            raise NoCall
+            raise CallSyntaxError
         if char != "\\":
             continue
         if (char := (yield)) == "u":
             for _ in range(4):
                 if (yield) not in HEX:
-                    raise NoCall
+                    raise CallSyntaxError
         elif char not in '"\\/bfnrt':
-            raise NoCall
+            raise CallSyntaxError
 
 
 def _number(char: str) -> Reader:
@@ -397,7 +397,7 @@ def _number(char: str) -> Reader:
 def _digits(char: str) -> Reader:
     """At least one digit."""
     if char not in DIGITS:
-        raise NoCall
+        raise CallSyntaxError
     while char in DIGITS:
         char = yield
     return char

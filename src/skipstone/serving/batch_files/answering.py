@@ -58,7 +58,7 @@ def by_defect(answer: Answer) -> bool:
 
 
 async def _body(server: Server, line: Line) -> dict[str, Any]:
-    """The body of the answer. ValidationError and Refused, as of a server."""
+    """The body of the answer. ValidationError and RequestError, as in a server."""
     generation_body, body = _asked(server, line)
     chat = isinstance(generation_body, ChatBody)
     if generation_body.seed is None:
