@@ -65,7 +65,7 @@ _NAMES = {
         *("PromptLookup", "Recycle", "SelfSpeculative", "Speculative", "Swift"),
     ),
     "methods.adadecode.heads": ("ExitHeads",),
-    "models.runner": ("ModelRunner",),
+    "engines.model_runner": ("ModelRunner",),
     "models.weight_version": ("refresh",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import resolve_for
+from skipstone.hf.generate_call import resolve_for
 from skipstone.serving import grammar as grammar_module
 from skipstone.serving.asking import Asking
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Piece

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from skipstone.decoding.sampling import Sampler
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward

@@ -19,7 +19,7 @@ QUANTIZED = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class SurvivalThresholds:
     """Until what survival rows draft on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
     as is known; a draft's survival is the product over all drafts up to it.
 
@@ -61,7 +61,7 @@ class ChainStart:
     transform: Tensor | None = None
     sure: bool = False
     shortlist: Tensor | None = None
-    survival: Survival | None = None
+    survival: SurvivalThresholds | None = None
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class ChainEnd:
 
 
 @dataclass(frozen=True)
-class Warps:
+class WarperInputs:
     """What is asked of the warpers of every row, and the noise's step from a token to the next one.
 
     temperature: [B] float32, positive. top_k: [B] int64, V or more for all tokens, 0 for a row that takes no part and gets any
@@ -93,7 +93,7 @@ class Warps:
     place: int
 
 
-EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor]
+EngineDraw = Callable[[Tensor, WarperInputs, Tensor], Tensor]
 """`Engine.draw`, of an engine that has it."""
 
 
@@ -186,7 +186,7 @@ class Engine(Protocol):
         `ChainStart`."""
         ...
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
         """Draw a token of every row, which an engine with `draws` can. logits: [B, V] float32. counters: [B] int64, where the
         noise of every row begins. Returns [B] int64, -1 for a row that is the caller's to draw."""
         ...

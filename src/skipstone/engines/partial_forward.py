@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines.engine import ChainEnd, ChainStart, Survival
-from skipstone.engines.host import counting, on_device
+from skipstone.engines.engine import ChainEnd, ChainStart, SurvivalThresholds
+from skipstone.engines.host_transfer import counting, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
@@ -233,7 +233,7 @@ class PartialForward:
         ends: Sequence[frozenset[int]],
         transform: Tensor | None = None,
         sure: bool = False,
-        survival: Survival | None = None,
+        survival: SurvivalThresholds | None = None,
     ) -> ChainEnd | None:
         """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
@@ -276,7 +276,11 @@ class PartialForward:
         return self.drafter.engine_picks and self.drafter.engine.chains
 
     def write_on(
-        self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]], survival: Survival | None = None
+        self,
+        most: list[int],
+        thresholds: list[float] | None,
+        ends: Sequence[frozenset[int]],
+        survival: SurvivalThresholds | None = None,
     ) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
         then read all of them but every row's last one; the forward is of no use any more. None, and nothing has changed, as

@@ -20,7 +20,7 @@ from skipstone.decoding.drafter import layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 
@@ -79,11 +79,11 @@ class LayerSkipDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, None] | None:
         return (self.exit_layer, None) if self.reuse_cache else None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
         return forward.exit_logits(self.exit_layer)
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """Self-verification (section 4.3.2) goes on from the exit states, or without cache reuse from layer 0."""
         if not self.reuse_cache:
             forward.restart()

@@ -16,10 +16,10 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
-from skipstone.methods.drafting.predictions import Prediction
+from skipstone.methods.drafting.predicted_text import PredictedText
 
 Place = Literal["recent", "first"]
 
@@ -54,7 +54,7 @@ class PromptLookup(DraftingMethod):
         return PromptLookupDrafter(self, rows)
 
 
-class Index:
+class NgramIndex:
     """Where every n-gram of a growing text was last (or first) followed by something. Each new token is constant work.
 
     sizes: tokens of the n-grams, ascending.
@@ -95,11 +95,11 @@ class IndexedDrafter(LookupDrafter):
     """Looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
     with that, and in itself. new_index: makes the index of a row. looks_up: False where nothing is looked for."""
 
-    def __init__(self, rows: int, new_index: Callable[[], Index], *, looks_up: bool = True) -> None:
+    def __init__(self, rows: int, new_index: Callable[[], NgramIndex], *, looks_up: bool = True) -> None:
         super().__init__(rows)
         self._new_index, self.looks_up = new_index, looks_up
         self.index = [new_index() for _ in range(rows)]
-        self.predictions = [Prediction() for _ in range(rows)]
+        self.predictions = [PredictedText() for _ in range(rows)]
         self.from_prediction = [False] * rows  # whether what was found last is out of the prediction
 
     @property
@@ -111,14 +111,14 @@ class IndexedDrafter(LookupDrafter):
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        self.predictions[row], self.from_prediction[row] = Prediction(request.prediction), False
+        self.predictions[row], self.from_prediction[row] = PredictedText(request.prediction), False
         if self.looks_up:
             self.index[row] = self._new_index()
             self.index[row].extend(self.text[row])
 
     def look_for(self, row: int, most: int) -> tuple[int, list[int]]:
         """Up to `most` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns as
-        `Index.find`."""
+        `NgramIndex.find`."""
         prediction, ends = self.predictions[row], self.view.sampler.eos[row]
         size, tokens = prediction.run, prediction.next(most)
         self.from_prediction[row] = bool(tokens)
@@ -141,10 +141,10 @@ class PromptLookupDrafter(IndexedDrafter):
 
     def __init__(self, method: PromptLookup, rows: int) -> None:
         sizes = range(method.prompt_lookup_min, method.prompt_lookup_max + 1)
-        super().__init__(rows, lambda: Index(sizes, method.prefer))
+        super().__init__(rows, lambda: NgramIndex(sizes, method.prefer))
         self.method = method
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """The best match of every row."""
         return self.as_draft([self._row_draft(row, allowed) for row, allowed in enumerate(limits)])
 

@@ -16,10 +16,10 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.fewer_bits import check_draft_quantize
-from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.draft_quantize import check_draft_quantize
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.models.passes import SkipSet
 
 
@@ -63,7 +63,7 @@ class SelfSpeculative(ShortlistMethod):
     def check(self, model: ModelRunner) -> None:
         super().check(model)
         if (skip := self.skip_set(model)).attention or skip.mlp:
-            Space.of(model).from_skip_set(skip)
+            LayerSetSpace.of(model).from_skip_set(skip)
         self.shortlist(model)
         self.drafting_model(model)
 

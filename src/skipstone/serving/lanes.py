@@ -8,18 +8,18 @@ import torch
 from skipstone.decoding.draft import Draft, RowVerdict, Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
+from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.decoding.prefill import Prefill
-from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import FAILED, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
 
-ROW_BYTES: Memo[tuple[int, int]] = Memo()
+ROW_BYTES: PerModelCache[tuple[int, int]] = PerModelCache()
 """Of a model: bytes of the keys and values of one token in all its layers, and bytes of a row's recurrent states."""
 LEAST_REUSED = 16
 """Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
@@ -151,7 +151,7 @@ class StepRecorder:
     until the garbage collector finds the cycle, which a server may never run."""
 
     def __init__(self, jobs: list[Job | None]) -> None:
-        self._jobs, self._keeper = jobs, Keeper(logits=True)
+        self._jobs, self._keeper = jobs, OutputRecorder(logits=True)
         self._kept: tuple[Draft, list[RowVerdict], list[torch.Tensor]] | None = None
 
     def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:

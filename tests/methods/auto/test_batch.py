@@ -12,7 +12,7 @@ from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.methods.auto.mind import Mind
 from skipstone.methods.auto.texts import progress
 from skipstone.methods.drafting.confidence import SurvivalRule
@@ -30,7 +30,7 @@ def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: fl
     beside = price.thresholds(0.0, 0.0, scoring, mean, worth, MOST)
     if least[0] > 1:
         return [0] * rows
-    survival = Survival(1.0, 0.0, least[1:], beside[1:] if together else ())
+    survival = SurvivalThresholds(1.0, 0.0, least[1:], beside[1:] if together else ())
     stop = SurvivalRule(survival, rows, rows, torch.device("cpu"))
     going, counts = torch.ones(rows, dtype=torch.bool), [0] * rows
     while going.any():
@@ -79,7 +79,7 @@ def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
     """Which rows draft on behind their first drafts, of these survivals."""
     rows = len(survivals)
-    stop = SurvivalRule(Survival(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
+    stop = SurvivalRule(SurvivalThresholds(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
     on = stop.keep(torch.tensor(survivals))
     assert on is not None
     return (on & stop.together(on)).tolist()

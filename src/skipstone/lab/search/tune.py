@@ -14,7 +14,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import generation
-from skipstone.hf.call import prepare_call
+from skipstone.hf.generate_call import prepare_call
 from skipstone.methods.auto.auto import Auto, Mind, mind_of
 from skipstone.methods.auto.candidates import drafters_of, identities
 from skipstone.methods.layerskip import LayerSkip
@@ -28,7 +28,7 @@ PAYS = 1.05
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateReport:
     """What is known of one way to draft. rate: its speed-up over plain decoding. acceptance: of its drafts, on average; None
     for what has none of its own. draft_step: in plain steps. turns: that it drafted in."""
 
@@ -40,10 +40,10 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What a run came to. speed_up: of all of it over plain decoding, as the ledger has it. texts: decoded. stats: of all."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidateReport, ...]
     speed_up: float
     plain_seconds: float
     texts: int
@@ -61,7 +61,7 @@ def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]
 
 def tune(
     model: PreTrainedModel, prompts: Sequence[Tensor], more: Sequence[Method], seconds: float, options: dict[str, Any]
-) -> Iterator[Tuned]:
+) -> Iterator[TuningResult]:
     """Decode prompts [T] again and again until the time is over, once at least; yields what is known after every text.
 
     more: candidates beside the usual ones. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
@@ -83,25 +83,25 @@ def tune(
             return
 
 
-def told(mind: Mind, stats: Stats, texts: int, identities: dict[str, str]) -> Tuned:
+def told(mind: Mind, stats: Stats, texts: int, identities: dict[str, str]) -> TuningResult:
     """What is known by now. identities: of the drafters, as in `memory`."""
     state = mind.state
     assert state is not None
     rates, account = state.rates(), state.ledger.overall
     lookups = state.lookups.tokens / state.lookups.time
-    found = [Candidate("prompt_lookup", lookups, None, None, mind.kinds.get(LOOKUP, 0))]
+    found = [CandidateReport("prompt_lookup", lookups, None, None, mind.kinds.get(LOOKUP, 0))]
     if state.ranks is not None:
-        found.append(Candidate("recycle", rates.get(RECYCLE, 1.0), None, None, mind.kinds.get(RECYCLE, 0)))
+        found.append(CandidateReport("recycle", rates.get(RECYCLE, 1.0), None, None, mind.kinds.get(RECYCLE, 0)))
     for name, drafter in state.drafters.items():
         own = state.costs.wholes[name].value if drafter.own_rule else state.costs.drafts[name].step
-        found.append(Candidate(name, rates[name], drafter.calibration.mean, own, mind.kinds.get(name, 0)))
+        found.append(CandidateReport(name, rates[name], drafter.calibration.mean, own, mind.kinds.get(name, 0)))
     found.sort(key=lambda one: -one.rate)
     time_taken = account.plain + account.debt
     speed_up = account.plain / time_taken if time_taken > 0 else 1.0
-    return Tuned(tuple(found), speed_up, state.costs.plain.value, texts, stats, state, identities)
+    return TuningResult(tuple(found), speed_up, state.costs.plain.value, texts, stats, state, identities)
 
 
-def recommendation(found: Tuned) -> str:
+def recommendation(found: TuningResult) -> str:
     """What to do, in a sentence."""
     best = max(found.candidates, key=lambda one: one.rate * (one.turns > 0), default=None)
     exits = [one for one in found.candidates if one.name.startswith("layerskip") and one.acceptance is not None]

@@ -18,15 +18,15 @@ from skipstone.control import control, costs, learning
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Plan, Rules, State
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto import memory
@@ -34,7 +34,7 @@ from skipstone.methods.auto.candidates import drafters_of, identities, refuse, u
 from skipstone.methods.auto.drafters import LayersDrafter
 from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_state
 from skipstone.methods.auto.texts import Texts, progress, ranks
-from skipstone.methods.drafting import states
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import DEPTH, Recycle, RecycleDrafter
@@ -78,7 +78,7 @@ class Auto(Method):
             memory.named(self.profile, model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, None, model)
+        return method_states.method_report(self, None, model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
         return AutoDrafter(self, model, rows, capacity, mind_of(self, model, rows))
@@ -86,7 +86,7 @@ class Auto(Method):
 
 def mind_of(method: Auto, model: ModelRunner, rows: int) -> Mind:
     """What a method knows of a model, for a batch of so many rows."""
-    return states.of(method, model, rows, None, Mind)
+    return method_states.method_state(method, model, rows, None, Mind)
 
 
 class AutoDrafter(Drafter):
@@ -253,7 +253,7 @@ class AutoDrafter(Drafter):
         positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
         return self.view.sampler.would_draw(row, logits, positions)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """As planned."""
         if self._left and self._is_quiet:
             self._left -= 1
@@ -335,13 +335,13 @@ class AutoDrafter(Drafter):
             return self._plain()
         limit = [min(one, len(plan.thresholds)) for one in limit]
         calibration = self._known.drafters[plan.kind].calibration
-        rule = Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:])
+        rule = SurvivalThresholds(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:])
         return candidate.drafter.propose_draft(limit, rule)
 
     def needs_logits(self, draft: Draft) -> bool:
         return self._reads_logits
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor | None:
         candidate = self.candidates.get(self.plan.kind)
         if candidate is not None and candidate.own_rule:
             return candidate.drafter.observe_scores(draft, scores, verdict)

@@ -11,9 +11,9 @@ from skipstone.decoding.drafter import Drafter, layers_used
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode.heads import ExitHeads
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
-from skipstone.methods.drafting.hindsight import states_behind
-from skipstone.methods.swift.optimisation import Optimisation
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
+from skipstone.methods.drafting.replay import replay_hidden_states
+from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.models.passes import SkipSet
 
 MOST_DRAFTS = 25
@@ -85,7 +85,7 @@ class LayersDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return (self.layers, self.skip) if self.at_once else None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         if self.skip is not None:
             return forward.sketched_logits(self.skip)
         forward.advance(self.layers)
@@ -98,7 +98,7 @@ class LayersDrafter(ChainDrafter):
         heads, number = self.head
         return heads.logits(model, number, states, self.shortlist)
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         return chain.draft(forward, exit_layer=self.layers if self.skip is None else None)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
@@ -107,7 +107,7 @@ class LayersDrafter(ChainDrafter):
         if self.model.family.recurrent:
             return None  # a state is not run twice over tokens that it knows
         model = self.drafting_model or self.model
-        states = states_behind(self.view.store, row, tokens[:-1], model, self.layers, self._replayed())
+        states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.layers, self._replayed())
         return self._head_logits(model, states)[0]
 
     def _replayed(self) -> SkipSet | None:
@@ -119,7 +119,7 @@ class SearchingDrafter(LayersDrafter):
     """A layer set that SWIFT's optimisation finds. While that goes on, shadows are its evaluations: a candidate is judged by
     the latest tokens, and what is learnt of it counts as the drafter's where it becomes the set in use."""
 
-    def __init__(self, optimisation: Optimisation, model: ModelRunner, rows: int, shortlist: Tensor | None) -> None:
+    def __init__(self, optimisation: LayerSetOptimisation, model: ModelRunner, rows: int, shortlist: Tensor | None) -> None:
         self.optimisation, self._candidate = optimisation, optimisation.skipped
         super().__init__(model, rows, model.depth, optimisation.skip, shortlist=shortlist)
 

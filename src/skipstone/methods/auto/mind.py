@@ -13,7 +13,7 @@ from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
 from skipstone.control.state import Drafter as Known
 from skipstone.methods.auto.drafters import Candidate
-from skipstone.methods.recycle import Kept
+from skipstone.methods.recycle import AdjacencyMatrix
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
 RECENT_PLAIN = 64
@@ -88,7 +88,7 @@ class Mind:
 
     states: dict[int, State] = field(default_factory=dict)
     live: int = 1
-    kept: Kept = field(default_factory=Kept)
+    kept: AdjacencyMatrix = field(default_factory=AdjacencyMatrix)
     looking: Shift = field(default_factory=Shift)
     looking_worth: Worth = field(default_factory=Worth)
     keeping: Shift = field(default_factory=Shift)

@@ -7,8 +7,8 @@ from skipstone.control.state import Judged
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.request import Request
 from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.prompt_lookup import Index, IndexedDrafter
-from skipstone.methods.recycle import Kept
+from skipstone.methods.prompt_lookup import IndexedDrafter, NgramIndex
+from skipstone.methods.recycle import AdjacencyMatrix
 
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
@@ -21,7 +21,7 @@ class Texts(IndexedDrafter):
     of the matches of the latest step."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
-        super().__init__(rows, lambda: Index(MATCHES, "recent"), looks_up=looks_up)
+        super().__init__(rows, lambda: NgramIndex(MATCHES, "recent"), looks_up=looks_up)
         self.uncopied = [0] * rows
         self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
         self.judged: list[Judged] = []
@@ -67,7 +67,7 @@ class Texts(IndexedDrafter):
                 self.judged.append(Judged(match, right, min(len(found), len(verdict.tokens))))
 
 
-def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
+def ranks(kept: AdjacencyMatrix, root: int, tokens: Sequence[int]) -> list[int]:
     """Of every committed token, its place among those that were kept for the one before it; beyond all for one that was not."""
     found = []
     for before, token in zip((root, *tokens), tokens, strict=False):

@@ -14,20 +14,20 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
-from skipstone.engines import host
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines import host_transfer
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.greedy_tokens import NO_TOKEN
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.engines.picks import NO_TOKEN
-from skipstone.methods.drafting.confidence import Confidence, SurvivalRule, Threshold
+from skipstone.methods.drafting.confidence import ConfidenceRule, SurvivalRule, Threshold
 from skipstone.models.passes import SkipSet
 
 LOOK_EVERY = 4
 """Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
 
 
-class Chain:
+class DraftChain:
     """A chain under construction.
 
     most: most draft tokens per row. alive: rows taking part. A row leaves the chain at its limit or when `stop` says so; a
@@ -98,7 +98,7 @@ class Chain:
         if not reasons:
             return False
         going = functools.reduce(operator.and_, reasons)  # [B]
-        readable = host.readable(going)
+        readable = host_transfer.readable(going)
         if readable and bool(going.all()):
             return False
         self._going = going if self._going is None else self._going & going
@@ -139,7 +139,7 @@ class ChainDrafter(Drafter):
     def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, coupled: bool) -> None:
         self.model, self.coupled = model, coupled
         self.most = [most] * rows
-        self.confidence = self.rule = Confidence(threshold, rows, model.device, most)  # the method's, and that of this step
+        self.confidence = self.rule = ConfidenceRule(threshold, rows, model.device, most)  # the method's, and that of this step
 
     @property
     def sampler(self) -> Sampler:
@@ -148,7 +148,7 @@ class ChainDrafter(Drafter):
     def add_request(self, row: int, request: Request) -> None:
         self.confidence.reset(row)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Logits, a token, what was observed; again, until no row drafts on."""
         view, most = self.view, [min(own, allowed) for own, allowed in zip(self.most, limits, strict=True)]
         self.rule = self.confidence
@@ -157,7 +157,7 @@ class ChainDrafter(Drafter):
         forward = view.start_forward(most, self.shortlist, self.drafting_model)
         if (draft := self.draft_at_once(most, forward)) is not None:
             return draft
-        chain = Chain(most, view.alive, self.model.device)
+        chain = DraftChain(most, view.alive, self.model.device)
         position = forward.positions[:, 0] + 1  # [B]
         path = forward.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
@@ -166,7 +166,7 @@ class ChainDrafter(Drafter):
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
             nobody = False
-            if not host.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
+            if not host_transfer.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
                 nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
@@ -196,7 +196,7 @@ class ChainDrafter(Drafter):
         exit_layer = drafter[0] if drafter[1] is None else None
         return Draft(chain.tokens, valid, forward, confidence=chain.confidence, exit_layer=exit_layer)
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Raw logits [B, V] float32 of what follows the newest token."""
         raise NotImplementedError
 
@@ -214,12 +214,12 @@ class ChainDrafter(Drafter):
         confidence = self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
-    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Hand the newest token to what drafts, the target's own forward. Returns all tokens drafted so far, [B, k]."""
         forward.append(*chain.newest)
         return forward.tokens[:, 1:]
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """The draft, its tokens in the forward that the target scores."""
         return chain.draft(forward)
 

@@ -8,21 +8,21 @@ from torch import Tensor
 
 from skipstone.control.price import NEVER
 from skipstone.decoding.draft import RowVerdict
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 
 Threshold = float | Literal["adaptive"] | None
 """A number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts; None never stops drafting."""
 
 
-class Confidence:
+class ConfidenceRule:
     """Stops drafting after a token whose distribution has its top probability below a threshold.
 
     The adaptive rule is that of Draft & Verify (arXiv 2309.08168, section 3.3; constants of its released code). most: most
     draft tokens a step.
     """
 
-    survival: Survival | None = None  # what a row stops by as well
+    survival: SurvivalThresholds | None = None  # what a row stops by as well
     joint = False  # whether rows also stop together, as `together` says
 
     FIRST = 0.6  # threshold of a new request
@@ -81,13 +81,13 @@ class Confidence:
         self._known_there = None
 
 
-class SurvivalRule(Confidence):
+class SurvivalRule(ConfidenceRule):
     """Drafting goes on while the survival of what is drafted is worth it (`control.price.thresholds`), in one step.
 
     rows: batch size. alive: rows that decode.
     """
 
-    def __init__(self, survival: Survival, rows: int, alive: int, device: torch.device) -> None:
+    def __init__(self, survival: SurvivalThresholds, rows: int, alive: int, device: torch.device) -> None:
         super().__init__(0.0, rows, device, 0)
         self.survival = self._rule = survival
         self.joint = bool(survival.beside)
@@ -95,7 +95,7 @@ class SurvivalRule(Confidence):
         self._place, self._rows = 0, alive
 
     def keep(self, confidence: Tensor | None) -> Tensor | None:
-        """As in `Confidence`, by survival."""
+        """As in `ConfidenceRule`, by survival."""
         assert confidence is not None
         how, place = self._rule, self._place
         accepted = (how.slope * confidence.clamp(3e-4, 1 - 3e-4).logit() + how.offset).sigmoid()  # [B]
@@ -103,7 +103,7 @@ class SurvivalRule(Confidence):
         return self._survived >= _at(how.beside or how.least, place)
 
     def together(self, going: Tensor) -> Tensor:
-        """As in `Confidence`: all of them, where they pay for a draft step, or none."""
+        """As in `ConfidenceRule`: all of them, where they pay for a draft step, or none."""
         how, place = self._rule, self._place - 1
         assert self._survived is not None
         least, beside = _at(how.least, place), _at(how.beside, place)

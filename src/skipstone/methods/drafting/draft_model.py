@@ -15,29 +15,29 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
-from skipstone.engines.choose_engine import Setup, attach, attached
-from skipstone.engines.host import across, counting, on_device
+from skipstone.engines.choose_engine import EngineOptions, attach, attached
+from skipstone.engines.host_transfer import across, counting, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.fewer_bits import check_draft_quantize
+from skipstone.methods.drafting.draft_quantize import check_draft_quantize
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.models.memo import Memo
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.per_model_cache import PerModelCache
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LOADED: Memo["DraftModel"] = Memo()
+_LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
 class DraftModel(ModelRunner):
     """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. asked:
     as in `ModelRunner`."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: Setup | None = None) -> None:
-        asked = asked or Setup()
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: EngineOptions | None = None) -> None:
+        asked = asked or EngineOptions()
         super().__init__(model, asked.engine, asked.quantize, asked.kv_dtype)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
@@ -282,7 +282,7 @@ class DraftModelDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return self.draft_model.depth, None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """What the draft model says once it has read the newest token. The last token of a chain is never read."""
         device = self.draft_model.device
         if not len(chain):
@@ -335,12 +335,12 @@ class DraftModelDrafter(ChainDrafter):
         while self.prompts.is_pending:
             self.prompts.run(PREFILL_CHUNK)
 
-    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         assert self._path is not None
         self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
         return self._path[:, : len(chain)]
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """The target reads all tokens of the draft at once."""
         draft = chain.draft(forward)
         if draft.width:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
 
@@ -42,7 +42,7 @@ class SwiftSettings(ShortlistMethod):
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)
-        space = Space.of(model)
+        space = LayerSetSpace.of(model)
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
                 f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "

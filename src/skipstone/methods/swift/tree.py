@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 
 CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))  # (confidence, tokens that a place offers above it, the chain's among them)
 RANKS = 10  # tokens that a place of no more confidence offers
@@ -52,7 +52,7 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     above = torch.arange(-1, width - 1, device=device, dtype=torch.int64)  # [n], the node before every place
     tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
     most = min(most, valid.shape[1])
-    if host.readable(valid):
+    if host_transfer.readable(valid):
         most = min(most, int(valid.sum(1).max()))
     order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
     return Draft(

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import layers_used
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.engines.picks import NO_TOKEN
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.models.passes import SkipSet
 
@@ -35,7 +35,7 @@ class SkippingDrafter(ChainDrafter):
         self._ranked: list[Tensor] = []  # one [B, ranks] per place
         self._possible: list[Tensor] = []
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """A chain of what `self.skip` leaves."""
         self._ranked, self._possible = [], []
         if not any(limits):
@@ -54,7 +54,7 @@ class SkippingDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet] | None:
         return (self.model.depth, self.skip) if self.ranks == 1 else None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         return forward.sketched_logits(self.skip)
 
     def propose(

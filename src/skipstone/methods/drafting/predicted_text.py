@@ -8,7 +8,7 @@ AT_FIRST = 10
 """Tokens that count as in agreement before the first one was written: who sends a prediction thinks that it is right."""
 
 
-class Prediction:
+class PredictedText:
     """tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
     accepted: tokens of it that were drafted and accepted."""
 

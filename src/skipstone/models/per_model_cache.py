@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 V = TypeVar("V")
 
 
-class Memo(Generic[V]):
+class PerModelCache(Generic[V]):
     """Values by model and key. A value must not refer to its model, which would then never be freed. most: values of a model,
     beyond which the one that was asked for longest ago goes; None for any number. max_bytes: the same for what they take
     together, as nbytes says it of each; the last one is kept in any case."""

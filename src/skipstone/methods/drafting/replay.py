@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree
 
 
-def states_behind(
+def replay_hidden_states(
     store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
 ) -> Tensor:
     """Hidden states [1, n, d] behind n committed tokens, the latest of a row that are in the store, in one pass of the first
