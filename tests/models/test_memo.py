@@ -19,7 +19,7 @@ def test_a_value_is_made_once_per_model_and_key_and_again_where_it_holds_no_long
 
 
 def test_of_more_values_than_may_be_kept_the_one_asked_for_longest_ago_goes() -> None:
-    memo, model = PerModelCache[int](most=2), Model()
+    memo, model = PerModelCache[int](max_values=2), Model()
     for key in (1, 2, 1, 3):
         memo.get(model, key, lambda key=key: 10 * key)
     assert memo.known(model) == {1: 10, 3: 30}

@@ -23,23 +23,23 @@ class SurvivalThresholds:
     """Until what survival rows draft on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
     as is known; a draft's survival is the product over all drafts up to it.
 
-    least: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it; a
-    shorter list ends the draft. beside: the same of a row whose draft steps others pay; none where each row pays its own. Of R
-    rows those with a survival S of `beside` draft on together, as long as the sum of S - beside over them is at least
-    R (least - beside)."""
+    min_survival: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it;
+    a shorter list ends the draft. min_survival_shared: the same of a row whose draft steps others pay; none where each row pays
+    its own. Of R rows those with a survival S of `min_survival_shared` draft on together, as long as the sum of S - beside over
+    them is at least R (least - beside)."""
 
     slope: float
     offset: float
-    least: Sequence[float]
-    beside: Sequence[float] = ()
+    min_survival: Sequence[float]
+    min_survival_shared: Sequence[float] = ()
 
 
 @dataclass(slots=True)
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
 
-    roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, -1 for one that takes
-    no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
+    roots: [B] int64, the last committed id of every row. bases: its position. max_drafts: most drafts of a row, -1 for one that
+    takes no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
     stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for. transform: [d', d']
     that normed states go through before the LM head; None for none. sure: a draft that is not more probable than its threshold
@@ -50,7 +50,7 @@ class ChainStart:
 
     roots: Tensor
     bases: list[int]
-    most: list[int]
+    max_drafts: list[int]
     layers: int
     skip: SkipSet | None
     keep: bool

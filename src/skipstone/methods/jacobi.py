@@ -58,13 +58,13 @@ class JacobiDrafter(Drafter):
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """The block, as far as there is room."""
         view = self.view
-        most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
-        width, forward = max(most), view.start_forward(most)
+        max_drafts = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
+        width, forward = max(max_drafts), view.start_forward(max_drafts)
         if not width:
             return Draft.empty(view.rows, self.device, forward)
         tokens = self.guesses[:, :width]
-        valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(most, tokens.device)[:, None]
-        forward.append(tokens, None if min(most) == width else valid)
+        valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(max_drafts, tokens.device)[:, None]
+        forward.append(tokens, None if min(max_drafts) == width else valid)
         return Draft(tokens, valid, forward)
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:

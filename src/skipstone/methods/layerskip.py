@@ -66,9 +66,9 @@ class LayerSkipDrafter(ChainDrafter):
     looks = False  # to draft on for rows that have stopped costs only E layers
 
     def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
-        most, threshold = method.num_speculative_tokens, method.confidence_threshold
+        max_drafts, threshold = method.num_speculative_tokens, method.confidence_threshold
         coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, most=most, threshold=threshold, coupled=coupled)
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled)
         assert method.exit_layer is not None
         self.shortlist = method.shortlist(model)
         self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache

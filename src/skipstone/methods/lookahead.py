@@ -37,7 +37,7 @@ class Lookahead(DraftingMethod):
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
     window: int = setting(7, "W, guesses a pass refines.")
-    ngram: int = setting(5, "N, tokens of an n-gram.", least=2)
+    ngram: int = setting(5, "N, tokens of an n-gram.", min_value=2)
     guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
@@ -45,10 +45,10 @@ class Lookahead(DraftingMethod):
 
 
 class NgramPool:
-    """N-grams by their first token, the `most` (G) latest of each."""
+    """N-grams by their first token, the `max_ngrams` (G) latest of each."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_ngrams: int) -> None:
+        self.max_ngrams = max_ngrams
         self._kept: dict[int, OrderedDict[tuple[int, ...], None]] = {}
 
     def add(self, gram: tuple[int, ...]) -> None:
@@ -56,7 +56,7 @@ class NgramPool:
         kept = self._kept.setdefault(gram[0], OrderedDict())
         kept[gram[1:]] = None
         kept.move_to_end(gram[1:])
-        if len(kept) > self.most:
+        if len(kept) > self.max_ngrams:
             kept.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:

@@ -78,15 +78,15 @@ class NgramIndex:
                     self._place_after[gram] = place
             self.text.append(token)
 
-    def find(self, most: int) -> tuple[int, list[int]]:
-        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `most` tokens that followed
-        it); (0, []) for none."""
+    def find(self, max_tokens: int) -> tuple[int, list[int]]:
+        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `max_tokens` tokens that
+        followed it); (0, []) for none."""
         text = self.text
         for size in reversed(self.sizes):
             if size <= len(text) and (place := self._place_after.get(tuple(text[-size:]))) is not None:
-                followed = text[place : place + most]
-                while not self.prefer_first and len(followed) < most:
-                    followed += followed[: most - len(followed)]
+                followed = text[place : place + max_tokens]
+                while not self.prefer_first and len(followed) < max_tokens:
+                    followed += followed[: max_tokens - len(followed)]
                 return size, followed
         return 0, []
 
@@ -116,14 +116,14 @@ class IndexedDrafter(LookupDrafter):
             self.index[row] = self._new_index()
             self.index[row].extend(self.text[row])
 
-    def look_for(self, row: int, most: int) -> tuple[int, list[int]]:
-        """Up to `most` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns as
-        `NgramIndex.find`."""
+    def look_for(self, row: int, max_tokens: int) -> tuple[int, list[int]]:
+        """Up to `max_tokens` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns
+        as `NgramIndex.find`."""
         prediction, ends = self.predictions[row], self.view.sampler.eos[row]
-        size, tokens = prediction.run, prediction.next(most)
+        size, tokens = prediction.run, prediction.next(max_tokens)
         self.from_prediction[row] = bool(tokens)
         if not tokens:
-            size, tokens = self.index[row].find(most)
+            size, tokens = self.index[row].find(max_tokens)
         if ends:
             tokens = tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
         return (size, tokens) if tokens else (0, [])
@@ -149,8 +149,8 @@ class PromptLookupDrafter(IndexedDrafter):
         return self.as_draft([self._row_draft(row, allowed) for row, allowed in enumerate(limits)])
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
-        most = min(self.method.num_speculative_tokens, allowed)
-        _, tokens = self.look_for(row, most) if self.view.alive[row] and most else (0, [])
+        max_tokens = min(self.method.num_speculative_tokens, allowed)
+        _, tokens = self.look_for(row, max_tokens) if self.view.alive[row] and max_tokens else (0, [])
         return RowDraft().chain(tokens)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -101,7 +101,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
-        found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.confidence_threshold)
+        found = SkippingDrafter(model, rows, max_drafts=self.num_speculative_tokens, threshold=self.confidence_threshold)
         found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
         found.drafting_model = self.drafting_model(model)
         return found

@@ -99,11 +99,11 @@ def test_uniform_sets_are_spread_evenly_over_the_depth(layers: int) -> None:
 def test_expected_speed_up_by_hand() -> None:
     """m = .5, c = .25, v(2) = 1.2, v(3) = 1.4: 1.5 / (.25 + 1.2) against 1.75 / (.5 + 1.4)."""
     costs = SkipCosts(0, 0, (1.0, 1.2, 1.4))
-    assert expected_speedup(0.5, 0.25, costs, most=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
+    assert expected_speedup(0.5, 0.25, costs, max_drafts=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
     assert expected_speedup(0.1, 0.9, costs) == pytest.approx(1.1 / 2.1), "under 1 where drafting does not pay"
-    many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, most=2)
+    many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, max_drafts=2)
     assert many.tolist() == pytest.approx([1.5 / 1.45, 1.1 / 2.1])
-    assert expected_speedup(1.0, 0.1, SkipCosts(0, 0, (1.0, 1.0)), most=4) == pytest.approx(5 / 1.4)
+    assert expected_speedup(1.0, 0.1, SkipCosts(0, 0, (1.0, 1.0)), max_drafts=4) == pytest.approx(5 / 1.4)
 
 
 def test_swifts_own_formula_is_the_case_of_free_scoring() -> None:

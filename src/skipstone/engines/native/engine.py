@@ -155,7 +155,7 @@ class NativeEngine:
 
     def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """As in `Engine`."""
-        rows, width = len(start.most), max(start.most)
+        rows, width = len(start.max_drafts), max(start.max_drafts)
         roots = dense(start.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
         if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
@@ -183,7 +183,7 @@ class NativeEngine:
             self._skipped(start.skip),
             root_ids,
             numbers(*start.bases),
-            numbers(*start.most),
+            numbers(*start.max_drafts),
             width,
             thresholds,
             ends,
@@ -397,6 +397,10 @@ def _survival(start: ChainStart, width: int) -> Any:
     if start.thresholds is None:
         raise ValueError("survivals are products of probabilities, which thresholds ask for")
     rule = start.survival
-    least = [*rule.least[:width], *[math.inf] * (width - len(rule.least))]
-    beside = [*rule.beside[:width], *[math.inf] * (width - len(rule.beside))] if rule.beside else least
-    return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *least, *beside)
+    min_survival = [*rule.min_survival[:width], *[math.inf] * (width - len(rule.min_survival))]
+    min_survival_shared = (
+        [*rule.min_survival_shared[:width], *[math.inf] * (width - len(rule.min_survival_shared))]
+        if rule.min_survival_shared
+        else min_survival
+    )
+    return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *min_survival, *min_survival_shared)

@@ -114,7 +114,7 @@ def search(
         else:
             file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
         judged = [_SearchText(runner, model, text, settings.tokens) for text in settings.texts]
-        objective = SearchObjective(_costs(runner, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
+        objective = SearchObjective(_costs(runner, len(settings.texts[0])), max_drafts=min(settings.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
         for trial in known:
             skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))

@@ -86,10 +86,12 @@ class CostTimer:
             raise ValueError(f"the model has {runner.max_positions} positions, too few to measure what decoding costs")
         self.room = self.far + spare
         self.plain = DecodingLoop(Autoregressive().start(runner, batch, self.room))
-        most = max(DRAFTS)
+        max_drafts = max(DRAFTS)
         self.lookup = LookupDrafter(batch)
-        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), runner, batch)
-        self.chain, self.ranked = (SkippingDrafter(runner, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
+        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=max_drafts), runner, batch)
+        self.chain, self.ranked = (
+            SkippingDrafter(runner, batch, max_drafts=max_drafts, threshold=None, ranks=n) for n in (1, RANKS)
+        )
         self.lookups = self._behind(self.lookup)
         self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
 

@@ -173,7 +173,7 @@ class AdaDecodeDrafter(Drafter):
         chain = DraftChain(
             [min(self.method.num_speculative_tokens, allowed) for allowed in limits], self.view.alive, self.model.device
         )
-        forward = self.view.start_forward(chain.most, self.shortlist)
+        forward = self.view.start_forward(chain.max_drafts, self.shortlist)
         self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], forward.passes
         position = forward.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
@@ -204,7 +204,7 @@ class AdaDecodeDrafter(Drafter):
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
         found = forward.draft_greedily(
-            layer, None, chain.most, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
+            layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
         )
         if found is None:
             return [], None
@@ -231,8 +231,8 @@ class AdaDecodeDrafter(Drafter):
         unfinished = self.sampler.unfinished(sweep.token)
         goes_on = [True] * self.view.rows if unfinished is None else unfinished.tolist()
         return [
-            layer > 0 and unended and not doubted and len(chain) < most
-            for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
+            layer > 0 and unended and not doubted and len(chain) < max_drafts
+            for layer, unended, doubted, max_drafts in zip(sweep.layers, goes_on, sweep.doubted, chain.max_drafts, strict=True)
         ]
 
     def _sweep(

@@ -65,7 +65,7 @@ class LayersDrafter(ChainDrafter):
         shortlist: Tensor | None = None,
         head: tuple[ExitHeads, int] | None = None,
     ) -> None:
-        super().__init__(model, rows, most=MOST_DRAFTS, threshold=None, coupled=True)
+        super().__init__(model, rows, max_drafts=MOST_DRAFTS, threshold=None, coupled=True)
         self.layers, self.skip, self.drafting_model, self.shortlist = layers, skip, drafting_model, shortlist
         self.head, self.at_once = head, head is None or head[0].linear
         if head is not None and self.at_once:

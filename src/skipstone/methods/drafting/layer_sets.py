@@ -123,14 +123,14 @@ class SkipCosts:
         return np.array([self.score(drafts + 1) for drafts in range(1, MOST_DRAFTS + 1)])
 
 
-def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, most: int = MOST_DRAFTS) -> Any:
+def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: int = MOST_DRAFTS) -> Any:
     """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): the tokens of a step of k drafts, each right with
     probability m, over its cost. It is under 1 where no draft length pays.
 
-    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. most: drafts, at most MOST_DRAFTS.
+    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. max_drafts: drafts, at most MOST_DRAFTS.
     """
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
-    k = np.arange(1, min(most, MOST_DRAFTS) + 1)
+    k = np.arange(1, min(max_drafts, MOST_DRAFTS) + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])  # [a, most]
     return (tokens / (k * c[..., None] + costs.steps[: len(k)])).max(-1)
 
@@ -142,11 +142,11 @@ def measured_speedup(mean_length: float, alpha: float, draft: float, score: floa
 
 @dataclass(frozen=True)
 class SearchObjective:
-    """What a search maximises. by: "speed" or the paper's "matchness". most: drafts a step."""
+    """What a search maximises. by: "speed" or the paper's "matchness". max_drafts: drafts a step."""
 
     costs: SkipCosts = SkipCosts(0.0, 0.0, (1.0,))
     by: str = "speed"
-    most: int = MOST_DRAFTS
+    max_drafts: int = MOST_DRAFTS
 
     def __call__(self, matchness: float, skipped: LayerMask) -> float:
         """The worth of a set of that matchness."""
@@ -154,7 +154,7 @@ class SearchObjective:
 
     def of_many(self, matchness: Any, draft: Any) -> Any:
         """The worth of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
-        return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.most)
+        return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.max_drafts)
 
 
 PROFILE_VERSION = 1  # of the format of a profile

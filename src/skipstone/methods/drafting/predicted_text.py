@@ -42,6 +42,6 @@ class PredictedText:
                 return
         self.run = 0
 
-    def next(self, most: int) -> list[int]:
-        """Up to `most` tokens that are thought to come; none where the text has left the prediction."""
-        return self.tokens[self._place : self._place + most] if self.run else []
+    def next(self, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that are thought to come; none where the text has left the prediction."""
+        return self.tokens[self._place : self._place + max_tokens] if self.run else []

@@ -24,13 +24,14 @@ class SkippingDrafter(ChainDrafter):
     """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
     match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
 
-    skip: what drafting leaves out. most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
+    skip: what drafting leaves out. max_drafts: drafts a step. threshold: of confidence. ranks: tokens that are noted of every
+    place.
     """
 
     skip: SkipSet
 
-    def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
-        super().__init__(model, rows, most=most, threshold=threshold, coupled=True)
+    def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, ranks: int = 1) -> None:
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=True)
         self.ranks = ranks
         self._ranked: list[Tensor] = []  # one [B, ranks] per place
         self._possible: list[Tensor] = []

@@ -32,12 +32,12 @@ class SwiftSettings(ShortlistMethod):
     context_window: int = setting(32, "generated tokens that a layer set is judged by.")
     search: SearchName = setting("swift", "swift (the paper's), linear_ts, random or uniform (none).")
     bayes_interval: int = setting(25, "beta, evaluations of search=swift, one of which is Bayesian.")
-    max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
+    max_steps: int = setting(1000, "evaluations after which the search ends.", min_value=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")
     target_matchness: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
     dynamic_verification: bool = setting(True, "runners-up are verified too.")
     profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of a search.")
-    search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
+    search_seed: int = setting(0, "of the search; it changes speed and never the text.", min_value=0)
     draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: ModelRunner) -> None:

@@ -63,10 +63,10 @@ class SwiftDrafter(SkippingDrafter):
     """Drafts with a layer set that is optimised across requests, by what is written."""
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: LayerSetOptimisation) -> None:
-        most = method.num_speculative_tokens
+        max_drafts = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
-        super().__init__(model, rows, most=most, threshold=threshold, ranks=ranks)
-        self.requirements = Requirements(max(min(most * RANKS, most + MOST_LEAVES), method.context_window))
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)
+        self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MOST_LEAVES), method.context_window))
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
@@ -102,8 +102,8 @@ class SwiftDrafter(SkippingDrafter):
         tree = with_leaves(chain, *ranked) if self.ranks > 1 else chain
         if tree.width == chain.width:
             return chain
-        most = [tree.width if alive else 0 for alive in self.view.alive]
-        tree.forward = self.view.start_forward(most, self.shortlist, self.drafting_model)
+        max_drafts = [tree.width if alive else 0 for alive in self.view.alive]
+        tree.forward = self.view.start_forward(max_drafts, self.shortlist, self.drafting_model)
         tree.forward.append(tree.tokens, tree.valid, tree.parents)
         return tree
 
