@@ -259,10 +259,10 @@ class DraftModelDrafter(ChainDrafter):
         return self.draft_model.own_threads
 
     def validate_request(self, request: Request) -> None:
-        length, max_drafts, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
-        if length + max_drafts > limit:
+        length, new, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
+        if length + new > limit:
             raise ValueError(
-                f"prompt of {length} tokens + max_new_tokens={max_drafts} is more than the {limit} positions of the draft model "
+                f"prompt of {length} tokens + max_new_tokens={new} is more than the {limit} positions of the draft model "
                 f"{self.draft_model.name} ({self.draft_model.max_positions_source}); the target {name_of(self.model.model)} "
                 f"has {self.model.max_positions}"
             )
