@@ -24,13 +24,13 @@ def setting(
 ) -> Any:
     """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. min_value: of a whole
     number. within: the lowest and the highest value of any other number."""
-    told = {"help": help, "least": min_value, "within": within}
+    told = {"help": help, "min_value": min_value, "within": within}
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"skipstone": told})
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, least,
+    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, min_value,
     within: as in `setting`."""
 
     name: str
