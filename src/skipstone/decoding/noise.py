@@ -93,7 +93,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tenso
 
 
 class LazyDistribution(Protocol):
-    """What a token of every row can be drawn from, other than a distribution over the vocabulary."""
+    """Draws a token of every row without a distribution over the whole vocabulary."""
 
     def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
         """The token of every row [B] that `Noise.draw` draws from its distribution."""

@@ -1,4 +1,4 @@
-"""What a caller may want kept of every step: probabilities of single tokens, raw logits, processed scores."""
+"""Records probabilities of single tokens, raw logits and processed scores of every step."""
 
 import math
 from dataclasses import dataclass

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class CostCurve:
-    """A figure that never falls, known at some places; between two of them it lies on a line, beyond the last on the line that
-    ends there. ValueError for places that do not rise, for values that fall, and for what is no finite number from 0 on."""
+    """A non-decreasing cost, measured at some places and interpolated linearly. Beyond the last place the last line goes on.
+    ValueError unless places rise, and values are finite, at least 0 and never fall."""
 
     places: tuple[int, ...]
     values: tuple[float, ...]
@@ -56,8 +56,8 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafts, as far as costs go. step: seconds of a draft step. exit_layer: layers that drafts have behind them when they
-    are scored. looked_up: nothing runs to draft them."""
+    """The cost of a draft step. step: its seconds. exit_layer: layers that drafting has already run for the scoring pass.
+    looked_up: no model runs to draft."""
 
     step: float
     exit_layer: int = 0
@@ -86,7 +86,7 @@ class BatchCosts:
     """Seconds of the parts of one step of a batch. ValueError for what cannot be seconds.
 
     batch: rows. context: committed tokens of every row behind which all was measured. plain: a step of plain decoding from end
-    to end. fixed: what a step costs beside drafting and scoring. chain: what a chain of drafts costs beside its draft steps.
+    to end. fixed: cost of a step without drafting and scoring. chain: cost of a chain of drafts without its draft steps.
     scoring: n -> n tokens of every row scored, from a draft on the host to the verdict on the host, V(n). layers: n -> the part
     of it that the layers take. exits: E -> a draft step of the first E layers and the head; its last place is the depth L.
     attention, mlp: what leaving out one such sublayer saves in a draft step; layer: what leaving out both of a layer saves

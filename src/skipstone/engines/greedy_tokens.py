@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""What stands for a token where a score is NaN, or all are minus infinity: there is nothing to choose from."""
+"""Takes the place of a token if a score is NaN or all scores are minus infinity."""
 
 
 def greedy_token(scores: Tensor) -> Tensor:

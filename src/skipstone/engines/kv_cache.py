@@ -170,7 +170,7 @@ class PassCacheView:
 
 
 class SharedKVView:
-    """What layers that share keys and values read and write in the place of transformers' dictionary: the store has them."""
+    """Replaces transformers' dictionary for layers that share keys and values: the store has them."""
 
     def __init__(self, view: PassCacheView, sources: dict[str, int], dtype: torch.dtype) -> None:
         self._view, self._sources, self._dtype = view, sources, dtype
@@ -185,7 +185,7 @@ class SharedKVView:
 
 
 class ZeroLengthView(PassCacheView):
-    """The same for layers that ask for the length of their cache without a need."""
+    """A `PassCacheView` that reports length 0, for layers that ask for a length and do not need it."""
 
     def get_seq_length(self, *_: object) -> int:
         """0, always: rows may have different lengths."""

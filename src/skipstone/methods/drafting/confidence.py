@@ -1,4 +1,4 @@
-"""When a drafter is sure enough to draft on: a threshold on its confidence, fixed or adaptive."""
+"""When a chain of drafts stops: by a fixed or adaptive confidence threshold, or by survival probability."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -82,7 +82,7 @@ class ConfidenceRule:
 
 
 class SurvivalRule(ConfidenceRule):
-    """Drafting goes on while the survival of what is drafted is worth it (`control.price.thresholds`), in one step.
+    """Drafting goes on while its survival probability is worth a further draft step (`control.price.thresholds`), in one step.
 
     rows: batch size. alive: rows that decode.
     """

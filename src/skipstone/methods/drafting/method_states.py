@@ -10,7 +10,7 @@ from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
 
 
 class MethodState(Protocol):
-    """steps: that it has learnt from."""
+    """What a method has learnt on one model. steps: number of steps that it has learnt from."""
 
     steps: int
 

@@ -1,4 +1,4 @@
-"""A text that was predicted, as drafts: where the text that is written stands in it, and how it goes on from there."""
+"""Drafts from a predicted text: finds the place in it that matches the latest tokens, and proposes what follows."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ AT_FIRST = 10
 
 
 class PredictedText:
-    """tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
+    """A predicted text and the current place in it. tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
     accepted: tokens of it that were drafted and accepted."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:

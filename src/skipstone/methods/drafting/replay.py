@@ -1,4 +1,4 @@
-"""What a part of the target would have said of text that is known by now: how drafters are judged without a draft."""
+"""Offline evaluation of drafters: replays committed tokens through a part of the target (teacher forcing)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Drafting with the target itself while some of its sublayers are left out, for every method that does so."""
+"""Drafts with the target while some of its sublayers are skipped."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ Ranked = tuple[Tensor, Tensor]
 
 
 class SkippingDrafter(ChainDrafter):
-    """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
+    """Drafts chains with the sublayers that a skip set keeps. Drafts are coupled to the target's noise, deterministic given the seed, so that
     match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
 
     skip: what drafting leaves out. max_drafts: drafts a step. threshold: of confidence. ranks: tokens that are noted of every
