@@ -9,8 +9,8 @@ AT_FIRST = 10
 
 
 class PredictedText:
-    """A predicted text and the current place in it. tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
-    accepted: tokens of it that were drafted and accepted."""
+    """A predicted text and the current place in it. tokens: of the prediction. run: tokens in a row in which it agrees with
+    what was written last, 0 where it does not. accepted: tokens of it that were drafted and accepted."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)

@@ -21,8 +21,9 @@ Ranked = tuple[Tensor, Tensor]
 
 
 class SkippingDrafter(ChainDrafter):
-    """Drafts chains with the sublayers that a skip set keeps. Drafts are coupled to the target's noise, deterministic given the seed, so that
-    match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
+    """Drafts chains with the sublayers that a skip set keeps. Drafts are coupled to the target's noise, deterministic given the
+    seed, so that match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting
+    left there.
 
     skip: what drafting leaves out. max_drafts: drafts a step. threshold: of confidence. ranks: tokens that are noted of every
     place.
