@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.engines.eager import linear
 from skipstone.hf import generation
-from skipstone.hf.call import prepare
+from skipstone.hf.generate_call import prepare
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 
@@ -174,12 +174,12 @@ def test_the_compiled_engine_writes_what_the_eager_engine_writes(rows: int) -> N
 
 def test_the_compiled_engine_transposes_the_products_of_float32_alone() -> None:
     """Of its own copies: the model's modules stay."""
-    for dtype, kind in ((torch.float32, linear.Transposed), (torch.bfloat16, torch.nn.Linear)):
+    for dtype, kind in ((torch.float32, linear.TransposedLinear), (torch.bfloat16, torch.nn.Linear)):
         model = families.build("llama").to("cuda", dtype)
         engine: Any = skipstone.ModelRunner(model, "compiled").engine
         found = {type(part) for twin in engine._twins for part in twin.modules() if isinstance(part, torch.nn.Linear)}
         assert found == {kind}
-        assert not any(isinstance(part, linear.Transposed) for part in model.modules())
+        assert not any(isinstance(part, linear.TransposedLinear) for part in model.modules())
 
 
 WAIT_THEMSELVES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]

@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from skipstone.lab.bench.journal import read
 from skipstone.lab.bench.report import report
-from skipstone.lab.bench.report.groups import groups
+from skipstone.lab.bench.report.aggregate import groups
+from skipstone.lab.bench.run_file import read
 
 UNTIMED, SECONDS = 0.01, 5.0
 

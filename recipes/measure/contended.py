@@ -23,7 +23,7 @@ import torch
 
 import skipstone
 from skipstone.engines.native.threads import VARIABLE as THREADS
-from skipstone.lab.tasks.sets import named
+from skipstone.lab.tasks.data_sets import named
 
 SPIN = "import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
 SETTLES = 0.2  # seconds until what spins has its core

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.engines.host import left_padded
+from skipstone.engines.host_transfer import left_padded
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.threads import cores
-from skipstone.lab.bench.peers.ggml import SETTLES, Worker
+from skipstone.lab.bench.peers.ggml import SETTLES, LlamaCppProcess
 from skipstone.lab.bench.peers.hf import HFGenerate
-from skipstone.lab.tasks.sets import named
+from skipstone.lab.tasks.data_sets import named
 from skipstone.lab.timing import machine
 from skipstone.models.passes import Pass
 
@@ -59,7 +59,7 @@ class LlamaCpp:
 
     def __init__(self, command: str) -> None:
         python, path = shlex.split(command)
-        self._worker = Worker(python, path, str(cores()))
+        self._worker = LlamaCppProcess(python, path, str(cores()))
         self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
 
     def __call__(self, ids: list[int], new: int) -> Answer:

@@ -34,10 +34,10 @@ import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.threads import cores
 from skipstone.export.draft import write_draft
+from skipstone.export.draft_layers import kept
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
-from skipstone.export.layers import kept
-from skipstone.lab.tasks.sets import named
+from skipstone.lab.tasks.data_sets import named
 from skipstone.models.generation_config import OWN_FIELD
 
 READY = 120.0  # seconds that a server has to load a file

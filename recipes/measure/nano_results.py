@@ -31,7 +31,7 @@ import skipstone
 from skipstone.lab.timing.statistics import repeated_share
 from skipstone.train.data.documents import Document, collect, deduplicate, split
 from skipstone.train.data.rows import TokenRows, pack
-from skipstone.train.layerskip.arguments import Recipe, read
+from skipstone.train.layerskip.arguments import TrainingRecipe, read
 from skipstone.train.layerskip.metrics import exit_quality
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,7 +43,7 @@ EXITS = (3, 4, 6, 12, 18)
 PARSED_TOKENS = 128
 
 
-def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, list[Document]]]:
+def held_out(recipe: Path, data_dir: Path | None) -> tuple[TrainingRecipe, dict[str, list[Document]]]:
     """The documents of a recipe that its training never sees, by source."""
     made = read(recipe, data_dir)
     kept, _ = deduplicate(collect(made.data.sources, recipe.parent))

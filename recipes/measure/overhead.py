@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 
 STEPS = 1000  # of the imagined run
@@ -52,7 +52,7 @@ def variants(network: Any, layers: int) -> dict[str, Callable[[Tensor, int], Ten
         return network(input_ids=ids, labels=ids).loss
 
     def recipe(p_max: float, exits: EarlyExitLoss) -> Callable[[Tensor, int], Tensor]:
-        objective = Objective(network, LayerSkipRecipe(LayerDropout(p_max), exits), STEPS, seed=0)
+        objective = LayerSkipObjective(network, LayerSkipRecipe(LayerDropout(p_max), exits), STEPS, seed=0)
 
         def loss(ids: Tensor, step: int) -> Tensor:
             objective.step = objective.micro = step

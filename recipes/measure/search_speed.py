@@ -10,14 +10,14 @@ from statistics import median
 
 import numpy as np
 
-from skipstone.methods.drafting.layer_sets import Costs, Objective, Space
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, SearchObjective, SkipCosts
 from skipstone.methods.swift.search import LinearThompson
 
 
 def main() -> None:
-    space, dice = Space(82), np.random.default_rng(0)
-    costs = Costs(0.004, 0.008, tuple(1 + 0.02 * extra for extra in range(30)))
-    search = LinearThompson(space, space.count(0.45), Objective(costs), 0)
+    space, dice = LayerSetSpace(82), np.random.default_rng(0)
+    costs = SkipCosts(0.004, 0.008, tuple(1 + 0.02 * extra for extra in range(30)))
+    search = LinearThompson(space, space.count(0.45), SearchObjective(costs), 0)
     proposals, observations = [], []
     for _ in range(500):
         started = time.perf_counter()

@@ -20,10 +20,10 @@ import torch
 
 import skipstone
 from skipstone import AdaSD
-from skipstone.decoding.draft import Draft, Picked, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, Verdict
 from skipstone.lab.bench.plan import read, resolved
 from skipstone.lab.bench.prompts import conversations
-from skipstone.lab.tasks.dialogue import Reader
+from skipstone.lab.tasks.dialogue import PromptBuilder
 from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDDrafter
 
@@ -39,7 +39,7 @@ class Looking(AdaSDDrafter):
     def waive_tokens(self, draft: Draft, scores: Any) -> None:
         super().waive_tokens(draft, scores)
 
-    def observe_scores(self, draft: Draft, scores: Any, verdict: Verdict | Picked) -> None:
+    def observe_scores(self, draft: Draft, scores: Any, verdict: Verdict | GreedyVerdict) -> None:
         super().observe_scores(draft, scores, verdict)
         if self._distances is None:
             return
@@ -101,7 +101,7 @@ def main() -> None:
     plan = read(None, {"methods": ["autoregressive"], "tasks": [wish]})
     ((task, settings),) = resolved(plan)
     _, asked = conversations(task, settings, plan, given.data_dir)
-    reader = Reader(tokenizer, settings.chat, 2048 - given.max_new_tokens)
+    reader = PromptBuilder(tokenizer, settings.chat, 2048 - given.max_new_tokens)
     adasd.AdaSDDrafter = Looking  # type: ignore[misc]
     sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
     samples: list[Tokens] = []

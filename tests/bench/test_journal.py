@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.lab.bench import journal
-from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench import run_file
+from skipstone.lab.bench.run_file import RunFile
 from tests.helpers.training import in_processes, kill_when
 
 PLAN = {"models": ["a"], "seed": 0, "lengths": (2, 4)}
@@ -22,7 +22,7 @@ def write_all(path: Path, moment: int | None, note: Path) -> None:
 
     if moment is not None:
         kill_when(path.parent, moment, note)
-    with Journal(path, PLAN, {"pid": 1}) as file:
+    with RunFile(path, PLAN, {"pid": 1}) as file:
         done = {line["number"] for line in file.lines_of("prompt")}
         for number in range(COUNT):
             if number not in done:
@@ -35,12 +35,12 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> 
     dice, path = random.Random(0), tmp_path / "run" / "results.jsonl"
     path.parent.mkdir()
     for _ in range(kills):
-        before = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
+        before = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
         assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note"), start="fork") == [-9]
-        after = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
+        after = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
         assert after[: len(before)] == before
     assert in_processes(write_all, (path, None, tmp_path / "note"), start="fork") == [0]
-    lines = journal.read(path)
+    lines = run_file.read(path)
     assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
     assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}
     assert sum(line["kind"] == "resumed" for line in lines) >= kills // 2
@@ -49,13 +49,13 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> 
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "results.jsonl"
-    with Journal(path, PLAN, {}) as file:
+    with RunFile(path, PLAN, {}) as file:
         for number in range(3):
             file.add({"kind": "prompt", "number": number, "speed": float("nan")})
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    assert [line["number"] for line in journal.read(path)[1:]] == [0, 1]
-    with Journal(path, PLAN, {}) as file:
+    assert [line["number"] for line in run_file.read(path)[1:]] == [0, 1]
+    with RunFile(path, PLAN, {}) as file:
         assert [line["number"] for line in file.lines_of("prompt")] == [0, 1]
         file.add({"kind": "prompt", "number": 2})
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
@@ -65,35 +65,35 @@ def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> N
         "resumed",
         "prompt",
     ]
-    assert journal.read(path)[1]["speed"] is None, "strict JSON"
+    assert run_file.read(path)[1]["speed"] is None, "strict JSON"
 
 
 def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    Journal(path, {**PLAN, "seed": 7}, {}).__exit__(None, None, None)
-    with Journal(path, PLAN, {}) as file:  # nothing was measured yet: a corrected command begins anew
+    RunFile(path, {**PLAN, "seed": 7}, {}).__exit__(None, None, None)
+    with RunFile(path, PLAN, {}) as file:  # nothing was measured yet: a corrected command begins anew
         assert [line["kind"] for line in file.lines] == ["run"]
         file.add({"kind": "prompt", "number": 0})
     content = path.read_bytes()
     with pytest.raises(ValueError, match=r"holds another run: extra, seed differ \(extra: None there, 1 here\)"):
-        Journal(path, {**PLAN, "seed": 1, "extra": 1}, {})
+        RunFile(path, {**PLAN, "seed": 1, "extra": 1}, {})
     assert path.read_bytes() == content
     with pytest.raises(ValueError, match=r"threads differ \(threads: None there, 9 here\)"):
-        Journal(path, PLAN, {"threads": 9})
-    Journal(path, {**PLAN, "seed": 1}, {}, fresh=True).__exit__(None, None, None)
-    assert journal.read(path)[0]["plan"]["seed"] == 1
-    with Journal(path, {**PLAN, "seed": 1}, {}), pytest.raises(ValueError, match="being written by another run"):
-        Journal(path, {**PLAN, "seed": 1}, {})
+        RunFile(path, PLAN, {"threads": 9})
+    RunFile(path, {**PLAN, "seed": 1}, {}, fresh=True).__exit__(None, None, None)
+    assert run_file.read(path)[0]["plan"]["seed"] == 1
+    with RunFile(path, {**PLAN, "seed": 1}, {}), pytest.raises(ValueError, match="being written by another run"):
+        RunFile(path, {**PLAN, "seed": 1}, {})
     path.write_text("notes of mine")
     with pytest.raises(ValueError, match="no file of results"):
-        Journal(path, PLAN, {})
+        RunFile(path, PLAN, {})
     assert path.read_text() == "notes of mine"
     path.write_text('{"kind": "prompt"}\n')
     with pytest.raises(ValueError, match="no file of results"):
-        Journal(path, PLAN, {})
+        RunFile(path, PLAN, {})
     path.write_text('{"kind": "run", "version": 99, "plan": {}}\n')
     with pytest.raises(ValueError, match="version 99, this skipstone reads version 1"):
-        journal.read(path)
+        run_file.read(path)
     path.write_bytes(content + b'{"kind": "pro\n{"kind": "prompt"}\n')
     with pytest.raises(ValueError, match="line 3 is damaged"):
-        journal.read(path)
+        run_file.read(path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.lab.bench.peers.ggml import LlamaCpp, Worker
+from skipstone.lab.bench.peers.ggml import LlamaCpp, LlamaCppProcess
 from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
@@ -180,4 +180,4 @@ def test_without_llama_cpp_python_the_missing_module_is_named(
     (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(\"No module named 'llama_cpp'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match="llama-cpp: ModuleNotFoundError: No module named 'llama_cpp'"):
-        Worker(sys.executable, "model.gguf", "1")
+        LlamaCppProcess(sys.executable, "model.gguf", "1")

@@ -7,11 +7,11 @@ import torch
 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.defaults import neutral_defaults
+from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench.peers import PEERS, hf
 from skipstone.lab.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.lab.timing import measure
-from skipstone.lab.timing.measure import Skipstone, options_for
+from skipstone.lab.timing.measure import MethodBackend, options_for
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 
@@ -20,8 +20,8 @@ ENGINES = [
     HFGenerateStatic(),
     HFEarlyExit(2, 3, 0.4),
     HFPromptLookup(3),
-    Skipstone(skipstone.Autoregressive()),
-    Skipstone(skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)),
+    MethodBackend(skipstone.Autoregressive()),
+    MethodBackend(skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)),
 ]
 
 
@@ -159,7 +159,7 @@ def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, mo
     monkeypatch.setattr(engine, "warm_up", lambda rows, slots, kv_dtype: asked.append((rows, slots, kv_dtype)), raising=False)
     measure.warm_up(llama, [HFGenerate()], torch.arange(7), options_for(20))
     assert asked == []
-    measure.warm_up(llama, [Skipstone(skipstone.LayerSkip(exit_layer=2)), HFGenerate()], torch.arange(7), options_for(20))
+    measure.warm_up(llama, [MethodBackend(skipstone.LayerSkip(exit_layer=2)), HFGenerate()], torch.arange(7), options_for(20))
     assert asked == [(1, 7 + 20 + 64, None)]
 
 

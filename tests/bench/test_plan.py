@@ -10,10 +10,10 @@ import pytest
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.peers.hf import HFEarlyExit
 from skipstone.lab.bench.prompts import conversations, drawn
-from skipstone.lab.tasks.dialogue import VICUNA, Conversation, Reader
-from skipstone.lab.tasks.sets import TASKS
+from skipstone.lab.tasks.data_sets import TASKS
+from skipstone.lab.tasks.dialogue import VICUNA, PromptBuilder, TaskConversation
 from skipstone.lab.tasks.task import untabbed
-from skipstone.lab.timing.measure import Skipstone
+from skipstone.lab.timing.measure import MethodBackend
 from tests.helpers import families
 
 TASKS_HERE = Path(__file__).parents[1] / "helpers" / "records"
@@ -49,7 +49,7 @@ def test_every_combination_of_choices_is_a_candidate() -> None:
     wishes = [plan.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"), plan.parse("hf-early-exit exit_layer=1,3")]
     found, refused = plan.line_up(wishes, model, tune=False)
     assert refused == {}
-    ours = [engine.settings for engine in found[0].candidates if isinstance(engine, Skipstone)]
+    ours = [engine.settings for engine in found[0].candidates if isinstance(engine, MethodBackend)]
     assert {(one["exit_layer"], one["num_speculative_tokens"]) for one in ours} == {(e, d) for e in (1, 2) for d in (2, 3, 4)}
     assert found[1].candidates == (HFEarlyExit(1), HFEarlyExit(3))
     assert (found[0].sampled, found[1].sampled) == (True, False)
@@ -223,25 +223,27 @@ class Chatting:
         return "".join(map(chr, ids))
 
 
-def read(reader: Reader, said: Any = ()) -> str:
-    return "".join(map(chr, reader.ids(Conversation("c", ("one", "two")), said).tolist()))
+def read(reader: PromptBuilder, said: Any = ()) -> str:
+    return "".join(map(chr, reader.ids(TaskConversation("c", ("one", "two")), said).tolist()))
 
 
 def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = Chatting()
     monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [])
-    assert read(Reader(tokenizer, True, 99)) == "<u>one<a>"
-    assert read(Reader(tokenizer, True, 99), [("one", "yes")]) == "<u>one<a>yes<u>two<a>"
-    assert read(Reader(tokenizer, False, 99)) == "one"
-    assert read(Reader(tokenizer, False, 99), [("one", " yes")]) == "one yes\n\ntwo"
-    assert read(Reader(tokenizer, False, 2)) == "ne", "a long prompt loses its beginning"
+    assert read(PromptBuilder(tokenizer, True, 99)) == "<u>one<a>"
+    assert read(PromptBuilder(tokenizer, True, 99), [("one", "yes")]) == "<u>one<a>yes<u>two<a>"
+    assert read(PromptBuilder(tokenizer, False, 99)) == "one"
+    assert read(PromptBuilder(tokenizer, False, 99), [("one", " yes")]) == "one yes\n\ntwo"
+    assert read(PromptBuilder(tokenizer, False, 2)) == "ne", "a long prompt loses its beginning"
     tokenizer.chat_template = None
-    assert read(Reader(tokenizer, True, 999), [("one", "yes")]) == f"{VICUNA} USER: one ASSISTANT: yes USER: two ASSISTANT:"
+    assert (
+        read(PromptBuilder(tokenizer, True, 999), [("one", "yes")]) == f"{VICUNA} USER: one ASSISTANT: yes USER: two ASSISTANT:"
+    )
 
 
 def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
-    assert read(Reader(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
+    assert read(PromptBuilder(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
 
 
 def test_the_usual_values_are_the_same_for_ours_and_for_the_peer() -> None:

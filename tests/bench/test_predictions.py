@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from skipstone import METHODS, LayerSkip, PromptLookup, SelfSpeculative, Swift
-from skipstone.decoding.costs import BatchCosts, Curve, MeanStep
 from skipstone.decoding.stats import Stats
+from skipstone.decoding.step_costs import BatchCosts, CostCurve, MeanStep
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.bench import predictions
+from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.report import tables
-from skipstone.lab.bench.report.groups import groups
+from skipstone.lab.bench.report.aggregate import groups
 from tests.helpers import families
 from tests.helpers.results import lines
 
@@ -23,14 +23,14 @@ TABLE = BatchCosts(
     plain=0.010,
     fixed=0.001,
     chain=0.001,
-    scoring=Curve((1, 5), (0.009, 0.013)),
-    layers=Curve((1, 5), (0.008, 0.010)),
-    exits=Curve((1, 4), (0.001, 0.007)),
+    scoring=CostCurve((1, 5), (0.009, 0.013)),
+    layers=CostCurve((1, 5), (0.008, 0.010)),
+    exits=CostCurve((1, 4), (0.001, 0.007)),
     attention=0.001,
     mlp=0.001,
     layer=0.0,
     ranked=0.002,
-    context_slope=Curve((1, 5), (0.0, 0.0)),
+    context_slope=CostCurve((1, 5), (0.0, 0.0)),
     draft_models={"abc": 0.002},
 )
 TOTAL = Stats(tokens=30, steps=12, drafting=10, turns=12, drafted=40, draft_steps=40, accepted=18, verified_nodes=40)
@@ -39,13 +39,13 @@ TOTAL = Stats(tokens=30, steps=12, drafting=10, turns=12, drafted=40, draft_step
 def predicted(
     said: dict[str, Any], known: dict[str, Any] | None = None, grown: dict[str, Any] | None = None, total: Stats = TOTAL
 ) -> float | None:
-    return predictions.speedup(asdict(TABLE), said, total, 100, known, grown)
+    return speedup_predictions.speedup(asdict(TABLE), said, total, 100, known, grown)
 
 
 def test_counts_become_a_mean_step() -> None:
-    assert predictions.mean_step(TOTAL) == MeanStep(2.5, 4.0, 5.0, 10 / 12)
-    assert predictions.mean_step(replace(TOTAL, probes=6)).tokens == 2.0
-    assert predictions.mean_step(Stats()) == MeanStep(0.0, 0.0, 1.0, 0.0)
+    assert speedup_predictions.mean_step(TOTAL) == MeanStep(2.5, 4.0, 5.0, 10 / 12)
+    assert speedup_predictions.mean_step(replace(TOTAL, probes=6)).tokens == 2.0
+    assert speedup_predictions.mean_step(Stats()) == MeanStep(0.0, 0.0, 1.0, 0.0)
 
 
 def test_adadecode_costs_its_passes_and_tests() -> None:
@@ -58,12 +58,12 @@ def test_adadecode_costs_its_passes_and_tests() -> None:
         "exits": {"2": {"accepted": 12}, "3": {"accepted": 2}},
         "passes": {"0, 2, 1": 20, "2, 4, 3": 8, "0, 4, 1": 2},
     }
-    table = replace(TABLE, exits=Curve((1, 4), (0.0025, 0.009)))
+    table = replace(TABLE, exits=CostCurve((1, 4), (0.0025, 0.009)))
     layers = 20 * 0.5 * 0.008 + 8 * 0.5 * 0.009 + 2 * 0.008
     scored = (8 * 3 + 2) / 10  # tokens a step
     scoring, layers_scored = 0.009 + (scored - 1) * 0.001, 0.008 + (scored - 1) * 0.0005
     seconds = layers + 20 * (0.0025 - 0.25 * 0.008) + 10 * (scoring - layers_scored + 0.001)
-    found = predictions.speedup(asdict(table), {"passes": True}, TOTAL, 100, None, grown)
+    found = speedup_predictions.speedup(asdict(table), {"passes": True}, TOTAL, 100, None, grown)
     assert found == pytest.approx(24 * 0.010 / seconds)
     assert predicted({"passes": True}) is None
     assert predicted({"passes": True}, None, grown | {"steps": 0}) is None
@@ -91,16 +91,16 @@ def test_where_nothing_follows_nothing_is_said() -> None:
 
 def test_methods_for_which_the_formula_holds() -> None:
     runner = ModelRunner(families.cached("llama"))
-    assert predictions.described(LayerSkip(exit_layer=2), runner) == {"exit_layer": 2}
-    assert predictions.described(LayerSkip(exit_layer=2, reuse_cache=False), runner) is None
+    assert speedup_predictions.described(LayerSkip(exit_layer=2), runner) == {"exit_layer": 2}
+    assert speedup_predictions.described(LayerSkip(exit_layer=2, reuse_cache=False), runner) is None
     skipping = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
-    assert predictions.described(skipping, runner) == {"attention": 2, "mlp": 1, "both": 1}
-    assert predictions.described(Swift(dynamic_verification=False), runner) == {"learnt": True, "ranked": False}
-    assert predictions.described(PromptLookup(), runner) == {"looked_up": True}
-    assert predictions.described(METHODS["adadecode"](), runner) == {"passes": True}
-    assert predictions.described(PromptLookup(guard=True), runner) is None
+    assert speedup_predictions.described(skipping, runner) == {"attention": 2, "mlp": 1, "both": 1}
+    assert speedup_predictions.described(Swift(dynamic_verification=False), runner) == {"learnt": True, "ranked": False}
+    assert speedup_predictions.described(PromptLookup(), runner) == {"looked_up": True}
+    assert speedup_predictions.described(METHODS["adadecode"](), runner) == {"passes": True}
+    assert speedup_predictions.described(PromptLookup(guard=True), runner) is None
     for name in ("autoregressive", "early_exit", "adasd"):
-        assert predictions.described(METHODS[name](), runner) is None
+        assert speedup_predictions.described(METHODS[name](), runner) is None
 
 
 def test_the_report_has_it_beside_what_was_measured() -> None:

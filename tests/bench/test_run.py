@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 
 from skipstone.engines.loading import load
-from skipstone.lab.bench import journal, prompts
+from skipstone.lab.bench import prompts, run_file
 from skipstone.lab.bench import run as running
-from skipstone.lab.bench.journal import Journal
 from skipstone.lab.bench.peers.hf import HFPromptLookup
-from skipstone.lab.bench.plan import Plan, read
-from skipstone.lab.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
+from skipstone.lab.bench.plan import BenchPlan, read
+from skipstone.lab.bench.prompts import PromptAnswers, TaskRun, _score, added, log_likelihood
 from skipstone.lab.bench.report import report
-from skipstone.lab.bench.report.groups import groups
+from skipstone.lab.bench.report.aggregate import groups
 from skipstone.lab.bench.run import at_every_exit, run, rungs, tune
-from skipstone.lab.tasks.dialogue import Conversation, Reader
+from skipstone.lab.bench.run_file import RunFile
+from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.tasks.protocols import TaskSettings
-from skipstone.lab.tasks.sandbox import Outcome
-from skipstone.lab.tasks.task import Score, Source, Task
-from skipstone.lab.timing.measure import Skipstone, growth
+from skipstone.lab.tasks.sandbox import SandboxOutcome
+from skipstone.lab.tasks.task import DatasetLocation, ScoreRule, Task
+from skipstone.lab.timing.measure import MethodBackend, growth
 from tests.helpers import families, support
 from tests.helpers.machine import prompt
 from tests.helpers.training import in_processes
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def plan(folder: Path, **more: Any) -> Plan:
+def plan(folder: Path, **more: Any) -> BenchPlan:
     choice = any("," in method for method in more.get("methods", METHODS))
     usual = {
         "models": [str(folder / "model")],
@@ -83,7 +83,7 @@ def results(folder: Path) -> Path:
 
 
 def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
-    lines = journal.read(results)
+    lines = run_file.read(results)
     prompts = [line for line in lines if line["kind"] == "prompt"]
     assert [line["index"] for line in prompts] == list(range(6))
     labels = [text.split()[0] for text in METHODS]
@@ -109,7 +109,7 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
 
 
 def test_figures_follow_from_the_lines(results: Path) -> None:
-    lines = journal.read(results)
+    lines = run_file.read(results)
     (group,) = groups(lines)
     rows = [line["rows"] for line in group.lines]
     for label in group.labels:
@@ -146,11 +146,11 @@ def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: P
         seen.append(text)
         return {"good": 1.0}
 
-    task = Task("t", Source(None, ""), (), "", lambda record: [record["prompt"]], Score(score))
-    one = Conversation("t 0", ("ab",), record={"prompt": "ab"})
+    task = Task("t", DatasetLocation(None, ""), (), "", lambda record: [record["prompt"]], ScoreRule(score))
+    one = TaskConversation("t 0", ("ab",), record={"prompt": "ab"})
     for tabs in (False, True):
-        run_ = TaskRun("m", 0, task, TaskSettings(tabs=tabs), Reader(None, False, 9), plan(folder))
-        _score({"plain": Answers(texts=["\treturn 1"])}, one, run_)
+        run_ = TaskRun("m", 0, task, TaskSettings(tabs=tabs), PromptBuilder(None, False, 9), plan(folder))
+        _score({"plain": PromptAnswers(texts=["\treturn 1"])}, one, run_)
     assert seen == ["\treturn 1", "    return 1"]
 
 
@@ -164,7 +164,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     real, timed = prompts.measure, running.measure
 
     def measured(model: Any, engine: Any, ids: Any, options: Any, seed: int) -> Any:
-        asked.append((engine.method.name if isinstance(engine, Skipstone) else engine.name, seed, len(ids)))
+        asked.append((engine.method.name if isinstance(engine, MethodBackend) else engine.name, seed, len(ids)))
         assert options == {"max_new_tokens": 20, "do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
         return real(model, engine, ids, options, seed)
 
@@ -181,7 +181,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     assert any("without hf-early-exit, measured greedily only" in text for text in said)
     assert "GB/s of memory allow plain decoding at most" in said[0], "the ceiling comes first"
     assert set(tuned) == {0.7}
-    lines = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    lines = [line for line in run_file.read(out) if line["kind"] == "prompt"]
     order = ["hf-generate", "autoregressive", "layerskip"]
     expected = []
     for line in lines:
@@ -202,7 +202,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
 def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:
     methods = ["early_exit exit_layer=1", "autoregressive"]
     out = run(plan(folder, num_prompts=9, methods=methods), tmp_path / "a.jsonl", [], quiet)
-    (line,) = (line for line in journal.read(out) if line["kind"] == "prompt" and len(line["prompt_tokens"]) == 2)
+    (line,) = (line for line in run_file.read(out) if line["kind"] == "prompt" and len(line["prompt_tokens"]) == 2)
     first = line["rows"]["early_exit"]["texts"][0]
     assert first != line["rows"]["autoregressive"]["texts"][0]
     _, tokenizer = load(folder / "model")
@@ -222,9 +222,11 @@ def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeyp
     allowed = plan(folder, **data, num_prompts=1, allow_code_execution=True)
     scored = run(allowed, tmp_path / "b.jsonl", [], quiet)
     for path, wanted in ((out, []), (scored, [{"pass": 0.0}])):
-        (line,) = (line for line in journal.read(path) if line["kind"] == "prompt")
+        (line,) = (line for line in run_file.read(path) if line["kind"] == "prompt")
         assert line["rows"]["autoregressive"]["scores"] == wanted
-    monkeypatch.setattr("skipstone.lab.bench.run.sandbox.run", lambda _: Outcome(False, "ValueError: no limits here", True))
+    monkeypatch.setattr(
+        "skipstone.lab.bench.run.sandbox.run", lambda _: SandboxOutcome(False, "ValueError: no limits here", True)
+    )
     with pytest.raises(OSError, match="every program would fail: ValueError: no limits here"):
         run(allowed, tmp_path / "c.jsonl", [], quiet)
 
@@ -235,13 +237,13 @@ def test_a_run_refused_by_the_model_leaves_no_file_in_the_way(folder: Path, tmp_
         with pytest.raises(ValueError, match=r"between 1 and 3|leave no room"):
             run(plan(folder, **wrong), out, [], quiet)
     run(plan(folder, methods=["autoregressive"], num_prompts=1), out, [], quiet)
-    assert [line["kind"] for line in journal.read(out)] == ["run", "model", "prompt"]
+    assert [line["kind"] for line in run_file.read(out)] == ["run", "model", "prompt"]
 
 
 def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
     out, asked = tmp_path / "results.jsonl", plan(folder, methods=["autoregressive"], num_prompts=1)
     run(asked, out, [], quiet)
-    lines = journal.read(out)
+    lines = run_file.read(out)
     lines[0]["provenance"]["git"] = {"sha": "0123456789abcdef", "dirty": False}
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said: list[str] = []
@@ -256,7 +258,7 @@ the choice is written, and between prompts."""
 
 def go(folder: Path, out: Path, left: int | None) -> None:
     """A process: run, and be killed by SIGKILL."""
-    real, timed = Journal.add, running.measure
+    real, timed = RunFile.add, running.measure
 
     def tick() -> None:
         nonlocal left
@@ -265,7 +267,7 @@ def go(folder: Path, out: Path, left: int | None) -> None:
             if not left:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def add(self: Journal, *lines: Any) -> None:
+    def add(self: RunFile, *lines: Any) -> None:
         tick()
         real(self, *lines)
 
@@ -273,7 +275,7 @@ def go(folder: Path, out: Path, left: int | None) -> None:
         tick()
         return timed(*given)
 
-    Journal.add, running.measure = add, measure  # type: ignore[method-assign]
+    RunFile.add, running.measure = add, measure  # type: ignore[method-assign]
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
@@ -284,12 +286,12 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     reached: list[list[str]] = []
     for moment in moments:
         assert in_processes(go, (folder, out, moment)) == [-9]
-        reached.append([line["kind"] for line in journal.read(out)])
+        reached.append([line["kind"] for line in run_file.read(out)])
         assert len(reached) == 1 or reached[-1][: len(reached[-2])] == reached[-2], "nothing that was written is lost"
     assert any(kinds.count("trial") and not kinds.count("tuned") for kinds in reached), "killed while settings were chosen"
     assert any(0 < kinds.count("prompt") < 6 for kinds in reached), "killed between prompts"
     assert in_processes(go, (folder, out, None)) == [0]
-    lines = journal.read(out)
+    lines = run_file.read(out)
     trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
     assert len(trials) == len(set(trials)) == 4
     assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
@@ -298,7 +300,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     before = out.read_bytes()
     assert in_processes(go, (folder, out, None)) == [0]
     assert out.read_bytes().startswith(before)
-    assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
+    assert len(run_file.read(out)) == len(lines) + 1, "nothing is left to measure"
 
 
 def test_what_a_calladded_to_a_methods_counts() -> None:
@@ -432,13 +434,13 @@ def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
     tasks = [str(tmp_path / "mine.jsonl")]
     methods, out = ["autoregressive", "jacobi"], tmp_path / "a.jsonl"
     asked = plan(folder, methods=methods, tasks=tasks, num_prompts=8)
-    every = journal.read(run(asked, tmp_path / "every.jsonl", [], quiet))
+    every = run_file.read(run(asked, tmp_path / "every.jsonl", [], quiet))
     shares = {line["digest"]: line["rows"]["autoregressive"]["repeated_share"] for line in every if line["kind"] == "prompt"}
     calm = {digest for digest, share in shares.items() if share < 0.2}
     assert 1 < len(calm) < 8, "a test of both kinds"
     said: list[str] = []
     asked = plan(folder, methods=methods, tasks=tasks, num_prompts=len(calm) - 1, skip_looping=True)
-    lines = journal.read(run(asked, out, [], said.append))
+    lines = run_file.read(run(asked, out, [], said.append))
     calmly, looping = ([line["digest"] for line in lines if line["kind"] == kind] for kind in ("prompt", "looping"))
     assert len(calmly) == len(calm) - 1
     assert {*calmly} < calm
@@ -451,12 +453,12 @@ def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
 
     rest = [line for line in lines if line["kind"] not in ("prompt", "looping")]
     out.write_text("".join(json.dumps(line) + "\n" for line in [*rest, *[x for x in lines if x not in rest][:2]]))
-    again = journal.read(run(asked, out, [], quiet))
+    again = run_file.read(run(asked, out, [], quiet))
     found = {kind: [line["digest"] for line in again if line["kind"] == kind] for kind in ("prompt", "looping")}
     assert found == {"prompt": calmly, "looping": looping}, "a killed run asks and leaves out the same"
 
     asked = plan(folder, methods=methods, tasks=tasks, num_prompts=8, skip_looping=True)
-    lines = journal.read(run(asked, out, [], said.append, fresh=True))
+    lines = run_file.read(run(asked, out, [], said.append, fresh=True))
     assert {line["digest"] for line in lines if line["kind"] == "prompt"} == calm
     assert said[-1] == f"mine: a method repeats itself on all prompts but {len(calm)}, 8 are asked for"
 
@@ -480,7 +482,7 @@ def test_a_prompt_on_which_another_method_loops_is_measured_and_does_not_count(
     measured = running.measure
     assert tested is running.looping
     tasks = ["early_exit exit_layer=1", "autoregressive"]
-    lines = journal.read(run(plan(folder, methods=tasks, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
+    lines = run_file.read(run(plan(folder, methods=tasks, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
     asked = [line for line in lines if line["kind"] == "prompt"]
     assert [prompts.calm(line) for line in asked] == [False, False, True, True, True]
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from skipstone.assets import NANO
-from skipstone.lab.bench.report import groups as report
+from skipstone.lab.bench.report import aggregate as report
 from tests.helpers.served import Process, serving
 
 pytestmark = pytest.mark.browser

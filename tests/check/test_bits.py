@@ -13,8 +13,8 @@ from skipstone import LayerSkip
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.lab.check.bits import Bits
-from skipstone.lab.check.check import Checker, Finding, Scale
+from skipstone.lab.check.batch_invariance import BatchInvarianceCheck
+from skipstone.lab.check.check import Checker, CheckScale, ProbeResult
 from tests.helpers import families
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import all_but, in_turn
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 def broken(runner: ModelRunner) -> set[str]:
     """The claims that do not hold, in short."""
-    return {short(title) for title, claim in Bits(runner, TEXTS).claims() if claim().fault is not None}
+    return {short(title) for title, claim in BatchInvarianceCheck(runner, TEXTS).claims() if claim().fault is not None}
 
 
 def short(title: str) -> str:
@@ -40,16 +40,16 @@ class BitsOnly(Checker):
         return self._bits()
 
 
-def checked(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def checked(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[ProbeResult]:
     monkeypatch.setenv("SKIPSTONE_ENGINE", engine)
-    return BitsOnly(families.build("llama"), LayerSkip(exit_layer=1), TEXTS, Scale(8, 100)).run().findings
+    return BitsOnly(families.build("llama"), LayerSkip(exit_layer=1), TEXTS, CheckScale(8, 100)).run().findings
 
 
 @needs_native
 @in_turn(name=["llama", "gemma3_text"], dtype=[pytest.param(dtype, id=str(dtype)) for dtype in (torch.float32, torch.bfloat16)])
 def test_every_claim_holds_on_the_native_engine(name: str, dtype: torch.dtype) -> None:
     runner = ModelRunner(families.build(name).to(dtype), "native")
-    claims = Bits(runner, TEXTS).claims()
+    claims = BatchInvarianceCheck(runner, TEXTS).claims()
     assert [short(title) for title, _ in claims] == ["passes", "exit", "trees", "batch", "thread"]
     for title, claim in claims:
         found = claim()
@@ -113,7 +113,7 @@ def test_without_a_promise_a_difference_is_said_and_is_no_bug(monkeypatch: pytes
 def test_a_short_text_and_few_positions_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_ENGINE", "auto")
     runner = ModelRunner(families.build("llama", max_position_embeddings=20))
-    bits = Bits(runner, [torch.tensor([5])])
+    bits = BatchInvarianceCheck(runner, [torch.tensor([5])])
     for _, claim in bits.claims():
         assert claim().logits
     assert bits.difference().logits == 2 * 20 * 97

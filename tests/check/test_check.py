@@ -14,15 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, enable
 from skipstone.engines.native import library
-from skipstone.lab.check import laws
-from skipstone.lab.check.check import Checker, Judge, Report, Scale
+from skipstone.lab.check import distribution_tests
+from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
 from tests.helpers import bugs, families
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small
 from tests.helpers.pairwise import all_but
 from tests.helpers.support import alone, message
 
-SCALE = Scale(max_new_tokens=24, samples=200)
+SCALE = CheckScale(max_new_tokens=24, samples=200)
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
 
 
@@ -33,7 +33,7 @@ def agreeing() -> PreTrainedModel:
     return sharpened(LlamaForCausalLM(small(LlamaConfig, vocab=97, hidden=32, layers=4)), 2, head=6.0, later=0.2)
 
 
-def checked(method: Method, dtype: torch.dtype = torch.float32) -> Report:
+def checked(method: Method, dtype: torch.dtype = torch.float32) -> CheckReport:
     return Checker(agreeing().to(dtype), method, PROMPTS, SCALE).run()
 
 
@@ -46,7 +46,7 @@ class Partly(Checker):
         return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
 
 
-def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Report:
+def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> CheckReport:
     checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
     checker.only = (only,)
     report = checker.run()
@@ -54,7 +54,7 @@ def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Rep
     return report
 
 
-def assert_right(report: Report, drafts: bool) -> None:
+def assert_right(report: CheckReport, drafts: bool) -> None:
     assert report.passed, [finding.bugs for finding in report.findings]
     assert len(report.findings) == (14 if library.missing() is None else 10)
     assert all(finding.tested for finding in report.findings)
@@ -136,7 +136,7 @@ def test_a_tie_is_told_from_a_bug() -> None:
         twin = (best + 1) % 97
         model.lm_head.weight[twin] = model.lm_head.weight[best] * (1 - 1e-7)
         ranked = model(PROMPTS[0][None]).logits[0, -1].argsort(descending=True).tolist()
-    judge = Judge(model)
+    judge = TieDetector(model)
     for other, tie in ((twin, True), (ranked[2], False), (ranked[50], False)):
         parted = judge.compare(PROMPTS[0], [best, 1], [other, 1])
         assert parted is not None
@@ -160,13 +160,13 @@ def test_draws_from_their_law_pass_and_others_do_not() -> None:
     p = torch.rand(4000, 40, generator=dice).softmax(-1)
     right = torch.multinomial(p, 1, generator=dice).squeeze(1)
     for tokens, same in ((right, True), (torch.where(torch.rand(4000, generator=dice) < 0.1, p.argmax(1), right), False)):
-        drawn = laws.Drawn()
+        drawn = distribution_tests.TokenSample()
         drawn.add(p[:2000], tokens[:2000])
         drawn.add(p[2000:], tokens[2000:])
         assert drawn.law().same is same
     barred = p.clone()
     barred.scatter_(1, right[:, None], 0.0)
-    drawn = laws.Drawn()
+    drawn = distribution_tests.TokenSample()
     drawn.add(barred, right)
     assert "probability 0" in drawn.law().where
 
@@ -177,16 +177,16 @@ def test_samples_of_one_law_are_told_from_those_of_another() -> None:
     def texts(first: float) -> list[list[int]]:
         return [[int(torch.rand(1, generator=dice) < first), int(torch.rand(1, generator=dice) < 0.5)] for _ in range(1500)]
 
-    assert laws.compare(texts(0.5), texts(0.5)).same
-    assert not laws.compare(texts(0.5), texts(0.65)).same
-    assert laws.compare([[1]] * 50, [[1]] * 50).tests == 0
+    assert distribution_tests.compare(texts(0.5), texts(0.5)).same
+    assert not distribution_tests.compare(texts(0.5), texts(0.65)).same
+    assert distribution_tests.compare([[1]] * 50, [[1]] * 50).tests == 0
 
 
 def test_what_cannot_be_checked_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="between 1 and 3"):
         checked(LayerSkip(exit_layer=9))
     with pytest.raises(ValueError, match="more than the model's 512 positions"):
-        Checker(agreeing(), Autoregressive(), PROMPTS, Scale(max_new_tokens=510))
+        Checker(agreeing(), Autoregressive(), PROMPTS, CheckScale(max_new_tokens=510))
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ImportError, match=r"scipy: pip install \"skipstone\[bench\]"):
         checked(Autoregressive())
@@ -199,7 +199,7 @@ def test_a_judge_works_whatever_engine_the_environment_names(monkeypatch: pytest
     monkeypatch.setenv("SKIPSTONE_ENGINE", "native")
     model, prompt = families.cached("llama"), families.prompts(1)[0]
     text = alone(model, prompt, max_new_tokens=4)
-    parted = Judge(model).compare(prompt, text, [*text[:2], (text[2] + 1) % 97, text[3]])
+    parted = TieDetector(model).compare(prompt, text, [*text[:2], (text[2] + 1) % 97, text[3]])
     assert parted is not None
     assert parted.position == 2
     assert not parted.tie
@@ -209,12 +209,12 @@ def test_a_judge_works_whatever_engine_the_environment_names(monkeypatch: pytest
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 def test_a_quantised_model_is_compared_with_its_own_plain_decoding() -> None:
     model = enable(agreeing(), "autoregressive", engine="native", quantize="int4")
-    scale = Scale(max_new_tokens=12, samples=60)
+    scale = CheckScale(max_new_tokens=12, samples=60)
     report = Checker(model, LayerSkip(2, 3), PROMPTS[:2], scale).run()
     assert report.passed, [finding.bugs for finding in report.findings]
     assert report.findings[0].name == "plain decoding"
     assert "quantised to int4" in report.findings[0].note
     assert not any(finding.ties for finding in report.findings)
-    wrong = Judge(model).compare(PROMPTS[0], [1, 2, 3], [1, 4, 3])
+    wrong = TieDetector(model).compare(PROMPTS[0], [1, 2, 3], [1, 4, 3])
     assert wrong is not None
     assert not wrong.tie, "nothing is rounded differently in another pass"

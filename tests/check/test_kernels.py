@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from skipstone import EarlyExit, LayerSkip, Method
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.check.check import Checker, Judge, Report, Scale
-from skipstone.lab.check.kernels import ROWS, WIDTHS, measured, spread, stored_spread
+from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
+from skipstone.lab.check.kernel_invariance import ROWS, WIDTHS, measured, spread, stored_spread
 from skipstone.models import quantised as rooms
 from tests.helpers import quantised
 from tests.helpers.machine import prompt
@@ -79,8 +79,8 @@ class Partly(Checker):
         return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] == self.only]
 
 
-def probed(model: PreTrainedModel, method: Method, only: str) -> Report:
-    checker = Partly(model, method, PROMPTS, Scale(max_new_tokens=24, samples=50))
+def probed(model: PreTrainedModel, method: Method, only: str) -> CheckReport:
+    checker = Partly(model, method, PROMPTS, CheckScale(max_new_tokens=24, samples=50))
     checker.only = only
     report = checker.run()
     assert [finding.name for finding in report.findings][1:] == [only]
@@ -96,7 +96,7 @@ def test_the_report_says_which_kernels(model: PreTrainedModel) -> None:
 
 
 def test_a_model_that_is_not_quantised_has_no_such_probe() -> None:
-    checker = Checker(quantised.plain(), SKIP, PROMPTS, Scale(max_new_tokens=8, samples=10))
+    checker = Checker(quantised.plain(), SKIP, PROMPTS, CheckScale(max_new_tokens=8, samples=10))
     assert SUMS not in [name for name, _ in checker._probes()]
 
 
@@ -134,11 +134,11 @@ def test_texts_that_part_at_two_near_scores_are_a_tie(model: PreTrainedModel) ->
         best = int(model(PROMPTS[0][None]).logits[0, -1].argmax())
         other = (best + 1) % 97
         head.weight[other] = head.weight[best] * (1 - 1e-5)
-    parted = Judge(model).compare(PROMPTS[0], [best], [other])
+    parted = TieDetector(model).compare(PROMPTS[0], [best], [other])
     assert parted is not None
     assert parted.tie, str(parted)
     far = int(model(PROMPTS[0][None]).logits[0, -1].argmin())
-    parted = Judge(model).compare(PROMPTS[0], [best], [far])
+    parted = TieDetector(model).compare(PROMPTS[0], [best], [far])
     assert parted is not None
     assert not parted.tie
 

@@ -210,7 +210,7 @@ def test_ctrl_c_before_the_first_token_takes_the_message_back(folder: Path, monk
 
 
 def test_a_second_ctrl_c_does_not_wait(hears_ctrl_c: None) -> None:
-    with chat.Brake() as brake:
+    with chat.InterruptHandler() as brake:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             brake.check()

@@ -20,7 +20,7 @@ DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 @pytest.fixture
 def own(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint with a method of its own, and scenes short enough for it."""
-    monkeypatch.setattr(demo, "SCENES", (demo.Scene("first", "> wake me\n", 24), demo.Scene("second", "def f(", 16)))
+    monkeypatch.setattr(demo, "SCENES", (demo.DemoPrompt("first", "> wake me\n", 24), demo.DemoPrompt("second", "def f(", 16)))
     return variant("generation_config.json", skipstone=DEFAULT, _from_model_config=False)
 
 
@@ -94,7 +94,7 @@ def test_without_a_model_the_bundled_one_is_shown(monkeypatch: pytest.MonkeyPatc
 
 def test_texts_that_differ_are_called_different(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict is computed: an early exit as the model's own method is found out."""
-    monkeypatch.setattr(demo, "SCENES", (demo.Scene("one", PROMPT, 24),))
+    monkeypatch.setattr(demo, "SCENES", (demo.DemoPrompt("one", PROMPT, 24),))
     lossy = {"method": "early_exit", "exit_layer": 1}
     found = document("demo", variant("generation_config.json", skipstone=lossy, _from_model_config=False))
     assert found["scenes"][0]["identical"] is False

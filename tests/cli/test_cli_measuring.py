@@ -11,7 +11,7 @@ import pytest
 import skipstone
 from skipstone import ExitHeads, ModelRunner
 from skipstone.engines.native import library
-from skipstone.lab.bench import journal
+from skipstone.lab.bench import run_file
 from skipstone.lab.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
@@ -28,14 +28,14 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_prints_its_table_and_goes_on_where_it_was(folder: Path, results: Path) -> None:
-    before = journal.read(results)
+    before = run_file.read(results)
     again = succeed("bench", "run", folder, "--out", results, *METHODS, *SMALL)
     assert "layerskip" in again.stdout
     assert "tokens/s" in again.stdout
-    after = journal.read(results)
+    after = run_file.read(results)
     assert len(after) == len(before) + 1
     assert_refused(run("bench", "run", folder, "--out", results, *METHODS, *SMALL, "--seed", 4), "seed differ")
-    assert len(journal.read(results)) == len(after)
+    assert len(run_file.read(results)) == len(after)
 
 
 def test_reports_in_every_format(results: Path, tmp_path: Path) -> None:

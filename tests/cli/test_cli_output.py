@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from skipstone.cli import terminal
-from skipstone.cli.showing import Painter
+from skipstone.cli.showing import TokenPrinter
 from skipstone.decoding.draft import Step
 from tests.helpers import wrapped
 from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, program, succeed
@@ -154,7 +154,7 @@ def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
         monkeypatch.delenv("NO_COLOR", raising=False)
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    painter = Painter(job(folder), None)
+    painter = TokenPrinter(job(folder), None)
     painter.show(_step([40, 95, 41], ["draft", "draft", "recovered"]))
     painter.end()
     assert screen.getvalue() == ("\x1b[4;32mH\x1b[0m\nI\n" if marked else "H\nI\n")

@@ -19,9 +19,9 @@ import torch
 
 from recipes.measure.llama_cpp_draft import wait_until_ready
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
-from skipstone.export.layers import Kept
 from tests.helpers import support
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, byte_level, plain
 from tests.helpers.served import HOST, free_port
@@ -89,7 +89,7 @@ def test_greedy_texts_are_transformers_own(name: str, tmp_path: Path) -> None:
     The tokenizer's end of a text is never written: llama.cpp would end there, whatever the model says."""
     kind, fields = MODELS[name]
     model = plain(kind, **fields, eos_token_id=None)
-    keeps, folder = Kept((0, 1), 4), tmp_path / "pair"
+    keeps, folder = DraftLayers((0, 1), 4), tmp_path / "pair"
     runner = ModelRunner(model, "eager")
     write_pair(runner, vocabulary_of(byte_level("qwen2"), model), keeps, folder, "F32", "tiny")
     generator = torch.Generator().manual_seed(5)
@@ -114,7 +114,7 @@ def test_greedy_texts_are_transformers_own(name: str, tmp_path: Path) -> None:
 def test_a_text_has_the_tokenizer_s_tokens(rule: str, begins: bool, tmp_path: Path) -> None:
     model, tokenizer = plain("llama"), byte_level(rule, begins)
     folder = tmp_path / "pair"
-    write_pair(ModelRunner(model, "eager"), vocabulary_of(tokenizer, model), Kept((0,), 4), folder, "F32", "tiny")
+    write_pair(ModelRunner(model, "eager"), vocabulary_of(tokenizer, model), DraftLayers((0,), 4), folder, "F32", "tiny")
     with served("-m", folder / TARGET) as http:
         for text in TEXTS:
             asked = {"content": text, "add_special": True, "parse_special": True}

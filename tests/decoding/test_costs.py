@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from skipstone.decoding.costs import LOOKED_UP, BatchCosts, Costs, Curve, Drafter, MeanStep
+from skipstone.decoding.step_costs import LOOKED_UP, BatchCosts, CostCurve, CostTables, DraftCost, MeanStep
 
 TABLE = BatchCosts(
     batch=1,
@@ -19,14 +19,14 @@ TABLE = BatchCosts(
     plain=0.012,
     fixed=0.002,
     chain=0.001,
-    scoring=Curve((1, 5, 9), (0.010, 0.014, 0.026)),
-    layers=Curve((1, 9), (0.008, 0.016)),
-    exits=Curve((1, 2, 4), (0.002, 0.003, 0.009)),
+    scoring=CostCurve((1, 5, 9), (0.010, 0.014, 0.026)),
+    layers=CostCurve((1, 9), (0.008, 0.016)),
+    exits=CostCurve((1, 2, 4), (0.002, 0.003, 0.009)),
     attention=0.001,
     mlp=0.002,
     layer=0.0005,
     ranked=0.0025,
-    context_slope=Curve((1, 9), (1e-5, 9e-5)),
+    context_slope=CostCurve((1, 9), (1e-5, 9e-5)),
     draft_models={"abc": 0.004},
 )
 
@@ -38,12 +38,12 @@ def near(value: float) -> Any:
 def test_a_curve_lies_on_lines_and_goes_on_beyond_its_end() -> None:
     curve = TABLE.scoring
     assert [curve(n) for n in (0, 1, 2, 3, 5, 7, 9, 13)] == near([0.010, 0.010, 0.011, 0.012, 0.014, 0.020, 0.026, 0.038])
-    assert Curve((3,), (0.5,))(7) == 0.5
+    assert CostCurve((3,), (0.5,))(7) == 0.5
 
 
 def test_what_falls_is_levelled_by_its_mean() -> None:
-    assert Curve.fitted({4: 3.0, 1: 1.0, 2: 4.0, 3: 2.0, 5: 9.0}) == Curve((1, 2, 3, 4, 5), (1.0, 3.0, 3.0, 3.0, 9.0))
-    assert Curve.fitted({1: 5.0, 2: 3.0, 3: 1.0}).values == (3.0, 3.0, 3.0)
+    assert CostCurve.fitted({4: 3.0, 1: 1.0, 2: 4.0, 3: 2.0, 5: 9.0}) == CostCurve((1, 2, 3, 4, 5), (1.0, 3.0, 3.0, 3.0, 9.0))
+    assert CostCurve.fitted({1: 5.0, 2: 3.0, 3: 1.0}).values == (3.0, 3.0, 3.0)
 
 
 def test_steps_by_hand() -> None:
@@ -53,12 +53,12 @@ def test_steps_by_hand() -> None:
     assert TABLE.score(5, exit_layer=2) == near(0.014 - 0.5 * 0.004)
     assert TABLE.score(5, context=300) == near(0.014 + 200 * 5e-5)
     assert TABLE.plain_step(context=0) == near(0.012 - 100 * 1e-5)
-    assert TABLE.exit(3) == Drafter(near(0.006), 3)
+    assert TABLE.exit(3) == DraftCost(near(0.006), 3)
     # of .009: two attentions, one MLP, both of one layer
-    assert TABLE.skipping(2, 1, 1) == Drafter(near(0.009 - 0.002 - 0.002 - 0.0005))
+    assert TABLE.skipping(2, 1, 1) == DraftCost(near(0.009 - 0.002 - 0.002 - 0.0005))
     assert TABLE.skipping(2, 1, 1, ranked=True).step == near(0.0045 + 0.0025)
     assert TABLE.skipping(9, 9, 9).step == near(0.002), "no less than one layer and the head"
-    assert TABLE.draft_model("abc") == Drafter(0.004)
+    assert TABLE.draft_model("abc") == DraftCost(0.004)
     assert TABLE.draft_model("xyz") is None
 
 
@@ -78,9 +78,9 @@ def test_speeds_by_hand() -> None:
 
 def test_between_two_batch_sizes_costs_are_between_theirs() -> None:
     larger = replace(
-        TABLE, busy=True, batch=5, plain=0.020, scoring=Curve((1, 3), (0.018, 0.030)), draft_models={"abc": 0.008, "x": 1.0}
+        TABLE, busy=True, batch=5, plain=0.020, scoring=CostCurve((1, 3), (0.018, 0.030)), draft_models={"abc": 0.008, "x": 1.0}
     )
-    costs = Costs((TABLE, larger))
+    costs = CostTables((TABLE, larger))
     assert costs.at(1) is TABLE
     assert costs.at(5) is larger
     found = costs.at(2)
@@ -95,8 +95,8 @@ def test_between_two_batch_sizes_costs_are_between_theirs() -> None:
 
 
 def test_what_json_holds_is_the_same_table() -> None:
-    costs = Costs((TABLE, replace(TABLE, batch=8)))
-    kind = TypeAdapter(Costs)
+    costs = CostTables((TABLE, replace(TABLE, batch=8)))
+    kind = TypeAdapter(CostTables)
     assert kind.validate_json(kind.dump_json(costs)) == costs
     assert kind.validate_python(asdict(costs)) == costs
 
@@ -128,13 +128,13 @@ def test_what_cannot_be_seconds_is_refused(change: dict[str, Any], said: str) ->
 )
 def test_what_is_no_rising_curve_is_refused(places: Any, values: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Curve(places, values)
+        CostCurve(places, values)
 
 
 def test_costs_are_of_ascending_batch_sizes() -> None:
     for batches in ((), (replace(TABLE, batch=8), TABLE), (TABLE, TABLE)):
         with pytest.raises(ValueError, match="ascending"):
-            Costs(batches)
+            CostTables(batches)
 
 
 SECONDS = st.floats(0, 10, allow_subnormal=False)
@@ -145,7 +145,7 @@ PLACES = st.lists(st.floats(0, 120), min_size=2, max_size=20).map(sorted)
 @settings(deadline=None)
 @given(MEASURED, PLACES)
 def test_more_never_costs_less(measured: dict[int, float], places: list[float]) -> None:
-    curve = Curve.fitted(measured)
+    curve = CostCurve.fitted(measured)
     found = [curve(place) for place in places]
     assert all(a <= b for a, b in pairwise(found))
 
@@ -153,11 +153,11 @@ def test_more_never_costs_less(measured: dict[int, float], places: list[float]) 
 @settings(deadline=None)
 @given(MEASURED)
 def test_a_fitted_curve_stays_within_what_was_measured(measured: dict[int, float]) -> None:
-    curve = Curve.fitted(measured)
+    curve = CostCurve.fitted(measured)
     low, high = min(measured.values()), max(measured.values())
     assert all(low * (1 - 1e-9) <= curve(place) <= high * (1 + 1e-9) for place in measured)
     rising = dict(zip(sorted(measured), sorted(measured.values()), strict=True))
-    assert all(Curve.fitted(rising)(place) == pytest.approx(value) for place, value in rising.items())
+    assert all(CostCurve.fitted(rising)(place) == pytest.approx(value) for place, value in rising.items())
 
 
 @settings(deadline=None)
@@ -165,7 +165,7 @@ def test_a_fitted_curve_stays_within_what_was_measured(measured: dict[int, float
 def test_between_two_batch_sizes_more_never_costs_less_either(
     small: dict[int, float], large: dict[int, float], batch: int, places: list[float]
 ) -> None:
-    one, eight = (replace(TABLE, batch=size, layers=Curve.fitted(own)) for size, own in ((1, small), (8, large)))
-    curve = Costs((one, eight)).at(batch).layers
+    one, eight = (replace(TABLE, batch=size, layers=CostCurve.fitted(own)) for size, own in ((1, small), (8, large)))
+    curve = CostTables((one, eight)).at(batch).layers
     found = [curve(place) for place in places]
     assert all(a <= b for a, b in pairwise(found))

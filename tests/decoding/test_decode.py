@@ -25,10 +25,10 @@ from skipstone import (
     Speculative,
     Swift,
 )
-from skipstone.decoding.draft import Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.chain import LOOK_EVERY
 from tests.helpers import planted
@@ -258,11 +258,11 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
     """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and
     what drafts until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off,
     as on an accelerator."""
-    monkeypatch.setattr(host, "readable", lambda tensor: False)
+    monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
     listed: list[str] = []
     own = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
-    for kind in (Verdict, Picked):
+    for kind in (Verdict, GreedyVerdict):
         theirs = kind.tolist
         monkeypatch.setattr(kind, "tolist", lambda self, draft, theirs=theirs: listed.append("verdict") or theirs(self, draft))
     eos = frozenset({0, 1})
@@ -294,7 +294,7 @@ def test_what_is_asked_on_the_cpu_only_changes_no_text(
     requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     asked, stats, _ = decode(method, model, requests)
     assert stats.drafted > stats.accepted > 0
-    monkeypatch.setattr(host, "readable", lambda tensor: False)
+    monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
     assert decode(method, model, requests)[0] == asked
 
 

@@ -21,9 +21,9 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, Draft, LayerSkip, Sampling
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.native import library
-from skipstone.methods.drafting.confidence import Confidence
+from skipstone.methods.drafting.confidence import ConfidenceRule
 from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
@@ -75,15 +75,15 @@ def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
 def test_an_adaptive_confidence_threshold_keeps_the_law(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft lengths that depend on what became of earlier drafts. The step is made so large that the threshold does move
     past the confidences within one text."""
-    monkeypatch.setattr(Confidence, "STEP", 4.0)
+    monkeypatch.setattr(ConfidenceRule, "STEP", 4.0)
     watched: list[Any] = []
-    update = Confidence.update
+    update = ConfidenceRule.update
 
-    def watching(self: Confidence, verdicts: Any) -> None:
+    def watching(self: ConfidenceRule, verdicts: Any) -> None:
         update(self, verdicts)
         watched.append(self.thresholds[0])
 
-    monkeypatch.setattr(Confidence, "update", watching)
+    monkeypatch.setattr(ConfidenceRule, "update", watching)
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold="adaptive"))
     assert min(watched) < 0.5
     assert max(watched) > 0.7
@@ -201,7 +201,7 @@ class Literal(LayerSkip):
 
 
 class LiteralDrafter(LayerSkipDrafter):
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         draft = super().propose_draft(limits, stop_rule)
         if draft.q is not None:
             drawn = draft.q.gather(2, draft.tokens[:, :, None]).squeeze(2)

@@ -12,7 +12,7 @@ import torch
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, Step
 from skipstone.decoding.draft import TokenRecord
 from skipstone.decoding.loop import DecodingLoop, run
-from skipstone.decoding.record import Keeper
+from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees
@@ -25,7 +25,7 @@ def model() -> ModelRunner:
     return ModelRunner(llama())
 
 
-def kept(method: Method, model: ModelRunner, requests: list[Request], keeper: Keeper) -> list[Step]:
+def kept(method: Method, model: ModelRunner, requests: list[Request], keeper: OutputRecorder) -> list[Step]:
     decoder = DecodingLoop(method.start(model, len(requests), 40), recorder=keeper)
     for row, request in enumerate(requests):
         decoder.admit(row, request)
@@ -51,11 +51,11 @@ def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temper
     texts, _, _ = decode(Autoregressive(), model, requests)
     for index in range(3):
         ends = [replace(r, eos=frozenset({text[5 + index]})) for r, text in zip(requests, texts, strict=True)]
-        together = kept(method, model, ends, Keeper(record=True))
+        together = kept(method, model, ends, OutputRecorder(record=True))
         for row, request in enumerate(ends):
             if method.name == "trees" and row:
                 continue  # the synthetic drafter's dice know the row
-            alone = rows(kept(method, model, [request], Keeper(record=True)), 0)
+            alone = rows(kept(method, model, [request], OutputRecorder(record=True)), 0)
             mine = rows(together, row)
             assert [(r.token, r.accepted, r.exit_layer) for r in mine] == [(r.token, r.accepted, r.exit_layer) for r in alone]
             for a, b in zip(mine, alone, strict=True):
@@ -66,7 +66,7 @@ def test_probabilities_and_entropy_are_the_targets_own(model: ModelRunner) -> No
     """p after warpers, the entropy at temperature 1 before them (in nats), by transformers' forward; q the draft's."""
     request = Request(prompt(5), 16, sampling=Sampling(0.7, top_k=5, seed=2))
     (text,), _, _ = decode(SKIP, model, [request])
-    steps = kept(SKIP, model, [request], Keeper(record=True))
+    steps = kept(SKIP, model, [request], OutputRecorder(record=True))
     ids = torch.cat([request.prompt, torch.tensor(text)])[None]
     with torch.no_grad():
         output: Any = model.model(input_ids=ids, output_hidden_states=True)
@@ -106,7 +106,7 @@ def test_logits_and_scores_are_those_that_plain_decoding_keeps(temperature: floa
     requests = asked(temperature)
 
     def whole(method: Method, name: str) -> list[torch.Tensor]:
-        steps = kept(method, model, requests, Keeper(logits=True, scores=True))
+        steps = kept(method, model, requests, OutputRecorder(logits=True, scores=True))
         return [torch.cat([getattr(step, name)[row] for step in steps]) for row in range(3)]
 
     for name in ("logits", "scores"):

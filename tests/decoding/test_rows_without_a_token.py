@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList
 
 import skipstone
 from skipstone.decoding.noise import Noise
+from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.picks import NO_TOKEN
 from tests.helpers import families
 
 ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="not built"))]

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from skipstone import LayerSkip, Request, Sampling
 from skipstone.decoding.noise import Noise
-from skipstone.decoding.sampling import NUCLEUS, Sampler, Warping, warp
+from skipstone.decoding.sampling import NUCLEUS, Sampler, WarperSettings, warp
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
@@ -70,12 +70,12 @@ def test_warp_is_transformers_chain_row_by_row(rows: list[Sampling], seed: int, 
     logits = 3 * torch.randn(len(rows), 40, generator=torch.Generator().manual_seed(seed))
     if grain is not None:
         logits = (logits * grain).round()
-    found = warp(logits, Warping(rows, CPU))
+    found = warp(logits, WarperSettings(rows, CPU))
     for row, sampling in enumerate(rows):
         expected = theirs(logits[row], sampling)
         assert torch.equal(found[row] > 0, expected > 0), "the same tokens are left"
         assert torch.allclose(found[row], expected, rtol=1e-5, atol=1e-7)
-        assert torch.equal(found[row], warp(logits[row : row + 1], Warping([sampling], CPU))[0])
+        assert torch.equal(found[row], warp(logits[row : row + 1], WarperSettings([sampling], CPU))[0])
     assert torch.allclose(found.sum(-1), torch.ones(len(rows)), atol=1e-5)
 
 
@@ -88,12 +88,12 @@ def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, grain: float
     logits = spread * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(int(spread)))
     if grain is not None:
         logits = (logits * grain).round() / grain
-    found = warp(logits, Warping(rows, CPU))
+    found = warp(logits, WarperSettings(rows, CPU))
     for row, wish in enumerate(rows):
         expected = theirs(logits[row], wish)
         assert torch.equal(found[row] > 0, expected > 0), "the same tokens are left"
         assert torch.allclose(found[row], expected, rtol=1e-5, atol=1e-7)
-        assert torch.equal(found[row], warp(logits[row : row + 1], Warping([wish], CPU))[0])
+        assert torch.equal(found[row], warp(logits[row : row + 1], WarperSettings([wish], CPU))[0])
     if spread == 1.0:
         assert int((found[0] > 0).sum()) > NUCLEUS
 
@@ -103,7 +103,7 @@ def test_top_p_cuts_ties_where_transformers_does(top_p: float) -> None:
     """Ten equal tokens put cumulative sums on the threshold, where the last bit of 1 - top_p decides."""
     logits = torch.zeros(1, 10)
     row = Sampling(temperature=1.0, top_p=top_p)
-    assert torch.equal(warp(logits, Warping([row], CPU))[0] > 0, theirs(logits[0], row) > 0)
+    assert torch.equal(warp(logits, WarperSettings([row], CPU))[0] > 0, theirs(logits[0], row) > 0)
 
 
 def test_the_order_of_warpers_is_that_of_generate() -> None:
@@ -114,7 +114,7 @@ def test_the_order_of_warpers_is_that_of_generate() -> None:
     assert [type(warper) for warper in built] == [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper]
     logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
     expected = built(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    found = warp(logits, Warping([Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)], CPU))
+    found = warp(logits, WarperSettings([Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)], CPU))
     assert torch.allclose(found, expected, rtol=1e-5)
     assert 1 < int((found > 0).sum()) < 9
 
@@ -123,10 +123,12 @@ def test_greedy_is_the_limit_of_sampling() -> None:
     """One-hot at the argmax, the first of equal ones, whatever the other settings of the row and its neighbours'."""
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]] * 2)
     rows = [Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9), Sampling(temperature=1.0)]
-    p = warp(logits, Warping(rows, CPU))
+    p = warp(logits, WarperSettings(rows, CPU))
     assert p[0].tolist() == [0, 1, 0, 0]
     assert torch.allclose(p[1], logits[1].softmax(-1))
-    assert torch.allclose(warp(logits, Warping([Sampling(temperature=1e-4)] * 2, CPU))[0], torch.tensor([0, 0.5, 0.5, 0]))
+    assert torch.allclose(
+        warp(logits, WarperSettings([Sampling(temperature=1e-4)] * 2, CPU))[0], torch.tensor([0, 0.5, 0.5, 0])
+    )
 
 
 @pytest.mark.parametrize("warper", [TypicalLogitsWarper(0.6), EpsilonLogitsWarper(0.02), EtaLogitsWarper(0.05)])
@@ -295,13 +297,13 @@ def test_a_small_top_k_keeps_what_hf_keeps(shape: str) -> None:
         hf += [MinPLogitsWarper(min_p)] if min_p else []
         expected = hf(torch.zeros(3, 1, dtype=torch.long), logits.clone()).softmax(-1)  # type: ignore[arg-type]
         one = Sampling(temperature, top_k, top_p, min_p)
-        found = warp(logits, Warping([one] * 3, logits.device))
+        found = warp(logits, WarperSettings([one] * 3, logits.device))
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-        mixed = warp(logits, Warping([one, Sampling(1.0), Sampling(0.0)], logits.device))
+        mixed = warp(logits, WarperSettings([one, Sampling(1.0), Sampling(0.0)], logits.device))
         assert torch.equal(mixed[0], found[0])
-        assert torch.equal(warp(logits[:1], Warping([one], logits.device))[0], found[0])
-        nodes = warp(logits[None], Warping([one], logits.device))
+        assert torch.equal(warp(logits[:1], WarperSettings([one], logits.device))[0], found[0])
+        nodes = warp(logits[None], WarperSettings([one], logits.device))
         assert torch.equal(nodes[0], found)
 
 

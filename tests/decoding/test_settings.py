@@ -16,7 +16,7 @@ class Example:
     """Not a method: only its fields are read."""
 
     count: int = setting(3, "a whole number.")
-    steps: int | None = setting(None, "from 0 on.", least=0)
+    steps: int | None = setting(None, "from 0 on.", min_value=0)
     share: float = setting(0.5, "a share.", within=(0, 1))
     scale: float = setting(1.0, "any number.")
     above: float | Literal["adaptive"] | None = setting(None, "at least 1.", within=(1, math.inf))

@@ -9,7 +9,7 @@ import torch
 
 import skipstone
 from skipstone import Sampling
-from skipstone.decoding.sampling import GREEDY_BELOW, Warping, warp
+from skipstone.decoding.sampling import GREEDY_BELOW, WarperSettings, warp
 from skipstone.engines.native import library
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
@@ -37,7 +37,7 @@ def test_tiny_temperatures_give_the_greedy_text(name: str, engine: str, more: di
 def test_every_temperature_gives_a_distribution(temperature: float) -> None:
     logits = torch.tensor([[3e4, -3e4, 2.5, float("-inf")]], dtype=torch.float32)
     for more in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        p = warp(logits, Warping([Sampling(temperature, **more)], torch.device("cpu")))
+        p = warp(logits, WarperSettings([Sampling(temperature, **more)], torch.device("cpu")))
         assert bool(p.isfinite().all())
         assert float(p.sum()) == pytest.approx(1)
         assert p[0, 3] == 0

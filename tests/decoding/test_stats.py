@@ -12,7 +12,7 @@ import torch
 
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Stats, Step
 from skipstone.decoding.drafter import Drafter
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, prompt
 
@@ -33,7 +33,7 @@ class ScriptedDrafter(Drafter):
     def __init__(self, method: Scripted) -> None:
         self.chains = deque(method.chains)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         view = self.view
         chain = self.chains.popleft() if self.chains else ()
         forward = view.start_forward([len(chain)] * view.rows)

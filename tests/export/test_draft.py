@@ -16,7 +16,7 @@ import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export import draft as exporting
 from skipstone.export.draft import write_draft
-from skipstone.export.layers import Kept, kept
+from skipstone.export.draft_layers import DraftLayers, kept
 from skipstone.methods.drafting.layer_sets import save_profile
 from skipstone.models.passes import SkipSet
 from tests.helpers import conformance, families, machine, support, wrapped
@@ -26,10 +26,10 @@ EXIT = conformance.EXIT
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "smollm3")
 """Among them windows in all layers, in some, and layers without rotary phases."""
 IDS = torch.randint(1, 97, (1, 3 * families.WINDOW), generator=torch.Generator().manual_seed(4))
-FIRST = Kept(tuple(range(EXIT)), 4, drafts=5)
+FIRST = DraftLayers(tuple(range(EXIT)), 4, drafts=5)
 
 
-def exported(model: PreTrainedModel, keeps: Kept, folder: Path) -> PreTrainedModel:
+def exported(model: PreTrainedModel, keeps: DraftLayers, folder: Path) -> PreTrainedModel:
     """A draft, written by skipstone and read by transformers alone."""
     write_draft(ModelRunner(model, "eager"), support.tokenizer(), keeps, folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=model.config._attn_implementation)
@@ -142,8 +142,8 @@ def test_what_the_model_says_of_itself_is_the_default() -> None:
     with pytest.raises(ValueError, match="names no method of its own: say which layers draft by --exit-layer"):
         kept(runner)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 1, "num_speculative_tokens": 3}
-    assert kept(runner) == Kept((0,), 4, 3)
-    assert kept(runner, exit_layer=3) == Kept((0, 1, 2), 4, 3)
+    assert kept(runner) == DraftLayers((0,), 4, 3)
+    assert kept(runner, exit_layer=3) == DraftLayers((0, 1, 2), 4, 3)
     assert kept(runner, "early_exit exit_layer=2").layers == (0, 1)
     with pytest.raises(ValueError, match="either an exit layer or a method"):
         kept(runner, "early_exit exit_layer=2", 2)
@@ -197,7 +197,7 @@ def test_a_set_of_layers_that_are_never_empty_is_refused(tmp_path: Path) -> None
     """Doge scales the residual stream itself: a layer that skips both sublayers is not as if it were not there."""
     model = families.build("doge")
     with pytest.raises(ValueError, match="changes its input even where both of its sublayers are skipped"):
-        exported(model, Kept((0, 2, 3), 4), tmp_path / "draft")
+        exported(model, DraftLayers((0, 2, 3), 4), tmp_path / "draft")
     assert list(tmp_path.iterdir()) == []
     with torch.no_grad():
         torch.testing.assert_close(exported(model, FIRST, tmp_path / "draft")(IDS).logits, early(model, EXIT), rtol=0, atol=0)

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
-from skipstone.export.layers import Kept
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.gguf_names import NAMES
 from tests.helpers.pairwise import in_turn
 
 EXIT = conformance.EXIT
-FIRST = Kept(tuple(range(EXIT)), 4)
+FIRST = DraftLayers(tuple(range(EXIT)), 4)
 
 
-def written(model: PreTrainedModel, folder: Path, kind: str = "F32", rule: str = "qwen2", keeps: Kept = FIRST) -> Path:
+def written(model: PreTrainedModel, folder: Path, kind: str = "F32", rule: str = "qwen2", keeps: DraftLayers = FIRST) -> Path:
     """Target and draft of a model."""
     vocabulary = vocabulary_of(byte_level(rule), model)
     write_pair(ModelRunner(model, "eager"), vocabulary, keeps, folder, kind, "tiny")

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import skipstone
 from skipstone.cli import app
-from skipstone.cli.runs import Job
+from skipstone.cli.runs import RunInput
 
 PROMPT = "def add(a, b):\n    return a"
 LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")
@@ -50,11 +50,11 @@ def expected(folder: Path, prompt: str = PROMPT, tokens: int = 24, **options: An
     return new, tokenizer.decode(new, skip_special_tokens=True)
 
 
-def job(folder: Path, **options: Any) -> Job:
+def job(folder: Path, **options: Any) -> RunInput:
     """The checkpoint, loaded, with the prompt."""
     model, tokenizer = skipstone.load(folder)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    return Job(model, tokenizer, ids, {"max_new_tokens": 24, "do_sample": False} | options, 0)
+    return RunInput(model, tokenizer, ids, {"max_new_tokens": 24, "do_sample": False} | options, 0)
 
 
 def assert_refused(result: Result, part: str) -> None:

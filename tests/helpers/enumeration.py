@@ -22,8 +22,8 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_lock import ModelLock
 from skipstone.engines.model_runner import ModelRunner, only
-from skipstone.engines.turns import ModelLock
 from skipstone.models.passes import Pass
 
 Outcome = TypeVar("Outcome", bound=Hashable)

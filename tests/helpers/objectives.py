@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 
@@ -75,8 +75,10 @@ def inputs(rows: int = 3) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-def objective(model: PreTrainedModel, exits: EarlyExitLoss, dropout: LayerDropout = PLAIN, chunk: int = 7) -> Objective:
-    return Objective(model, LayerSkipRecipe(dropout, exits), STEPS, SEED, chunk)
+def objective(
+    model: PreTrainedModel, exits: EarlyExitLoss, dropout: LayerDropout = PLAIN, chunk: int = 7
+) -> LayerSkipObjective:
+    return LayerSkipObjective(model, LayerSkipRecipe(dropout, exits), STEPS, SEED, chunk)
 
 
 def combined(logits: dict[int, Tensor], labels: Tensor, weights: dict[int, float], kl: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from skipstone import ExitHeads
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import write_draft
-from skipstone.export.layers import Kept
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.methods.drafting.layer_sets import save_profile
 from tests.helpers.machine import llama
@@ -41,7 +41,7 @@ def model_folder(folder: Path, own: dict[str, Any] | None = OWN, seed: int = 0, 
 
 def draft_folder(folder: Path) -> Path:
     """The first two layers of the target, as `skipstone export` writes them."""
-    write_draft(target(), tokenizer(), Kept((0, 1), 6, drafts=3), folder)
+    write_draft(target(), tokenizer(), DraftLayers((0, 1), 6, drafts=3), folder)
     return folder
 
 

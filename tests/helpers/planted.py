@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding import noise, sampling, verify
-from skipstone.decoding.draft import Draft, Picked, RowVerdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict
 from skipstone.decoding.noise import DRAFT
-from skipstone.decoding.sampling import Sampler, Scores, Warping
+from skipstone.decoding.sampling import Sampler, Scores, WarperSettings
 from skipstone.decoding.session import Session
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.engines import partial_forward as forward
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.kv_cache import KVCache
-from skipstone.methods.drafting.confidence import Confidence
+from skipstone.methods.drafting.confidence import ConfidenceRule
 from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.models.passes import Pass
 
@@ -67,7 +67,7 @@ def bonus_from_raw_logits(patch: Patch) -> None:
 def drawn_token_dropped(patch: Patch) -> None:
     own = LayerSkipDrafter.propose_draft
 
-    def propose_draft(self: LayerSkipDrafter, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self: LayerSkipDrafter, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         found = own(self, limits, stop_rule)
         if found.q is not None:
             found.valid = found.valid & (found.q.gather(2, found.tokens[:, :, None]).squeeze(2) > 0.5)
@@ -114,9 +114,9 @@ def coupled_draft_on_its_own_noise(patch: Patch) -> None:
 
 
 def one_draft_too_many(patch: Patch) -> None:
-    own = Picked.tolist
+    own = GreedyVerdict.tolist
 
-    def tolist(self: Picked, draft: Draft) -> list[RowVerdict]:
+    def tolist(self: GreedyVerdict, draft: Draft) -> list[RowVerdict]:
         verdicts = own(self, draft)
         for row, verdict in enumerate(verdicts):
             if draft.parents is None and len(verdict.path) < draft.width:
@@ -124,7 +124,7 @@ def one_draft_too_many(patch: Patch) -> None:
                 verdict.tokens.append(int(self.picks[row, len(verdict.path)]))
         return verdicts
 
-    patch.setattr(Picked, "tolist", tolist)
+    patch.setattr(GreedyVerdict, "tolist", tolist)
 
 
 def barred_nodes_accepted(patch: Patch) -> None:
@@ -174,18 +174,18 @@ def only_the_last_token_can_end(patch: Patch) -> None:
 
 
 def threshold_left_by_the_last_request(patch: Patch) -> None:
-    patch.setattr(Confidence, "STEP", 4.0)
-    patch.setattr(Confidence, "reset", lambda self, row: None)
+    patch.setattr(ConfidenceRule, "STEP", 4.0)
+    patch.setattr(ConfidenceRule, "reset", lambda self, row: None)
 
 
 def top_p_rounded_twice(patch: Patch) -> None:
-    own = Warping.__init__
+    own = WarperSettings.__init__
 
-    def init(self: Warping, rows: Any, device: Any) -> None:
+    def init(self: WarperSettings, rows: Any, device: Any) -> None:
         own(self, rows, device)
         self.tail = 1 - torch.tensor([row.top_p for row in rows])
 
-    patch.setattr(Warping, "__init__", init)
+    patch.setattr(WarperSettings, "__init__", init)
 
 
 def draft_not_run_again(patch: Patch) -> None:

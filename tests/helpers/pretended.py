@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skipstone.decoding import draft
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 from skipstone.models import facts
 
 DEVICE = torch.device("cuda:0")
@@ -244,5 +244,5 @@ def pretended() -> Iterator[Pretended]:
             with device.fakes, device, Indexing():
                 yield device
         finally:
-            host.counting.cache_clear()
+            host_transfer.counting.cache_clear()
             draft._nothing.cache_clear()

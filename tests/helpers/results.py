@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skipstone.decoding.stats import Stats
-from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.run_file import RunFile
 
 
 def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
 
 def written(path: Path, found: list[dict[str, Any]]) -> Path:
     provenance = {"argv": ["skipstone", "bench"], "packages": {"torch": "2"}, "cpu": "c", "threads": 2, "git": None}
-    with Journal(path, {"seed": 0}, provenance, fresh=True) as file:
+    with RunFile(path, {"seed": 0}, provenance, fresh=True) as file:
         for line in found:
             file.add(line)
     return path

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
 from skipstone.engines.choose_engine import VARIABLE
-from skipstone.lab.check.check import Divergence, Judge
+from skipstone.lab.check.check import ScoredDifference, TieDetector
 from tests.helpers import families
 
 TIE = 1e-4
@@ -80,7 +80,7 @@ def _plainly(name: str, rows: int, asked: int, options: str, engine: str | None)
     return prompts, output.new_tokens
 
 
-def message(parted: Divergence, around: int = 8) -> str:
+def message(parted: ScoredDifference, around: int = 8) -> str:
     """Tie or bug, where, by how much, and `around` tokens of both texts before and after it, in four lines."""
     apart = "" if parted.margin is None else f" (the two are {parted.margin:.3g} apart)"
     lines = [f"{'a tie, which rounding explains' if parted.tie else 'A BUG'}{apart}", str(parted)]
@@ -104,7 +104,7 @@ def assert_same_texts(
     """
     assert output.new_tokens is not None
     assert len(output.new_tokens) == len(expected)
-    judge, told = Judge(model), []
+    judge, told = TieDetector(model), []
     scoring = {name: value for name, value in options.items() if name not in ("max_new_tokens", "min_new_tokens", "seed")}
     for row, (prompt, wanted, found) in enumerate(zip(prompts, expected, output.new_tokens, strict=True)):
         if list(wanted) == list(found):
@@ -113,7 +113,7 @@ def assert_same_texts(
             shared = min(len(wanted), len(found))
             place = next((i for i in range(shared) if wanted[i] != found[i]), shared)
             one, other = (text[place] if place < len(text) else None for text in (wanted, found))
-            parted = Divergence(row, place, one, other, texts=(list(wanted), list(found)))
+            parted = ScoredDifference(row, place, one, other, texts=(list(wanted), list(found)))
         else:
             parted = judge.compare(prompt, list(wanted), list(found), scoring, row)
             assert parted is not None

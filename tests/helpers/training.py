@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from skipstone.train.data.documents import collect
-from skipstone.train.data.rows import IGNORED, Prepared, RowPlan, prepare
+from skipstone.train.data.rows import IGNORED, RowPlan, TrainingData, prepare
 from skipstone.train.heads.recipe import HeadsRecipe, made
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.metrics import JsonLog
@@ -258,7 +258,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
     monkeypatch.setattr(LayerSkipTrainer, "training_step", training_step)
 
 
-def prepared_rows(sources: Any, tokenizer: Any, plan: RowPlan, base: Path, cache: Path | None = None) -> Prepared:
+def prepared_rows(sources: Any, tokenizer: Any, plan: RowPlan, base: Path, cache: Path | None = None) -> TrainingData:
     """Rows of the documents that sources have, by the sources' own weights."""
     return prepare(collect(sources, base), {source.name: source.weight for source in sources}, tokenizer, plan, cache)
 

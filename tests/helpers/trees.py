@@ -18,7 +18,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 
 ROOT = -1
@@ -60,7 +60,7 @@ class TreeDrafter(Drafter):
         for row, verdict in enumerate(verdicts):
             self.texts[row] += verdict.tokens
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         view = self.view
         trees = [self._tree(row, limits[row] if alive else 0) for row, alive in enumerate(view.alive)]
         width = max(len(tree) for tree in trees)

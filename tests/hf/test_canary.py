@@ -197,7 +197,7 @@ def wrapper_subclasses() -> None:
 def hooks_of_accelerate() -> None:
     """Where they are, what they know, and that weights on disk or in the CPU's memory are on the meta device between two calls.
 
-    models/placing.py reads all of it."""
+    models/device_map.py reads all of it."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     held = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
     accelerate.hooks.attach_align_device_hook(module, torch.device("cpu"), offload=True, weights_map=held)

@@ -15,8 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import skipstone
 from skipstone import Detokenizer
-from skipstone.cli.runs import Job, decode
-from skipstone.cli.showing import Painter, document
+from skipstone.cli.runs import RunInput, decode
+from skipstone.cli.showing import TokenPrinter, document
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.conversation import Conversation
@@ -158,8 +158,8 @@ class TestUsers:
     def test_command_line(self, model: Any, options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
         tokenizer = tokenizer_of("llama-2")
         ids = tokenizer(self.PROMPT)["input_ids"]
-        job = Job(model, tokenizer, torch.tensor([ids]), {**options, "do_sample": False}, 0)
-        painter = Painter(job, color=False)
+        job = RunInput(model, tokenizer, torch.tensor([ids]), {**options, "do_sample": False}, 0)
+        painter = TokenPrinter(job, color=False)
         run = decode(job, resolve("autoregressive"), painter.show)
         painter.end()
         expected = self.expected(ids, run.tokens)

@@ -14,7 +14,7 @@ import skipstone
 from skipstone.assets import NANO
 from skipstone.cli import options
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
+from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
 from skipstone.serving.batch_files.batch import Chosen
 from tests.helpers import families

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import WatermarkingConfig
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.hf.fields import FIELDS, refuse_fields
+from skipstone.hf.generation_config_fields import FIELDS, refuse_fields
 from tests.helpers import families
 from tests.helpers.options import ELSEWHERE, LAW, TEXT
 from tests.helpers.support import alone, forwards, tokenizer

@@ -18,8 +18,8 @@ import torch
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import write_draft
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.hub.card import MARK
-from skipstone.export.layers import Kept
 from skipstone.methods.auto.saved_profile import save_profile
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
@@ -174,7 +174,7 @@ def test_a_base_model_of_the_hub_is_linked_with_its_licence(hub: Hub, tmp_path: 
 def test_a_draft_tells_which_layers_of_which_model_it_is(hub: Hub, tmp_path: Path) -> None:
     repo = hub.add("org/whole", everything(model_folder(tmp_path / "whole")))
     model, words = skipstone.load("org/whole")
-    write_draft(ModelRunner(model), words, Kept((0, 1, 2), 6, drafts=3), tmp_path / "draft")
+    write_draft(ModelRunner(model), words, DraftLayers((0, 1, 2), 6, drafts=3), tmp_path / "draft")
     skipstone.push(tmp_path / "draft", "me/draft")
     said = card(hub.repos["me/draft"])
     assert "base_model: org/whole" in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.inspect.lens import Expected, expectations, look, save, through
+from skipstone.lab.inspect.lens import ExitForecast, expectations, look, save, through
 from skipstone.lab.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from tests.helpers import families
@@ -52,10 +52,10 @@ def test_expected_speed_ups_by_hand() -> None:
     costs = PassTimes([1.0] * 10, 1.0, {1: 10.0, 3: 10.0})
     found = expectations([0.0, 0.5, 1.0] + [1.0] * 7, costs)
     assert len(found) == 9
-    assert found[0] == Expected(1, 0.0, 1, pytest.approx(11 / (2 + 1 + 9 + 1)))
+    assert found[0] == ExitForecast(1, 0.0, 1, pytest.approx(11 / (2 + 1 + 9 + 1)))
     two = {d: (1 - 0.5 ** (d + 1)) / 0.5 * 11 / (3 * d + 2 + 8 + 1) for d in (1, 3)}
-    assert found[1] == Expected(2, 0.5, max(two, key=two.__getitem__), pytest.approx(max(two.values())))
-    assert found[2] == Expected(3, 1.0, 3, pytest.approx(4 * 11 / (3 * 4 + 3 + 7 + 1)))
+    assert found[1] == ExitForecast(2, 0.5, max(two, key=two.__getitem__), pytest.approx(max(two.values())))
+    assert found[2] == ExitForecast(3, 1.0, 3, pytest.approx(4 * 11 / (3 * 4 + 3 + 7 + 1)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

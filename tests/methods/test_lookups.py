@@ -16,12 +16,12 @@ import skipstone
 from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
 from skipstone.decoding.loop import run
 from skipstone.decoding.request import Request
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.drafting.predictions import AT_FIRST, Prediction
-from skipstone.methods.lookahead import LookaheadDrafter, Pool, Window
-from skipstone.methods.prompt_lookup import Index
+from skipstone.methods.drafting.predicted_text import AT_FIRST, PredictedText
+from skipstone.methods.lookahead import LookaheadDrafter, LookaheadWindow, NgramPool
+from skipstone.methods.prompt_lookup import NgramIndex
 from skipstone.methods.recycle import shape
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt, start
@@ -53,7 +53,7 @@ def model() -> Any:
 
 
 def sought(text: list[int], shortest: int, longest: int, most: int, first: bool) -> list[int]:
-    """What `Index.find` returns, by looking everywhere."""
+    """What `NgramIndex.find` returns, by looking everywhere."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         places = [at for at in range(len(text) - size) if text[at : at + size] == text[-size:]]
         if places:
@@ -70,7 +70,7 @@ def test_the_index_finds_what_a_search_finds(prefer: Any) -> None:
     for _ in range(200):
         longest = dice.randint(1, 4)
         shortest, most, words = dice.randint(1, longest), dice.randint(1, 6), dice.randint(1, 6)
-        index, text = Index(range(shortest, longest + 1), prefer), []
+        index, text = NgramIndex(range(shortest, longest + 1), prefer), []
         for _ in range(dice.randint(1, 8)):
             more = [dice.randrange(words) for _ in range(dice.randint(0, 5))]
             text += more
@@ -87,7 +87,7 @@ def test_the_first_place_is_where_transformers_finds_it() -> None:
         text = [dice.randrange(5) for _ in range(dice.randint(2, 30))]
         theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=3, max_length=1000)
         ids, _ = theirs.get_candidates(torch.tensor([text]))
-        index = Index((1, 2, 3), "first")
+        index = NgramIndex((1, 2, 3), "first")
         index.extend(text)
         assert index.find(4)[1] == ids[0, len(text) :].tolist()
         hits += bool(index.find(4)[0])
@@ -100,7 +100,7 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         decoder = start(PromptLookup(), ModelRunner(model), [Request(asked, new, frozenset({9}))])
         session: Any = decoder.session
         decoder.step()
-        index = Index((1, 2, 3), "recent")
+        index = NgramIndex((1, 2, 3), "recent")
         index.extend(asked.tolist())
         session.drafter.index[0], session.alive[0] = index, True
         assert len(session.drafter._row_draft(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
@@ -109,7 +109,7 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
 
 
 def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -> None:
-    expected = Prediction([4, 5, 6, 8, 1, 2, 6, 8, 3])
+    expected = PredictedText([4, 5, 6, 8, 1, 2, 6, 8, 3])
     assert expected.next(3) == [4, 5, 6]
     expected.extend([4, 5])
     assert (expected.run, expected.next(10)) == (AT_FIRST + 2, [6, 8, 1, 2, 6, 8, 3])
@@ -125,7 +125,7 @@ def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -
     assert expected.next(10) == [], "there is no more of it"
     expected.extend([4, 5])
     assert expected.next(2) == [6, 8], "it may go on from before"
-    assert Prediction().next(5) == []
+    assert PredictedText().next(5) == []
 
 
 @pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), use_profile=False)])
@@ -240,7 +240,7 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
 
 
 def test_a_pool_keeps_the_latest_of_every_first_token() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     for gram in ((1, 2, 3), (1, 4, 5), (9, 1, 1), (1, 2, 3), (1, 6, 7)):
         pool.add(gram)
     assert pool.after(1) == [(6, 7), (2, 3)], "(4, 5) was used least lately"
@@ -249,7 +249,7 @@ def test_a_pool_keeps_the_latest_of_every_first_token() -> None:
 
 
 def test_a_window_gives_its_columns_away_and_drops_its_oldest_row() -> None:
-    pool, window = Pool(5), Window([[1, 2]])
+    pool, window = NgramPool(5), LookaheadWindow([[1, 2]])
     window.move([3, 4], 3, pool)
     assert window.levels == [[1, 2], [3, 4]]
     assert pool.after(1) == []
@@ -262,7 +262,7 @@ def test_a_window_gives_its_columns_away_and_drops_its_oldest_row() -> None:
 
 
 def test_a_window_hangs_row_under_row() -> None:
-    nodes, window = RowDraft().chain([40, 41]), Window([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    nodes, window = RowDraft().chain([40, 41]), LookaheadWindow([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     window.add_to(nodes)
     assert nodes.tokens[2:] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert nodes.parents == [-1, 0, -1, 2, 3, 2, 3, 4, 5, 6, 7]
@@ -339,7 +339,7 @@ AT_THE_END = [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), Pro
 def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window reaches beyond what is left; also where nothing is asked of an accelerator."""
     if not readable:
-        monkeypatch.setattr(host, "readable", lambda tensor: False)
+        monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
     asked = looping(model, 40).repeat(13)[:500]
     for rows in ([asked], [asked, asked], [asked, asked[30:]]):
         plain = skipstone.generate(model, families.padded(rows), Autoregressive(), max_new_tokens=12, do_sample=False)

@@ -18,9 +18,9 @@ import skipstone
 from skipstone import METHODS, AdaSD, Auto, Autoregressive, Recycle
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import resolve_for
+from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench import plan
-from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.run_file import RunFile
 from skipstone.methods import resolve
 from skipstone.serving.batch_files.batch import Chosen
 from skipstone.serving.request_parser import RequestParser
@@ -151,12 +151,12 @@ def test_adasd_has_the_window_that_its_older_settings_meant() -> None:
 
 def test_a_run_that_was_begun_with_older_names_goes_on(tmp_path: Path) -> None:
     plans = [{"methods": [{"method": "recycle", "label": "r", key: value}]} for key, value in CHANGES]
-    with Journal(tmp_path / "run.jsonl", plans[0], {}) as journal:
+    with RunFile(tmp_path / "run.jsonl", plans[0], {}) as journal:
         journal.add({"kind": "trial"})
-    with Journal(tmp_path / "run.jsonl", plans[1], {}) as journal:
+    with RunFile(tmp_path / "run.jsonl", plans[1], {}) as journal:
         assert [line["kind"] for line in journal.lines] == ["run", "trial", "resumed"]
     with pytest.raises(ValueError, match="holds another run: methods differ"):
-        Journal(tmp_path / "run.jsonl", plans[2], {})
+        RunFile(tmp_path / "run.jsonl", plans[2], {})
 
 
 CHANGES = (("nodes", [4, 6]), ("num_speculative_tokens", [4, 6]), ("num_speculative_tokens", [4, 7]))

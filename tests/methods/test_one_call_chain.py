@@ -56,8 +56,8 @@ class Drafted:
 
     states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one: that may have gone
     up with other rows' drafts or not. stored: keys and values of the same tokens and those before them, row after row, layer
-    after layer. most: most drafts of every row as the engine was asked for them in one call, 0 of rows that took no part; None
-    where it was not asked.
+    after layer. max_drafts: most drafts of every row as the engine was asked for them in one call, 0 of rows that took no part;
+    None where it was not asked.
     """
 
     valid: Tensor
@@ -66,7 +66,7 @@ class Drafted:
     depth: Tensor
     states: Tensor
     stored: list[Tensor]
-    most: list[int] | None
+    max_drafts: list[int] | None
 
 
 def seen(session: Any, draft: Draft) -> Drafted:
@@ -103,7 +103,7 @@ def decode(
         runner.engine.asked.clear()
         found = own(limit)
         drafts.append(seen(session, found))
-        drafts[-1].most = [max(0, count) for count in runner.engine.asked[0].most] if runner.engine.asked else None
+        drafts[-1].max_drafts = [max(0, count) for count in runner.engine.asked[0].max_drafts] if runner.engine.asked else None
         return found
 
     session.drafter.propose_draft = draft
@@ -126,8 +126,10 @@ def assert_alike(
     texts, drafts = decode(Noting, model, method, asked, steps)
     expected_texts, expected = decode(TokenByToken, model, method, asked, steps)
     assert len(drafts) == len(expected)
-    assert all((draft.most is not None) == bool(draft.valid.any()) for draft in drafts), "chains were not drafted in one call"
-    assert all(draft.most is None for draft in expected)
+    assert all((draft.max_drafts is not None) == bool(draft.valid.any()) for draft in drafts), (
+        "chains were not drafted in one call"
+    )
+    assert all(draft.max_drafts is None for draft in expected)
     for mine, theirs in zip(drafts, expected, strict=True):
         width = mine.valid.shape[1]
         assert torch.equal(mine.valid, theirs.valid[:, :width])
@@ -157,10 +159,10 @@ METHODS: dict[str, Any] = {
 @crossed(family=["llama", "gemma2"], method=METHODS, threshold=[None, 0.3, 0.9, "adaptive"])
 def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, threshold: Any) -> None:
     drafts, _ = assert_alike(family, METHODS[method](threshold), requests(3, frozenset()))
-    most = [draft.most for draft in drafts if draft.most is not None]
-    assert any(len(set(counts) - {0}) > 1 for counts in most), "no two rows had different room"
-    assert any(0 in counts for counts in most), "every row took part in every step"
-    stopped = [draft for draft in drafts if draft.most is not None and draft.valid.sum(1).tolist() != draft.most]
+    max_drafts = [draft.max_drafts for draft in drafts if draft.max_drafts is not None]
+    assert any(len(set(counts) - {0}) > 1 for counts in max_drafts), "no two rows had different room"
+    assert any(0 in counts for counts in max_drafts), "every row took part in every step"
+    stopped = [draft for draft in drafts if draft.max_drafts is not None and draft.valid.sum(1).tolist() != draft.max_drafts]
     if threshold is None:
         assert not stopped, "nothing but a threshold stops a draft here"
     elif threshold != 0.3:
@@ -175,11 +177,11 @@ def test_a_chain_ends_with_the_token_that_ends_its_row(method: str, rows: int) -
     early = 0
     for draft in drafts:
         tokens = iter(draft.tokens.tolist())
-        for count, most in zip(draft.valid.sum(1).tolist(), draft.most or [0] * rows, strict=True):
+        for count, max_drafts in zip(draft.valid.sum(1).tolist(), draft.max_drafts or [0] * rows, strict=True):
             row = [next(tokens) for _ in range(count)]
             assert not set(row[:-1]) & eos, "the chain went on behind an end"
-            assert count == most or row[-1] in eos
-            early += count < most
+            assert count == max_drafts or row[-1] in eos
+            early += count < max_drafts
     assert early > 0, "no draft ended a row before it was full"
     assert all(text[-1] in eos for text in texts if len(text) < 40)
 

@@ -16,7 +16,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
-from skipstone.lab.bench import predictions
+from skipstone.lab.bench import speedup_predictions
 from skipstone.methods.auto.candidates import usual_methods
 from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
@@ -132,10 +132,10 @@ def test_a_target_that_is_quantised_itself_is_refused(quantize: str) -> None:
 
 def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:
     runner = ModelRunner(llama(layers=4), "native")
-    assert predictions.described(SelfSpeculative((1,), draft_quantize="int8"), runner) is None
-    assert predictions.described(SelfSpeculative((1,)), runner) is not None
-    assert predictions.described(Speculative("nowhere", draft_quantize="int8"), runner) is None
-    assert predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), runner) is None
+    assert speedup_predictions.described(SelfSpeculative((1,), draft_quantize="int8"), runner) is None
+    assert speedup_predictions.described(SelfSpeculative((1,)), runner) is not None
+    assert speedup_predictions.described(Speculative("nowhere", draft_quantize="int8"), runner) is None
+    assert speedup_predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), runner) is None
 
 
 def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

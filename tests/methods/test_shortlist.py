@@ -27,7 +27,7 @@ from skipstone import (
     Swift,
 )
 from skipstone.decoding.draft import Draft
-from skipstone.engines.choose_engine import Setup
+from skipstone.engines.choose_engine import EngineOptions
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.methods.drafting.draft_model import DraftModel
@@ -331,11 +331,11 @@ def test_every_method_refuses_before_any_work(name: str, model: Any, draft: Any,
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_draft_model_drafts_no_id_that_its_target_has_not(engine: str) -> None:
-    larger, states = DraftModel(llama(120), VOCABULARY, Setup(engine)), torch.randn(1, 1, 32)
+    larger, states = DraftModel(llama(120), VOCABULARY, EngineOptions(engine)), torch.randn(1, 1, 32)
     assert larger.draftable == VOCABULARY
     with pytest.raises(ValueError, match="at most 97"):
         Speculative("x", draft_vocabulary=98).shortlist(larger)
-    smaller = DraftModel(llama(80), VOCABULARY, Setup(engine))
+    smaller = DraftModel(llama(80), VOCABULARY, EngineOptions(engine))
     assert smaller.draftable == 80
     for drafter in (larger, smaller):
         for wanted in (40, drafter.draftable):

@@ -11,8 +11,8 @@ import torch
 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting import states
-from skipstone.models.memo import Memo
+from skipstone.methods.drafting import method_states
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.utils.limits import MAX_METHOD_STATES
 from tests.helpers import families
 
@@ -29,7 +29,7 @@ class Learnt:
         return {}
 
 
-@pytest.mark.parametrize(("size", "left"), [(1, MAX_METHOD_STATES), (states.METHOD_STATE_BYTES // 3, 3)])
+@pytest.mark.parametrize(("size", "left"), [(1, MAX_METHOD_STATES), (method_states.METHOD_STATE_BYTES // 3, 3)])
 def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_others_are_freed(size: int, left: int) -> None:
     model, made = ModelRunner(families.build("llama")), list[weakref.ref[Learnt]]()
 
@@ -41,23 +41,23 @@ def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_ot
     gc.disable()
     try:
         for count in range(1, 101):
-            states.of(skipstone.Recycle(count % 64 + 1, count % 8 + 1), model, count, None, make)
+            method_states.method_state(skipstone.Recycle(count % 64 + 1, count % 8 + 1), model, count, None, make)
         alive = [one for one in made if one() is not None]
     finally:
         gc.enable()
     assert alive == made[-left:]
-    assert sum(one().nbytes for one in alive) <= states.METHOD_STATE_BYTES  # type: ignore[union-attr]
+    assert sum(one().nbytes for one in alive) <= method_states.METHOD_STATE_BYTES  # type: ignore[union-attr]
 
 
 def test_what_recycled_tokens_take_is_about_what_is_accounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Python's own count of what was allocated."""
     tracemalloc = pytest.importorskip("tracemalloc")
-    from skipstone.methods.recycle import Kept
+    from skipstone.methods.recycle import AdjacencyMatrix
 
     draws = torch.randint(300, 100_000, (20_000, 8), generator=torch.Generator().manual_seed(0))
     tracemalloc.start()
     try:
-        kept = Kept({token: row.tolist() for token, row in enumerate(draws, 1000)})
+        kept = AdjacencyMatrix({token: row.tolist() for token, row in enumerate(draws, 1000)})
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -67,8 +67,8 @@ def test_what_recycled_tokens_take_is_about_what_is_accounted(monkeypatch: pytes
 @pytest.mark.parametrize("method", [skipstone.Recycle(), skipstone.Auto(), skipstone.Swift()], ids=lambda one: one.name)
 def test_every_state_says_what_it_takes(method: Any) -> None:
     raw = families.build("llama")
-    memo: Memo[Any] = states._STATES
+    memo: PerModelCache[Any] = method_states._STATES
     skipstone.generate(raw, torch.arange(5, 25)[None], method, max_new_tokens=8, do_sample=False)
     found = list(memo.known(raw).values())
     assert found
-    assert all(0 < one.nbytes < states.METHOD_STATE_BYTES for one in found)
+    assert all(0 < one.nbytes < method_states.METHOD_STATE_BYTES for one in found)

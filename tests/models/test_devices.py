@@ -19,14 +19,14 @@ import torch
 import skipstone
 from skipstone.cli import main
 from skipstone.engines.choose_engine import attach
-from skipstone.engines.eager.patches import Forward
+from skipstone.engines.eager.patches import ForwardPatch
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import METHODS
-from skipstone.models import refusals
+from skipstone.models import unsupported
+from skipstone.models.device_map import home
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import Pass
-from skipstone.models.placing import home
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import all_but
@@ -48,7 +48,7 @@ EVERY = [*METHODS, "layerskip, some tokens", "adasd, some tokens"]
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pretended devices, and weights on them."""
-    monkeypatch.setattr(refusals, "KNOWN_TENSORS", (*refusals.KNOWN_TENSORS, There))
+    monkeypatch.setattr(unsupported, "KNOWN_TENSORS", (*unsupported.KNOWN_TENSORS, There))
     with pretended_devices():
         yield
 
@@ -244,7 +244,7 @@ def test_disable_leaves_accelerates_hooks_where_they_were(tmp_path: Path) -> Non
     skipstone.enable(model, "self_speculative skip_attention=1 skip_mlp=2")
     ids = families.prompts(1)[0][None]
     text = model.generate(ids, max_new_tokens=FEW, do_sample=False)
-    assert any(isinstance(module.__dict__.get("forward"), Forward) for module in model.modules())
+    assert any(isinstance(module.__dict__.get("forward"), ForwardPatch) for module in model.modules())
     skipstone.disable(model)
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules() if name} == before
     assert torch.equal(model.generate(ids, max_new_tokens=FEW, do_sample=False), text)

@@ -19,7 +19,7 @@ from skipstone.engines.loading import load
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.rotary import RotaryTables
 from skipstone.methods import Speculative
-from skipstone.models.families import Rotary
+from skipstone.models.families import RotarySource
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]
@@ -172,10 +172,10 @@ def test_a_model_with_several_engines_is_freed_with_its_last_reference() -> None
 def test_rotary_tables_grow_and_hold_what_the_module_says() -> None:
     runner = ModelRunner(families.build("llama"))
     tables, like = RotaryTables(runner.decoder, 600), torch.zeros(1, 1, 8)
-    small = tables.table(Rotary("rotary_emb"), 3, like)
+    small = tables.table(RotarySource("rotary_emb"), 3, like)
     assert small[0].shape[0] == 256
-    assert tables.table(Rotary("rotary_emb"), 256, like) is small
-    cos, sin = tables.table(Rotary("rotary_emb"), 10_000, like)
+    assert tables.table(RotarySource("rotary_emb"), 256, like) is small
+    cos, sin = tables.table(RotarySource("rotary_emb"), 10_000, like)
     assert cos.shape[0] == sin.shape[0] == 600
     expected: tuple[Tensor, Tensor] = runner.decoder.rotary_emb(like, torch.arange(600)[None])
     assert torch.equal(cos, expected[0][0])

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from skipstone.engines.host import out_of_memory
+from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import families
 

@@ -21,7 +21,7 @@ from skipstone.engines.agreement import disagreement
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.recurrent_states import Trail
+from skipstone.engines.recurrent_states import StateHistory
 from skipstone.methods import METHODS, resolve
 from skipstone.models.facts import Facts
 from skipstone.models.families import RECURRENT, kinds, text_config
@@ -151,24 +151,24 @@ def test_states_are_those_of_the_committed_text(name: str) -> None:
 
 def not_restored(patch: pytest.MonkeyPatch) -> None:
     """A pass goes on from the state behind the rejected drafts."""
-    own = Trail.begin
+    own = StateHistory.begin
 
-    def begin(self: Trail, first: int, committed: int, call: Any) -> Any:
+    def begin(self: StateHistory, first: int, committed: int, call: Any) -> Any:
         after = self.after
         again, states = own(self, first, committed, call)
         return (None, after) if again is not None else (again, states)
 
-    patch.setattr(Trail, "begin", begin)
+    patch.setattr(StateHistory, "begin", begin)
 
 
 def not_replayed(patch: pytest.MonkeyPatch) -> None:
     """A pass behind a rejection begins at the base and forgets what was accepted since."""
-    own = Trail.begin
+    own = StateHistory.begin
 
-    def begin(self: Trail, first: int, committed: int, call: Any) -> Any:
+    def begin(self: StateHistory, first: int, committed: int, call: Any) -> Any:
         return None, own(self, first, committed, call)[1]
 
-    patch.setattr(Trail, "begin", begin)
+    patch.setattr(StateHistory, "begin", begin)
 
 
 CASES = [
@@ -264,7 +264,7 @@ def test_every_other_method_decodes_a_hybrid() -> None:
 
 def test_hybrids_without_attention_or_costs_are_refused(tmp_path: Any) -> None:
     from skipstone.lab.search.search import SearchSettings, search
-    from skipstone.lab.timing.costs import costs_of
+    from skipstone.lab.timing.measure_costs import costs_of
 
     with pytest.raises(ValueError, match="a recurrent state in every layer"):
         ModelRunner(families.build("lfm2", layer_types=["conv"] * 4))

@@ -24,8 +24,8 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
-from skipstone.models.families import Family, Rotary, Step
-from skipstone.models.passes import Pass, Reach, SkipSet
+from skipstone.models.families import Family, InputStep, RotarySource
+from skipstone.models.passes import AttentionReach, Pass, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 
@@ -83,15 +83,15 @@ def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> Non
 
 # a fact of a family, or a reach, got wrong in a model that shows it
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "a window forgotten": ("mistral", {"reaches": [Reach()] * 4}),
-    "a window too large": ("starcoder2", {"reaches": [Reach(families.WINDOW + 1)] * 4}),
-    "a window on every layer": ("qwen2", {"reaches": [Reach(families.WINDOW)] * 4}),
-    "one RoPE for both layer kinds": ("gemma3_text", {"rotary": (Rotary("rotary_emb", "full_attention"),) * 4}),
+    "a window forgotten": ("mistral", {"reaches": [AttentionReach()] * 4}),
+    "a window too large": ("starcoder2", {"reaches": [AttentionReach(families.WINDOW + 1)] * 4}),
+    "a window on every layer": ("qwen2", {"reaches": [AttentionReach(families.WINDOW)] * 4}),
+    "one RoPE for both layer kinds": ("gemma3_text", {"rotary": (RotarySource("rotary_emb", "full_attention"),) * 4}),
     "no logit soft-cap": ("gemma2", {"logits": ("", "")}),
     "no logit scale": ("cohere", {"logits": ("", "")}),
     "no logits scaling": ("granite", {"logits": ("", "")}),
     "no embedding multiplier": ("granite", {"input_scale": None}),
-    "no learned positions": ("gpt2", {"entering": (Step("wte", "tokens"),)}),
+    "no learned positions": ("gpt2", {"entering": (InputStep("wte", "tokens"),)}),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_wrong_fact_is_refused_with_the_measured_difference(mistake: str, monk
 
     def mistaken(*given: Any) -> Family:
         found = derive(*given)
-        kinds = {Reach(): "full"}
+        kinds = {AttentionReach(): "full"}
         wrong = {key: value for key, value in changes.items() if key != "reaches"}
         if "reaches" in changes:
             wrong["reaches"] = tuple(kinds.get(one, "sliding") for one in changes["reaches"])

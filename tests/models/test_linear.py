@@ -80,7 +80,7 @@ def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
     torch.manual_seed(0)
     module = nn.Linear(24, 40, bias=bias)
     expected_of = copy.deepcopy(module).double()
-    module.__class__ = linear.Transposed
+    module.__class__ = linear.TransposedLinear
     calls: list[int] = []
 
     def counted(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:

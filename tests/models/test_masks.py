@@ -13,7 +13,7 @@ from torch import Tensor
 import skipstone
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.models.passes import MaskForm, Pass, Reach, ancestors
+from skipstone.models.passes import AttentionReach, MaskForm, Pass, ancestors
 from tests.helpers import families, planted
 from tests.helpers.enumeration import Tabled
 
@@ -89,7 +89,7 @@ def test_a_scoring_pass_sees_what_the_definition_says(shape: str, window: int | 
         forward.append(torch.zeros(rows, width, dtype=torch.long), valid, given)
         forward.advance(4)
         (at,) = model.passes
-        mask = at.mask(Reach(window), BOOL)
+        mask = at.mask(AttentionReach(window), BOOL)
         assert mask.shape == (rows, 1, width + 1, at.extent)
         slots = store.view(at).slots
         for row, column in itertools.product(range(rows), range(width + 1)):
@@ -108,17 +108,17 @@ def test_a_mask_names_the_same_slots_in_every_form() -> None:
     _, forward, _ = spied([5, 2], [True, True], 3)
     forward.append(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
     at = forward._pass(slice(0, 4), None)
-    seen = at.mask(Reach(4), BOOL)
-    added = at.mask(Reach(4), MaskForm(torch.float32, optional=False))
-    grouped = at.mask(Reach(4), BOOL, groups=3)
+    seen = at.mask(AttentionReach(4), BOOL)
+    added = at.mask(AttentionReach(4), MaskForm(torch.float32, optional=False))
+    grouped = at.mask(AttentionReach(4), BOOL, groups=3)
     assert seen is not None
     assert added is not None
     assert grouped is not None
     assert torch.equal(added == 0, seen)
     assert bool((added[~seen] == torch.finfo(torch.float32).min).all())
     assert torch.equal(grouped, torch.cat([seen] * 3, 2))
-    assert at.mask(Reach(4), BOOL) is seen, "built once per pass and layer kind"
-    assert at.mask(Reach(), BOOL) is not seen
+    assert at.mask(AttentionReach(4), BOOL) is seen, "built once per pass and layer kind"
+    assert at.mask(AttentionReach(), BOOL) is not seen
 
 
 def test_a_mask_is_left_out_only_where_attention_needs_none() -> None:
@@ -127,14 +127,14 @@ def test_a_mask_is_left_out_only_where_attention_needs_none() -> None:
     for start_at, width, window in itertools.product((0, 1, 6), (1, 2, 5), (None, 1, 3, 20)):
         positions = torch.arange(start_at, start_at + width)[None]
         at = Pass(positions, positions, None, slice(0, 1), start_at + width, start_at)
-        full = at.mask(Reach(window), BOOL)
+        full = at.mask(AttentionReach(window), BOOL)
         assert full is not None
         plain = torch.ones(width, start_at + width).tril(start_at).bool()
         needless = torch.equal(full[0, 0], plain) and (width == 1 or start_at == 0)
-        assert (at.mask(Reach(window), form) is None) == needless
+        assert (at.mask(AttentionReach(window), form) is None) == needless
     slots = torch.arange(3)[None]
-    assert Pass(slots, slots, None, slice(0, 1), 3, 0).mask(Reach(), form) is None
-    assert Pass(slots, slots, torch.ones(1, 3).bool(), slice(0, 1), 3).mask(Reach(), form) is not None
+    assert Pass(slots, slots, None, slice(0, 1), 3, 0).mask(AttentionReach(), form) is None
+    assert Pass(slots, slots, torch.ones(1, 3).bool(), slice(0, 1), 3).mask(AttentionReach(), form) is not None
 
 
 def test_ancestors_follow_parents() -> None:
@@ -154,7 +154,7 @@ def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.Mon
     passes: list[int] = []
     visible, run = Pass._visible, Pass.__init__
 
-    def counted(self: Pass, reach: Reach) -> torch.Tensor:
+    def counted(self: Pass, reach: AttentionReach) -> torch.Tensor:
         built.append(reach.window)
         return visible(self, reach)
 

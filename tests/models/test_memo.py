@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 
 
 class Model:
@@ -10,7 +10,7 @@ class Model:
 
 
 def test_a_value_is_made_once_per_model_and_key_and_again_where_it_holds_no_longer() -> None:
-    memo, one, other = Memo[list[int]](), Model(), Model()
+    memo, one, other = PerModelCache[list[int]](), Model(), Model()
     first = memo.get(one, "a", lambda: [1])
     assert memo.get(one, "a", lambda: [2]) is first
     assert memo.get(other, "a", lambda: [3]) == [3]
@@ -19,14 +19,14 @@ def test_a_value_is_made_once_per_model_and_key_and_again_where_it_holds_no_long
 
 
 def test_of_more_values_than_may_be_kept_the_one_asked_for_longest_ago_goes() -> None:
-    memo, model = Memo[int](most=2), Model()
+    memo, model = PerModelCache[int](max_values=2), Model()
     for key in (1, 2, 1, 3):
         memo.get(model, key, lambda key=key: 10 * key)
     assert memo.known(model) == {1: 10, 3: 30}
 
 
 def test_of_values_that_take_more_bytes_than_allowed_the_oldest_go_and_the_last_one_stays() -> None:
-    memo, model = Memo[bytearray](max_bytes=100, nbytes=len), Model()
+    memo, model = PerModelCache[bytearray](max_bytes=100, nbytes=len), Model()
     for key, size in (("a", 40), ("b", 40), ("c", 40)):
         memo.get(model, key, lambda size=size: bytearray(size))
     assert list(memo.known(model)) == ["b", "c"]

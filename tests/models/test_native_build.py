@@ -55,7 +55,7 @@ def built(folder: Path, *names: str) -> list[Path]:
     return build.build(names, folder, ["-O0"], csrc=folder / "csrc")
 
 
-def found(folder: Path, wanted: str | None = None) -> library.Found:
+def found(folder: Path, wanted: str | None = None) -> library.LibrarySearchResult:
     """What this machine's CPU finds in a folder."""
     return library.find(folder, library.features(), wanted)
 
@@ -89,7 +89,7 @@ def test_a_library_of_other_sources_is_stale(folder: Path, change: str) -> None:
         source.write_text(source.read_text() + "\n")
     if change == "header":
         (folder / "csrc" / "more.h").write_text("")
-    assert found(folder) == library.Found(None, library.STALE)
+    assert found(folder) == library.LibrarySearchResult(None, library.STALE)
     if change in ("source", "header"):
         assert build.stale(NAMES, folder, folder / "csrc") == NAMES
         built(folder, OWN[0])

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import TypicalLogitsWarper
 
 from skipstone import Sampling
 from skipstone.decoding.noise import TARGET, Noise
-from skipstone.decoding.sampling import Sampler, Warpable, Warping
+from skipstone.decoding.sampling import Sampler, WarpedLogits, WarperSettings
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from tests.helpers import families
@@ -49,7 +49,7 @@ def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: T
     """What the engine draws; -1 for a row that it leaves."""
     draw = engine().engine_draw
     assert draw is not None
-    return draw(logits, Warping(rows, CPU).engine_warps, noise.counters(position, TARGET))
+    return draw(logits, WarperSettings(rows, CPU).engine_warps, noise.counters(position, TARGET))
 
 
 def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> int:
@@ -167,10 +167,10 @@ def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
         if trial % 2:
             logits[1] = logits[1].round()  # ties
         chances = sampler.chances(logits, path)
-        assert isinstance(chances, Warpable)
+        assert isinstance(chances, WarpedLogits)
         found = sampler.noise.draw(chances, position, TARGET)
         assert torch.equal(found, sampler.noise.draw(sampler.distribution(logits, path), position, TARGET))
-        without = Warpable(logits, sampler.warping, None, lambda logits=logits: sampler.distribution(logits, path))
+        without = WarpedLogits(logits, sampler.warping, None, lambda logits=logits: sampler.distribution(logits, path))
         assert torch.equal(found, sampler.noise.draw(without, position, TARGET))
     assert asked == [True, False] * 20
 

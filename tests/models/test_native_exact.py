@@ -11,7 +11,7 @@ import torch
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.native import library
-from skipstone.engines.native.weights import Weights
+from skipstone.engines.native.weights import NativeWeights
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.native import DTYPES, FAMILIES, assert_near, native, references, scenario, shaped, text
@@ -71,18 +71,18 @@ def test_embeddings_are_scaled_as_gemma_scales_them(name: str) -> None:
 
 
 def _without_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Weights, "_norm", lambda self, module: self._floats(module.weight.detach()))
+    monkeypatch.setattr(NativeWeights, "_norm", lambda self, module: self._floats(module.weight.detach()))
 
 
 def _layer_with(change: Callable[[Any], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    made = Weights._layer
+    made = NativeWeights._layer
 
     def layer(self: Any, *given: Any) -> Any:
         packed = made(self, *given)
         change(packed)
         return packed
 
-    return lambda monkeypatch: monkeypatch.setattr(Weights, "_layer", layer)
+    return lambda monkeypatch: monkeypatch.setattr(NativeWeights, "_layer", layer)
 
 
 def _swap(first: str, second: str) -> Callable[[Any], None]:

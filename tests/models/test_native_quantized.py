@@ -15,7 +15,7 @@ from skipstone.engines.engine import QUANTIZED as CHOICES
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.engines.native.structs import Matrix, Model, declare
+from skipstone.engines.native.structs import MatrixStruct, ModelStruct, declare
 from skipstone.engines.native.weights import QUANTIZED
 from skipstone.models.facts import Facts
 from skipstone.models.fingerprint import fingerprint
@@ -99,8 +99,8 @@ class Packed:
         self.outputs, self.inputs = outputs, inputs
         self.panels = np.zeros(engine.sk_packed_bytes(number, outputs, inputs), dtype=np.uint8)
         assert engine.sk_quantize(number, 0, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data) == 0
-        head = Matrix(self.panels.ctypes.data, None, outputs, inputs, number)
-        self.model = Model(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
+        head = MatrixStruct(self.panels.ctypes.data, None, outputs, inputs, number)
+        self.model = ModelStruct(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
         self.model.embedding_scale = self.model.embedding_multiplier = 1.0
 
     def multiplied(self, x: Found, threads: int = 1) -> Found:

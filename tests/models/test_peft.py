@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import LayerSkip
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.refusals import ADAPTERS
+from skipstone.models.unsupported import ADAPTERS
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 

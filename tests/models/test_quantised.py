@@ -21,7 +21,7 @@ from skipstone.engines.eager import linear
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.lab.check.check import Judge
+from skipstone.lab.check.check import TieDetector
 from skipstone.models import quantised as rooms
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families, quantised
@@ -55,7 +55,7 @@ ROUND_INPUTS = ("bitsandbytes 8 bit", "torchao int8 inputs", "compressed-tensors
 def assert_same(name: str, found: Any) -> None:
     """The text is the quantised model's, or parts from it in a tie, where the kernel rounds its inputs."""
     assert len(found) == 1
-    parted = Judge(quantised.cached(name)).compare(prompt(LENGTH, seed=1), expected(name), found[0])
+    parted = TieDetector(quantised.cached(name)).compare(prompt(LENGTH, seed=1), expected(name), found[0])
     assert parted is None or (parted.tie and name in ROUND_INPUTS), str(parted)
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, LayerSkip
-from skipstone.engines.exits import layer_states
+from skipstone.engines.exit_statistics import layer_states
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import altup, recognition
-from skipstone.models.derivation import Underivable, _streams
+from skipstone.models.derivation import DerivationError, _streams
 from skipstone.models.families import text_ids
 from skipstone.models.passes import Pass, SkipSet
-from skipstone.models.trace import Call
+from skipstone.models.trace import ModuleCall
 from skipstone.train.layerskip.run import _shorten
 from tests.helpers import families, objectives, support, wrapped
 from tests.helpers.conformance import LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
@@ -193,9 +193,9 @@ def test_streams_that_are_made_or_merged_wrongly_are_refused(
 
 
 def test_streams_of_another_kind_than_altup_are_refused() -> None:
-    calls = [Call("0", {"": torch.zeros(4, 1, 3, 32)}, None)]
+    calls = [ModuleCall("0", {"": torch.zeros(4, 1, 3, 32)}, None)]
     assert _streams(families.cached(NAME).model, calls) == 4
-    with pytest.raises(Underivable, match="more than one stream of states"):
+    with pytest.raises(DerivationError, match="more than one stream of states"):
         _streams(families.cached("llama").model, calls)
 
 

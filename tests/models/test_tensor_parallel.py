@@ -25,7 +25,7 @@ from skipstone.cli import main
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import METHODS
-from skipstone.models import ranks, refusals
+from skipstone.models import tensor_parallel, unsupported
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
@@ -70,7 +70,7 @@ def guarded(model: Any, number: int) -> dict[str, Any]:
         return reading[0]
 
     found = {}
-    ranks.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
+    tensor_parallel.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
     try:
         for method in (Swift(skip_ratio=0.5, context_window=6), AdaDecode("original", 0.3, 4, exit_layers=(1, 2))):
             steps = list(skipstone.stream(model, families.prompts(1)[0][None], method, max_new_tokens=40))
@@ -80,7 +80,7 @@ def guarded(model: Any, number: int) -> dict[str, Any]:
                 "known": method.report(model),
             }
     finally:
-        ranks.time = time
+        tensor_parallel.time = time
     return found
 
 
@@ -244,7 +244,7 @@ def test_a_sharded_model_of_every_type_computes_what_the_whole_one_computes(tmp_
     """What is compared with transformers' sharded forward alone may be wrong like that."""
     models = {name: families.build(name) for name in (*families.NAMES, *families.FURTHER)}
     models[NOT_SPARSE] = families.build("gemma3n_text", activation_sparsity_pattern=[0.0] * 4)
-    refused = {name: reason for name, model in models.items() if (reason := ranks.cannot_share(model.config, 2))}
+    refused = {name: reason for name, model in models.items() if (reason := tensor_parallel.cannot_share(model.config, 2))}
     assert {name for name in refused if "has no plan" not in refused[name]} == {"cohere", "gemma3n_text", "doge"}
     attentions = {name: model.config._attn_implementation for name, model in models.items() if name not in refused}
     assert len(attentions) >= 80, "docs/lab/models.md says how many, and there is the one that is not sparse"
@@ -338,10 +338,10 @@ def shard(size: int, *names: str) -> Any:
 
 def test_weights_that_are_sharded_otherwise_are_refused() -> None:
     model: Any = SimpleNamespace(config=families.build("llama").config)
-    refusals._refuse_shards(model, [shard(2, "tp"), shard(2)])
+    unsupported._refuse_shards(model, [shard(2, "tp"), shard(2)])
     for shards, words in (([shard(2, "fsdp")], "sharded over fsdp"), ([shard(3, "tp")], "3 divides")):
         with pytest.raises(ValueError, match=words):
-            refusals._refuse_shards(model, shards)
+            unsupported._refuse_shards(model, shards)
 
 
 def test_methods_read_no_clock_of_their_own() -> None:
@@ -355,13 +355,15 @@ def test_methods_read_no_clock_of_their_own() -> None:
 
 def test_the_plans_of_transformers_shard_by_heads_where_that_is_checked() -> None:
     """A family whose plan names its projections otherwise would not be asked for divisible heads."""
-    asked = {name: ranks.cannot_share(families.build(name).config, 3) for name in ("llama", "qwen3", "gemma", "mixtral")}
+    asked = {
+        name: tensor_parallel.cannot_share(families.build(name).config, 3) for name in ("llama", "qwen3", "gemma", "mixtral")
+    }
     assert all(reason and "3 divides" in reason for reason in asked.values()), asked
-    assert ranks.cannot_share(families.build("phi3").config, 3) is None  # its fused projection is gathered
+    assert tensor_parallel.cannot_share(families.build("phi3").config, 3) is None  # its fused projection is gathered
 
 
 def test_gemma_3n_is_shared_where_no_activations_are_cut_off() -> None:
     config = families.build("gemma3n_text", activation_sparsity_pattern=[0.0] * 4).config
-    assert ranks.cannot_share(config, 2) is None
+    assert tensor_parallel.cannot_share(config, 2) is None
     config.activation_sparsity_pattern = [0.0, 0.0, 0.0, 0.5]
-    assert "activation_sparsity_pattern" in str(ranks.cannot_share(config, 2))
+    assert "activation_sparsity_pattern" in str(tensor_parallel.cannot_share(config, 2))

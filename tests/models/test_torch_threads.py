@@ -14,7 +14,7 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.torch_threads import OneThread
+from skipstone.engines.torch_threads import SingleTorchThread
 from tests.helpers import families
 
 
@@ -31,13 +31,13 @@ def test_every_host_thread_has_its_own_back() -> None:
 
     def other() -> None:
         torch.set_num_threads(3)
-        with OneThread():
+        with SingleTorchThread():
             inside.wait()
             leave.wait()
         after.append(torch.get_num_threads())
 
     thread = threading.Thread(target=other)
-    with OneThread(), OneThread():
+    with SingleTorchThread(), SingleTorchThread():
         assert torch.get_num_threads() == 1
         thread.start()
         inside.wait()
@@ -55,7 +55,7 @@ def test_a_host_thread_that_begins_meanwhile_has_them_all() -> None:
         torch.ones(3).add_(1)
         seen.append(torch.get_num_threads())
 
-    with OneThread():
+    with SingleTorchThread():
         thread = threading.Thread(target=begins)
         thread.start()
         thread.join()
@@ -64,7 +64,7 @@ def test_a_host_thread_that_begins_meanwhile_has_them_all() -> None:
 
 
 def test_they_come_back_after_an_error() -> None:
-    with pytest.raises(KeyError), OneThread():
+    with pytest.raises(KeyError), SingleTorchThread():
         raise KeyError
     assert torch.get_num_threads() == 2
 

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import skipstone
-from skipstone.engines.turns import ModelLock, lock_of
-from skipstone.lab.check.check import Checker, Scale
+from skipstone.engines.model_lock import ModelLock, lock_of
+from skipstone.lab.check.check import Checker, CheckScale
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import in_turn
@@ -217,7 +217,7 @@ def test_a_check_beside_other_calls_leaves_their_defaults_alone() -> None:
     model.generation_config.max_new_tokens = 9
     model.generation_config.repetition_penalty = 1.4
     expected = skipstone.generate(model, IDS, "autoregressive").new_tokens
-    checker = Checker(model, skipstone.LayerSkip(exit_layer=2), families.prompts(2), Scale(max_new_tokens=12, samples=20))
+    checker = Checker(model, skipstone.LayerSkip(exit_layer=2), families.prompts(2), CheckScale(max_new_tokens=12, samples=20))
     done = threading.Event()
 
     def check() -> Any:

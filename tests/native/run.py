@@ -42,7 +42,7 @@ def main() -> int:
     return sum(fuzz(levels, sanitizer, flags) for sanitizer, flags in SANITIZERS.items()) + compare(levels)
 
 
-def fuzz(levels: list[build.Level], sanitizer: str, flags: tuple[str, ...]) -> int:
+def fuzz(levels: list[build.CpuLevel], sanitizer: str, flags: tuple[str, ...]) -> int:
     """Random cases under one sanitizer. Returns the number of levels that failed."""
     failed = 0
     with tempfile.TemporaryDirectory() as made:
@@ -58,7 +58,7 @@ def fuzz(levels: list[build.Level], sanitizer: str, flags: tuple[str, ...]) -> i
     return failed
 
 
-def compare(levels: list[build.Level]) -> int:
+def compare(levels: list[build.CpuLevel]) -> int:
     """Whether all levels that can be run here give the same bits. Returns the number of those that do not, or fail."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -79,7 +79,7 @@ def compare(levels: list[build.Level]) -> int:
     return failed
 
 
-def hashed(level: build.Level, compiler: list[str], emulator: tuple[str, ...], folder: Path) -> str:
+def hashed(level: build.CpuLevel, compiler: list[str], emulator: tuple[str, ...], folder: Path) -> str:
     """What the driver prints for a level; nothing where it fails."""
     driver = driver_for(level, compiler, folder, ("-O2",))
     (built,) = build.build([level.name], folder, command=compiler)
@@ -87,7 +87,7 @@ def hashed(level: build.Level, compiler: list[str], emulator: tuple[str, ...], f
     return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def driver_for(level: build.Level, compiler: list[str], folder: Path, flags: tuple[str, ...] = ()) -> Path:
+def driver_for(level: build.CpuLevel, compiler: list[str], folder: Path, flags: tuple[str, ...] = ()) -> Path:
     """The driver, compiled for CPUs of a level."""
     driver = folder / f"driver-{level.name}"
     here = ("-std=c++20", "-pthread", *level.flags, *flags, f"-I{build.CSRC}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.train.data.sources import Script
+from skipstone.train.data.sources import ScriptSource
 
 PATH = Path(__file__).parents[2] / "recipes" / "data" / "stdlib.py"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -66,7 +66,7 @@ def test_the_manifest_holds_version_and_hashes(listed: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_documents_are_the_listed_files_in_order() -> None:
     names = list(STDLIB["manifest"](exclude=["[!j]*"])["sha256"])
-    source = Script(path=str(PATH), arguments={"exclude": ["[!j]*"]})
+    source = ScriptSource(path=str(PATH), arguments={"exclude": ["[!j]*"]})
     assert [one.text for one in source.read(Path())] == [(LIBRARY / name).read_text(encoding="utf-8") for name in names]
 
 

@@ -12,7 +12,7 @@ import torch
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.search import search as layer_search
-from skipstone.lab.search.search import Found, SearchSettings, Trial, search
+from skipstone.lab.search.search import LayerSetResult, SearchResult, SearchSettings, search
 from skipstone.models.passes import SkipSet
 from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
@@ -46,7 +46,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_matchness_is_the_share_of_tokens_that_what_is_left_would_have_chosen() -> None:
     """Against transformers: the prompt but its last token by the whole model, the rest by a copy with silenced sublayers."""
     model, asked = llama(layers=6), prompt(9)
-    text = layer_search._Text(ModelRunner(model), model, asked, 20)
+    text = layer_search._SearchText(ModelRunner(model), model, asked, 20)
     assert text.matchness(SkipSet()) == 1
     with torch.inference_mode():
         cache = model(text.ids[:, :8], use_cache=True).past_key_values
@@ -86,12 +86,12 @@ def test_trials_of_another_search_are_refused(model: Any, tmp_path: Path) -> Non
 
 
 def test_the_best_set_is_that_of_the_best_mean_not_the_luckiest() -> None:
-    lucky = [Trial("decoded", [1], [], 0.9, second, speed) for second, speed in ((1.0, 1.5), (3.0, 0.9))]
-    steady = [Trial("decoded", [2], [], 0.9, second, 1.3) for second in (2.0, 4.0)]
-    best = Found([lucky[0], steady[0], lucky[1], steady[1]]).best
+    lucky = [LayerSetResult("decoded", [1], [], 0.9, second, speed) for second, speed in ((1.0, 1.5), (3.0, 0.9))]
+    steady = [LayerSetResult("decoded", [2], [], 0.9, second, 1.3) for second in (2.0, 4.0)]
+    best = SearchResult([lucky[0], steady[0], lucky[1], steady[1]]).best
     assert best is not None
     assert (best.attention, best.speed) == ([2], 1.3)
-    assert Found([lucky[0], steady[0], lucky[1], steady[1]]).curve == [(1.0, 1.5), (2.0, 1.5), (3.0, 1.3), (4.0, 1.3)]
+    assert SearchResult([lucky[0], steady[0], lucky[1], steady[1]]).curve == [(1.0, 1.5), (2.0, 1.5), (3.0, 1.3), (4.0, 1.3)]
 
 
 def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import resolve_for
+from skipstone.hf.generate_call import resolve_for
 from skipstone.serving import grammar as grammar_module
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.pending_request import LENGTH, STOP, PendingRequest, RequestEnd, RequestEvent, StepOutput

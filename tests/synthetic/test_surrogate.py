@@ -7,7 +7,7 @@ import torch
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.bench import journal
+from skipstone.lab.bench import run_file
 from skipstone.lab.bench.plan import read
 from skipstone.lab.bench.report.report import calibrated, report
 from skipstone.lab.synthetic import surrogate
@@ -146,7 +146,7 @@ def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch)
     methods = ["hf-generate", "hf-early-exit num_assistant_tokens=2", "autoregressive", "layerskip num_speculative_tokens=2,3"]
     monkeypatch.setattr(surrogate, "calibrate", quickly)
     out = run_surrogate(SMALL, plan(methods=methods), tmp_path / "s.jsonl", ["x"], said.append)
-    lines = journal.read(out)
+    lines = run_file.read(out)
     about = next(line for line in lines if line["kind"] == "model")["synthetic"]
     assert abs(about["realised_agreement"]["value"] - 0.8) < 0.1
     assert any("agree with all at" in text and "0.8 was wanted" in text for text in said)
@@ -163,7 +163,7 @@ def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch)
     out.write_text("".join(json.dumps(line) + "\n" for line in kept))
     monkeypatch.setattr(surrogate, "calibrate", None)
     run_surrogate(SMALL, plan(methods=methods), out, ["x"], said.append)
-    again = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    again = [line for line in run_file.read(out) if line["kind"] == "prompt"]
     assert [line["index"] for line in again] == [0, 1]
     assert [line["digest"] for line in again] == [line["digest"] for line in prompts]
     assert again[1]["rows"]["layerskip"]["digests"] == prompts[1]["rows"]["layerskip"]["digests"]
@@ -183,7 +183,7 @@ def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeyp
     monkeypatch.setitem(surrogate.NAMED, "llama-3.2-1b", SMALL.config)
     shape = surrogate.parse("llama-3.2-1b")
     asked = plan(methods=["hf-generate", "autoregressive"], dtype="bfloat16")
-    lines = journal.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
+    lines = run_file.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
     model = next(line for line in lines if line["kind"] == "model")
     assert (model["dtype"], model["synthetic"]["contexts"]) == ("bfloat16", "random ids")
 

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from skipstone.lab.tasks import sandbox
-from skipstone.lab.tasks.sandbox import Limits, run
+from skipstone.lab.tasks.sandbox import SandboxLimits, run
 
 MARK = f"mark-{os.getpid()}"  # at most 15 letters; another one for every worker of pytest
 NAMED = f"import ctypes, os\nctypes.CDLL(None).prctl(15, b'{MARK}')\n"
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
-def limits(request: pytest.FixtureRequest) -> Limits:
+def limits(request: pytest.FixtureRequest) -> SandboxLimits:
     """Time enough for a busy machine."""
     if request.param and not run("pass").isolated:
         pytest.skip("this system allows no namespaces")
-    return Limits(seconds=20, memory_mb=256, disk_mb=1, processes=8, namespaces=request.param)
+    return SandboxLimits(seconds=20, memory_mb=256, disk_mb=1, processes=8, namespaces=request.param)
 
 
 @pytest.fixture
-def short(limits: Limits) -> Limits:
+def short(limits: SandboxLimits) -> SandboxLimits:
     return replace(limits, seconds=1.0)
 
 
@@ -73,12 +73,12 @@ def test_marked_processes_are_found() -> None:
         ("'\\ud800'", True, "passed"),
     ],
 )
-def test_a_program_passes_when_it_runs_to_its_last_line(program: str, passed: bool, reason: str, limits: Limits) -> None:
+def test_a_program_passes_when_it_runs_to_its_last_line(program: str, passed: bool, reason: str, limits: SandboxLimits) -> None:
     outcome = run(program, limits)
     assert (outcome.passed, outcome.reason.startswith(reason)) == (passed, True), outcome
 
 
-def assert_ended(program: str, reason: str, limits: Limits) -> None:
+def assert_ended(program: str, reason: str, limits: SandboxLimits) -> None:
     """The program is ended for this reason, within its time, and nothing of it lives on."""
     start = time.monotonic()
     outcome = run(NAMED + program, limits)
@@ -91,7 +91,7 @@ def assert_ended(program: str, reason: str, limits: Limits) -> None:
 @pytest.mark.parametrize(
     "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
 )
-def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: Limits) -> None:
+def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: SandboxLimits) -> None:
     assert_ended("while True: pass", "more than 1 seconds", short)
     deaf = (
         "import signal, time\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):\n    signal.signal(s, signal.SIG_IGN)\n"
@@ -102,21 +102,21 @@ def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: Limits) 
 @pytest.mark.parametrize(
     "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
 )
-def test_a_fork_bomb_is_put_out(short: Limits) -> None:
+def test_a_fork_bomb_is_put_out(short: SandboxLimits) -> None:
     assert_ended("while True:\n    try: os.fork()\n    except OSError: pass", "more than", short)
 
 
 @pytest.mark.parametrize(
     "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
 )
-def test_a_child_that_reaches_the_last_line_does_not_pass_for_its_parent(limits: Limits) -> None:
+def test_a_child_that_reaches_the_last_line_does_not_pass_for_its_parent(limits: SandboxLimits) -> None:
     assert run("import os\nif os.fork(): assert False, 'the parent'", limits).reason == "AssertionError: the parent"
 
 
 @pytest.mark.parametrize(
     "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
 )
-def test_what_a_program_leaves_behind_dies_with_it(limits: Limits) -> None:
+def test_what_a_program_leaves_behind_dies_with_it(limits: SandboxLimits) -> None:
     assert run(NAMED + "import time\nif not os.fork(): time.sleep(60)", limits).passed
     assert marked() == 0
     away = "import time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(60)\n    time.sleep(60)"
@@ -124,12 +124,12 @@ def test_what_a_program_leaves_behind_dies_with_it(limits: Limits) -> None:
     assert marked() == 0
 
 
-def test_memory_is_limited(limits: Limits) -> None:
+def test_memory_is_limited(limits: SandboxLimits) -> None:
     assert_ended("x = bytearray(300 << 20)", "MemoryError", limits)
     assert run("x = bytearray(100 << 20)", limits).passed
 
 
-def test_files_are_limited_and_gone(limits: Limits, tmp_path: Path) -> None:
+def test_files_are_limited_and_gone(limits: SandboxLimits, tmp_path: Path) -> None:
     assert_ended("with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 16))", "OSError", limits)
     assert run("open('small', 'w').write('x')\nassert open('small').read() == 'x'", limits).passed
     outcome = run(f"open({str(tmp_path / 'escaped')!r}, 'w').write('x')", limits)
@@ -141,7 +141,7 @@ def test_files_are_limited_and_gone(limits: Limits, tmp_path: Path) -> None:
         assert_ended(many, "OSError", limits)
 
 
-def test_nothing_of_the_machine_is_seen(limits: Limits) -> None:
+def test_nothing_of_the_machine_is_seen(limits: SandboxLimits) -> None:
     alone = "import os\nassert set(os.environ) <= {'LC_CTYPE'}, dict(os.environ)\nassert os.listdir('.') == []"
     assert run(alone, limits).passed
     clean = "import sys\nassert not any('skipstone' in name for name in sys.modules)\nassert '' not in sys.path"
@@ -156,7 +156,7 @@ def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
     stuck.write_text("import time\ntime.sleep(60)")
     monkeypatch.setattr(sandbox, "INSIDE", stuck)
     monkeypatch.setattr(sandbox, "GRACE", 0.1)
-    assert run("pass", Limits(seconds=0.3)) == sandbox.Outcome(False, "more than 0.3 seconds", False)
+    assert run("pass", SandboxLimits(seconds=0.3)) == sandbox.SandboxOutcome(False, "more than 0.3 seconds", False)
     stuck.write_text("import sys\nsys.exit(3)")
     with pytest.raises(OSError, match="the sandbox does not work here: it ended with 3"):
-        run("pass", Limits(seconds=5))
+        run("pass", SandboxLimits(seconds=5))

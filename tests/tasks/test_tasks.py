@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from skipstone.lab.tasks import data_sets as tasks
 from skipstone.lab.tasks import protocols
-from skipstone.lab.tasks import sets as tasks
-from skipstone.lab.tasks.sets import TASKS
+from skipstone.lab.tasks.data_sets import TASKS
 from skipstone.lab.tasks.task import Task, prompt_of
 
 FOLDER = Path(__file__).parents[1] / "helpers" / "records"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from skipstone.decoding.costs import BatchCosts
+from skipstone.decoding.step_costs import BatchCosts
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.lab.timing import costs
-from skipstone.lab.timing.costs import Bench, Times, costs_of, measure
+from skipstone.lab.timing import measure_costs
+from skipstone.lab.timing.measure_costs import CostTimer, EntryTimes, costs_of, measure
 from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
@@ -45,7 +45,7 @@ def test_what_is_measured_is_positive_and_ordered(engine: str, batch: int) -> No
 
 
 def test_nothing_that_is_timed_is_committed() -> None:
-    bench = Bench(runner(), 2)
+    bench = CostTimer(runner(), 2)
     for timed in bench.entries(False).values():
         assert timed() > 0
         assert timed() > 0
@@ -55,7 +55,7 @@ def test_nothing_that_is_timed_is_committed() -> None:
 
 
 def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
-    times = Times({("a", 1): [3.5, 3.0], ("a", 3): [11.0, 12.0], ("b", 1): [4.0], ("b", 3): [4.0]})
+    times = EntryTimes({("a", 1): [3.5, 3.0], ("a", 3): [11.0, 12.0], ("b", 1): [4.0], ("b", 3): [4.0]})
     assert times.cost("a", 1) == 3.0
     assert times.step("a") == pytest.approx((11 - 3) / 2)
     assert times.step("b") == pytest.approx(4 / 3 / 2), "a stall in the short one"
@@ -64,18 +64,18 @@ def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
 
 
 def test_on_a_busy_machine_means_count() -> None:
-    times = Times({("a", 1): [1.0, 1.0, 4.0], ("a", 3): [4.0, 9.0, 11.0], ("b", 1): [1.0, 2.0, 3.0]})
+    times = EntryTimes({("a", 1): [1.0, 1.0, 4.0], ("a", 3): [4.0, 9.0, 11.0], ("b", 1): [1.0, 2.0, 3.0]})
     assert times.spread() == pytest.approx(1.0), "the median of 0, 5/4 and 1"
     assert times.busy
     assert times.by_number("a") == {1: 2.0, 3: 8.0}
-    assert not Times({("a", 1): [1.0, 1.1]}, 1.8).busy
-    assert Times({("a", 1): [1.0, 1.1]}, 0.4).busy, "the process had no core most of the time"
+    assert not EntryTimes({("a", 1): [1.0, 1.1]}, 1.8).busy
+    assert EntryTimes({("a", 1): [1.0, 1.1]}, 0.4).busy, "the process had no core most of the time"
 
 
 def test_costs_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, calls = runner(), []
-    real = costs.measure
-    monkeypatch.setattr(costs, "measure", lambda one, batch: calls.append(batch) or real(one, batch, 0.0))
+    real = measure_costs.measure
+    monkeypatch.setattr(measure_costs, "measure", lambda one, batch: calls.append(batch) or real(one, batch, 0.0))
     first = costs_of(model, (1,))
     assert first.fresh
     assert first.path is not None
@@ -106,8 +106,8 @@ def _falling(held: Any) -> str:
     "spoilt", [lambda _: "", lambda _: "[1]", lambda held: json.dumps(held)[:200], _old_version, _other_key, _falling]
 )
 def test_a_file_that_is_damaged_or_stale_is_measured_anew(spoilt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = costs.measure
-    monkeypatch.setattr(costs, "measure", lambda one, batch: real(one, batch, 0.0))
+    real = measure_costs.measure
+    monkeypatch.setattr(measure_costs, "measure", lambda one, batch: real(one, batch, 0.0))
     model = runner()
     path = costs_of(model, (1,)).path
     assert path is not None
@@ -126,11 +126,11 @@ def test_a_cache_that_cannot_be_written_costs_the_file_alone(monkeypatch: pytest
 
 
 def test_other_facts_are_other_files() -> None:
-    keys = [costs.key_of(runner(engine, seed=seed)) for engine, seed in (("eager", 0), ("eager", 1))]
+    keys = [measure_costs.key_of(runner(engine, seed=seed)) for engine, seed in (("eager", 0), ("eager", 1))]
     assert keys[0]["model"] != keys[1]["model"]
     assert {**keys[0], "model": ""} == {**keys[1], "model": ""}
     if library.missing() is None:
-        native = costs.key_of(runner("native"))
+        native = measure_costs.key_of(runner("native"))
         assert native["library"]
         assert keys[0]["library"] is None
         assert native != keys[0]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from skipstone.lab.timing.statistics import BLOCKS, Estimate, pooled, predicted_speedup, rate, repeated_share
+from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, pooled, predicted_speedup, rate, repeated_share
 
 
-def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> Estimate:
+def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> IntervalEstimate:
     """The paired ratio of two pooled rates."""
     return (rate(tokens, seconds, **more) / rate(base_tokens, base_seconds, **more)).estimate()
 

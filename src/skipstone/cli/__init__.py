@@ -34,7 +34,7 @@ from skipstone.cli import (
 from skipstone.cli.terminal import INTERRUPTED, forgive_characters, report
 
 
-class Verbs(TyperGroup):
+class CommandGroup(TyperGroup):
     """The root command: turns every error into one line and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -54,7 +54,7 @@ class Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Verbs, pretty_exceptions_enable=False, help="Faster language-model decoding that does not change the text."
+    cls=CommandGroup, pretty_exceptions_enable=False, help="Faster language-model decoding that does not change the text."
 )
 
 
@@ -77,9 +77,9 @@ def root(
 
 VERBS = (demo.demo, generate.generate, chat.chat, check.check, inspect.inspect, costs.costs, search.search, tune.tune)
 for verb in (*VERBS, serve.serve, batch.batch, push.push, export.export, methods.methods, families.families, env.env):
-    app.command(rich_help_panel="Verbs")(verb)
+    app.command(rich_help_panel="CommandGroup")(verb)
 for name, group in (("bench", bench.bench), ("train", train.train)):
-    app.add_typer(group, name=name, rich_help_panel="Verbs")
+    app.add_typer(group, name=name, rich_help_panel="CommandGroup")
 
 
 main = app  # the console script

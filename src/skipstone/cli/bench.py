@@ -187,8 +187,8 @@ def compare(
 def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] | None, protocol: str | None) -> None:
     """ValueError or OSError for what is wrong with a plan whatever the model is."""
     from skipstone.cli import method_table
+    from skipstone.lab.tasks.data_sets import named
     from skipstone.lab.tasks.protocols import PROTOCOLS
-    from skipstone.lab.tasks.sets import named
     from skipstone.utils.settings_files import mapping
 
     if plan is not None:
@@ -202,11 +202,11 @@ def _check_plan(plan: Path | None, methods: list[str] | None, tasks: list[str] |
 
 def _check_results(files: list[Path]) -> None:
     """OSError or ValueError for what is no file of results."""
-    from skipstone.lab.bench import journal
+    from skipstone.lab.bench import run_file
 
     options.check_readable(*files)
     for file in files:
-        journal.check(file, journal.read(file))
+        run_file.check(file, run_file.read(file))
 
 
 def command_line() -> list[Any]:

@@ -14,7 +14,7 @@ from skipstone.cli.options import grouped
 from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from skipstone.cli.runs import Job, Run
+    from skipstone.cli.runs import Run, RunInput
     from skipstone.decoding.draft import Step
     from skipstone.serving.conversation import Conversation, PendingAnswer
 
@@ -64,8 +64,8 @@ def chat(
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.engines.loading import BUNDLED
     from skipstone.engines.model_runner import ModelRunner
-    from skipstone.hf.call import resolve_for
-    from skipstone.hf.defaults import expect_usable_defaults
+    from skipstone.hf.generate_call import resolve_for
+    from skipstone.hf.generation_defaults import expect_usable_defaults
     from skipstone.hf.requests import generation_options
     from skipstone.serving.conversation import Conversation
 
@@ -78,11 +78,11 @@ def chat(
 
 class Chat:
     """A conversation with somebody at a terminal or behind a pipe. seed: of every answer, None for a new one each. color: as in
-    `Painter`."""
+    `TokenPrinter`."""
 
     def __init__(self, conversation: "Conversation", seed: int | None, color: bool | None) -> None:
         self.conversation, self.seed, self.color = conversation, seed, color
-        self.last: tuple[Job, PendingAnswer, Run] | None = None  # the last answer
+        self.last: tuple[RunInput, PendingAnswer, Run] | None = None  # the last answer
         commands = {"method": self._method, "stats": self._stats, "save": self._save, "reset": self._reset, "help": self._help}
         self.commands = commands
 
@@ -129,7 +129,7 @@ class Chat:
         except ValueError as error:
             terminal.report(error)
             return
-        with Brake() as brake:  # until the answer is kept: Ctrl-C after its last token must not lose it
+        with InterruptHandler() as brake:  # until the answer is kept: Ctrl-C after its last token must not lose it
             job, run = self._shown(asked, steps, brake)
             if run.tokens or not run.interrupted:
                 self.conversation.keep(asked, run.tokens)
@@ -139,17 +139,17 @@ class Chat:
             return
         self._say_why_it_ended(job, asked, run)
 
-    def _shown(self, asked: "PendingAnswer", steps: Any, brake: "Brake") -> "tuple[Job, Run]":
+    def _shown(self, asked: "PendingAnswer", steps: Any, brake: "InterruptHandler") -> "tuple[RunInput, Run]":
         """Print the steps of an answer as they are made."""
         import torch
 
-        from skipstone.cli.runs import Job, follow
-        from skipstone.cli.showing import Painter
+        from skipstone.cli.runs import RunInput, follow
+        from skipstone.cli.showing import TokenPrinter
 
         talk = self.conversation
         ids = torch.tensor([asked.pending.prompt_ids], dtype=torch.int64, device=talk.model.device)
-        job = Job(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
-        painter = Painter(job, self.color)
+        job = RunInput(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
+        painter = TokenPrinter(job, self.color)
 
         def show(step: "Step") -> None:
             painter.show(step)
@@ -162,7 +162,7 @@ class Chat:
             print(flush=True)  # answers in a pipe are told apart by lines
         return job, run
 
-    def _say_why_it_ended(self, job: "Job", asked: "PendingAnswer", run: "Run") -> None:
+    def _say_why_it_ended(self, job: "RunInput", asked: "PendingAnswer", run: "Run") -> None:
         """Where that is not the model's own doing."""
         from skipstone.cli.runs import finish_reason
 
@@ -185,7 +185,7 @@ class Chat:
             command(rest.strip())
 
     def _method(self, text: str) -> None:
-        from skipstone.hf.call import resolve_for
+        from skipstone.hf.generate_call import resolve_for
         from skipstone.methods import spell
 
         talk = self.conversation
@@ -239,7 +239,7 @@ class Chat:
         say(HELP)
 
 
-class Brake:
+class InterruptHandler:
     """While a text is written, Ctrl-C waits for the end of the step that is being taken, so that the row stays whole. A second
     one does not wait."""
 

@@ -11,7 +11,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.lab.check.check import Finding
+    from skipstone.lab.check.check import ProbeResult
 
 
 def check(
@@ -32,7 +32,7 @@ def check(
     debug: options.Debug = False,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
-    from skipstone.lab.tasks.sets import named
+    from skipstone.lab.tasks.data_sets import named
 
     options.check_prompts(prompts)
     task = named("self" if prompts is None else str(prompts))
@@ -42,15 +42,17 @@ def check(
     asked = options.checked_method(model, method, speculative_config)
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.api import resolve_for
-    from skipstone.lab.check.check import Checker, Scale
-    from skipstone.lab.tasks.dialogue import Conversation, Reader
+    from skipstone.lab.check.check import Checker, CheckScale
+    from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     chosen = resolve_for(loaded, asked)
-    reader = Reader(tokenizer, False, prompt_tokens)
+    reader = PromptBuilder(tokenizer, False, prompt_tokens)
     spread = rows[:: len(rows) // num_prompts][:num_prompts]
-    texts = [reader.ids(Conversation(task.name, (task.ask(row)[0],))) for row in spread]
-    report = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed)).run((lambda _: None) if as_json else tell)
+    texts = [reader.ids(TaskConversation(task.name, (task.ask(row)[0],))) for row in spread]
+    report = Checker(loaded, chosen, texts, CheckScale(max_new_tokens, samples, seed)).run(
+        (lambda _: None) if as_json else tell
+    )
     if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
@@ -65,7 +67,7 @@ def check(
         raise typer.Exit(terminal.DEFECT)
 
 
-def tell(finding: "Finding") -> None:
+def tell(finding: "ProbeResult") -> None:
     """One probe in one line, and a line for each of its first bugs and ties."""
     state = "BUG " if finding.bugs else "tie " if finding.ties else "ok  "
     drafts = f", {finding.accepted} of {finding.drafted} drafts accepted" if finding.drafted else ""

@@ -10,7 +10,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.lab.timing.costs import Kept
+    from skipstone.lab.timing.measure_costs import StoredCosts
 
 
 def costs(
@@ -33,7 +33,7 @@ def costs(
         options.check_model(name)
     from skipstone.engines.loading import BUNDLED
     from skipstone.engines.model_runner import ModelRunner
-    from skipstone.lab.timing.costs import BATCHES, costs_of
+    from skipstone.lab.timing.measure_costs import BATCHES, costs_of
     from skipstone.methods.drafting.draft_model import draft_model_for
 
     loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
@@ -48,7 +48,7 @@ def costs(
     show(model or BUNDLED, found)
 
 
-def show(name: str, found: "Kept") -> None:
+def show(name: str, found: "StoredCosts") -> None:
     """Two tables for every batch size, and the figures beside them."""
     from rich import box
     from rich.table import Column, Table

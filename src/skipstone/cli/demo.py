@@ -25,7 +25,7 @@ def read_config(path):
 
 
 @dataclass(frozen=True)
-class Scene:
+class DemoPrompt:
     """One prompt of the demo."""
 
     title: str
@@ -34,9 +34,9 @@ class Scene:
 
 
 SCENES = (
-    Scene("a request, as JSON", "> please wake me up at half past 6 tomorrow morning\n", 96),
-    Scene("another", "> text marlo that the keys are under the red pot\n", 96),
-    Scene("Python", CODE, 160),
+    DemoPrompt("a request, as JSON", "> please wake me up at half past 6 tomorrow morning\n", 96),
+    DemoPrompt("another", "> text marlo that the keys are under the red pot\n", 96),
+    DemoPrompt("Python", CODE, 160),
 )
 NEXT = """
 What to type next:
@@ -63,7 +63,7 @@ def demo(
     from rich.console import Console
 
     from skipstone.cli import runs
-    from skipstone.cli.runs import Job, by_transformers, compared
+    from skipstone.cli.runs import RunInput, by_transformers, compared
     from skipstone.cli.showing import side_by_side
     from skipstone.hf.api import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
@@ -79,7 +79,7 @@ def demo(
         camera = Console(record=True, file=StringIO(), width=console.width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
         ids = torch.tensor([tokenizer.encode(scene.prompt)], dtype=torch.int64, device=loaded.device)
-        job = Job(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
+        job = RunInput(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
         if as_json:
             run, comparison = compared(job, method)
             if comparison is None:

@@ -11,7 +11,7 @@ from skipstone.cli.options import option
 from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:
-    from skipstone.export.layers import Kept
+    from skipstone.export.draft_layers import DraftLayers
 
 BUNDLED = "skipstone-nano"  # as in skipstone.engines.loading, which would import torch
 FORMATS = ("draft", "gguf")
@@ -63,7 +63,7 @@ def export(
     if to == "gguf":
         installed("gguf", "GGUF files need gguf", "export")
     options.check_values(asked)
-    from skipstone.export.layers import kept
+    from skipstone.export.draft_layers import kept
 
     loaded, tokenizer = _load(model, dtype)
     keeps = kept(loaded, asked, exit_layer)
@@ -92,7 +92,7 @@ def _place(name: str) -> str:
     return str(NANO) if name == BUNDLED else name
 
 
-def _draft(model: Any, tokenizer: Any, keeps: "Kept", name: str, out: Path) -> None:
+def _draft(model: Any, tokenizer: Any, keeps: "DraftLayers", name: str, out: Path) -> None:
     from skipstone.export.commands import for_draft
     from skipstone.export.draft import write_draft
 
@@ -102,7 +102,7 @@ def _draft(model: Any, tokenizer: Any, keeps: "Kept", name: str, out: Path) -> N
 
 
 def _gguf(
-    model: Any, tokenizer: Any, keeps: "Kept", name: str, out: Path, weight_type: str | None, pre_tokenizer: str | None
+    model: Any, tokenizer: Any, keeps: "DraftLayers", name: str, out: Path, weight_type: str | None, pre_tokenizer: str | None
 ) -> None:
     from skipstone.export.commands import for_gguf
     from skipstone.export.gguf.file import DRAFT, TARGET, stored_type, write_pair

@@ -74,15 +74,15 @@ def _run(flags: Any, asked: Any, text: str) -> None:
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
     from skipstone.cli.runs import compared, decode
-    from skipstone.cli.showing import Painter, document, tell
+    from skipstone.cli.showing import TokenPrinter, document, tell
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.api import resolve_for
-    from skipstone.hf.defaults import expect_usable_defaults
+    from skipstone.hf.generation_defaults import expect_usable_defaults
 
     if flags.tp_plan is None:
         expect_usable_defaults(ModelRunner(loaded), tokenizer)
     chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
-    painter = None if flags.as_json else Painter(job, flags.color)
+    painter = None if flags.as_json else TokenPrinter(job, flags.color)
     show = painter and painter.show
     run, comparison = compared(job, chosen, flags.repeat, show) if flags.compare else (decode(job, chosen, show), None)
     if painter is None:
@@ -147,7 +147,7 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     """The prompt as token ids, and the decoding options as fields of GenerationConfig: what is not given is the model's own."""
     import torch
 
-    from skipstone.cli.runs import Job
+    from skipstone.cli.runs import RunInput
     from skipstone.engines.loading import bos_prefix
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.api import token_ids
@@ -163,4 +163,4 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     fields = generation_options(**{name: getattr(flags, name) for name in names})
     runner = ModelRunner(model)
     seed = runner.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
-    return Job(model, tokenizer, torch.tensor([ids], dtype=torch.int64, device=runner.device), fields, seed)
+    return RunInput(model, tokenizer, torch.tensor([ids], dtype=torch.int64, device=runner.device), fields, seed)

@@ -239,7 +239,7 @@ def load(
     options["generation_config"] = defaults
     found, tokenizer = loading.load(model, dtype=wanted, device=place, engine=engine, quantize=quantize, **options)
     if generation_config is not None or override_generation_config:
-        from skipstone.hf.defaults import replace_defaults
+        from skipstone.hf.generation_defaults import replace_defaults
 
         replace_defaults(found, generation_config, override_generation_config or {})
     return found, tokenizer
@@ -288,7 +288,7 @@ RayAddress = Annotated[
 def texts_or_bundled(texts: list[str] | None, files: list[Path] | None = None) -> list[str]:
     """The texts of --prompt or of the files of --prompts, or every fifth bundled one. ValueError where both are given, and for
     an empty text."""
-    from skipstone.lab.tasks.sets import named
+    from skipstone.lab.tasks.data_sets import named
 
     if texts and files:
         raise ValueError("give either --prompt or --prompts, found both")

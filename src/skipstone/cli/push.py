@@ -32,9 +32,9 @@ def push(
     from skipstone.models.fetching import expect_repository
 
     expect_repository(repo_id)
-    from skipstone.export.hub.parcel import parcel_of
     from skipstone.export.hub.push import card_of
     from skipstone.export.hub.push import push as upload
+    from skipstone.export.hub.upload_contents import parcel_of
 
     if dry_run:
         parcel = parcel_of(path)

@@ -36,7 +36,7 @@ COLUMNS = (  # of the table: title, figure, format
 
 
 @dataclass(frozen=True)
-class Job:
+class RunInput:
     """What is decoded. ids: [1, T] int64. options: `GenerationConfig` fields. seed: the same for every run."""
 
     model: PreTrainedModel
@@ -70,7 +70,7 @@ class Run:
     steps: list[Step] = field(default_factory=list)
 
 
-def decode(job: Job, method: Method, show: Show = None) -> Run:
+def decode(job: RunInput, method: Method, show: Show = None) -> Run:
     """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is."""
     return follow(lambda: job.steps(method), show)
 
@@ -98,7 +98,7 @@ def follow(begin: Callable[[], Iterator[Step]], show: Show = None) -> Run:
         return run
 
 
-def finish_reason(run: Run, job: Job) -> str:
+def finish_reason(run: Run, job: RunInput) -> str:
     """Why a run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
     if run.interrupted:
         return "interrupted"
@@ -134,7 +134,7 @@ def pooled(runs: list[Run]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """The first place where two texts differ; a token is None where that text has ended."""
 
     position: int
@@ -150,18 +150,18 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """plain and other: the pooled runs, run i of plain decoding next to run i of the method. law_only: the same text was not to
     be expected, so none was looked for; else divergence says where the texts part, None where they are identical. waited_share:
     of the time of the runs, as `ProcessorWatch` has it."""
 
-    job: Job
+    job: RunInput
     method: Method
     repeats: int
     plain: dict[str, Any]
     other: dict[str, Any]
     law_only: bool
-    divergence: Divergence | None
+    divergence: FirstDifference | None
     waited_share: float | None = None
 
     @property
@@ -208,8 +208,8 @@ class Comparison:
 
 
 def compared(
-    job: Job, method: Method, repeat: int = 1, show: Show = None, show_plain: Show = None
-) -> tuple[Run, Comparison | None]:
+    job: RunInput, method: Method, repeat: int = 1, show: Show = None, show_plain: Show = None
+) -> tuple[Run, RunComparison | None]:
     """Warm both up, then decode plainly and with the method in turn, `repeat` times. The first runs are shown.
 
     Returns the method's first run. The comparison is None where Ctrl-C came in between; the run is then what there is.
@@ -233,7 +233,7 @@ def compared(
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
     divergence = None if law_only else first_divergence(job, *runs)
     both = pooled(runs[0]), pooled(runs[1])
-    return runs[1][0], Comparison(job, method, repeat, *both, law_only, divergence, watch.waited_share)
+    return runs[1][0], RunComparison(job, method, repeat, *both, law_only, divergence, watch.waited_share)
 
 
 def busy_warning(*waited_shares: float | None) -> str | None:
@@ -247,7 +247,7 @@ def busy_warning(*waited_shares: float | None) -> str | None:
     )
 
 
-def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
+def by_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
     """The same prompt by transformers' own `generate`, warmed up, as plain JSON values. tokens: the text that it is compared
     with."""
     peer: Any = HFGenerate()
@@ -264,7 +264,7 @@ def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:
+def first_divergence(job: RunInput, plain: list[Run], other: list[Run]) -> FirstDifference | None:
     """Where the first pair of runs that differs parts; None where all pairs are token for token the same."""
     for a, b in zip(plain, other, strict=True):
         if a.tokens == b.tokens:
@@ -273,5 +273,5 @@ def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence
         at = next((i for i in range(shared) if a.tokens[i] != b.tokens[i]), shared)
         ours, theirs = (run.tokens[at] if at < len(run.tokens) else None for run in (a, b))
         texts = (None if token is None else job.text([token]) for token in (ours, theirs))
-        return Divergence(at, ours, theirs, *texts)
+        return FirstDifference(at, ours, theirs, *texts)
     return None

@@ -14,7 +14,7 @@ from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from skipstone.lab.search.search import Found, Trial
+    from skipstone.lab.search.search import LayerSetResult, SearchResult
 
 
 def search(
@@ -66,7 +66,7 @@ def search(
     _tell(found, best, out, num_speculative_tokens)
 
 
-def _tell(found: "Found", best: "Trial", out: Path, drafts: int) -> None:
+def _tell(found: "SearchResult", best: "LayerSetResult", out: Path, drafts: int) -> None:
     from skipstone.decoding.settings import spell_value
     from skipstone.methods.self_speculative import SelfSpeculative
 
@@ -83,7 +83,7 @@ def _tell(found: "Found", best: "Trial", out: Path, drafts: int) -> None:
 
 
 @contextmanager
-def _progress(budget: float) -> Iterator[Callable[["Found", float], None]]:
+def _progress(budget: float) -> Iterator[Callable[["SearchResult", float], None]]:
     """A bar of the budget on a terminal, with the best so far; a line at every better set elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -93,7 +93,7 @@ def _progress(budget: float) -> Iterator[Callable[["Found", float], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("searching", total=budget)
 
-        def done(found: "Found", spent: float) -> None:
+        def done(found: "SearchResult", spent: float) -> None:
             nonlocal fastest
             speed = (found.best and found.best.speed) or 0.0
             told = f"searching: {len(found.trials)} sets"
@@ -105,7 +105,7 @@ def _progress(budget: float) -> Iterator[Callable[["Found", float], None]]:
         yield done
 
 
-def _draw(found: "Found", path: Path) -> None:
+def _draw(found: "SearchResult", path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

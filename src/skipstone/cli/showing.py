@@ -17,7 +17,7 @@ from rich.text import Text
 
 from skipstone import __version__
 from skipstone.cli import terminal
-from skipstone.cli.runs import Comparison, Job, Run, busy_warning, by_transformers, compared, dtype_name, finish_reason
+from skipstone.cli.runs import Run, RunComparison, RunInput, busy_warning, by_transformers, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
@@ -28,13 +28,13 @@ ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone 
 FRAME = 1 / 15  # seconds between two pictures of the demo
 
 
-class Painter:
+class TokenPrinter:
     """Writes text to stdout token by token. color: mark accepted drafts; None marks them where stdout is a terminal.
 
     A character that several tokens share takes the origin of the last of them.
     """
 
-    def __init__(self, job: Job, color: bool | None) -> None:
+    def __init__(self, job: RunInput, color: bool | None) -> None:
         self.out = sys.stdout
         self.on_terminal = self.out.isatty()
         wanted = self.on_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
@@ -73,7 +73,7 @@ class Painter:
         self.out.write(piece)
 
 
-def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stats: bool, explain: bool = False) -> None:
+def tell(job: RunInput, method: Method, run: Run, comparison: RunComparison | None, stats: bool, explain: bool = False) -> None:
     """Figures and decisions, where they are asked for, and the comparison's table, on stderr."""
     console = terminal.console(stderr=True)
     for line in figures(job, method, run) if stats else []:
@@ -87,7 +87,7 @@ def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stat
         console.print(Text(comparison.verdict()), soft_wrap=True)
 
 
-def figures(job: Job, method: Method, run: Run) -> list[str]:
+def figures(job: RunInput, method: Method, run: Run) -> list[str]:
     """The run in three or more lines."""
     stats = run.stats
     pace = len(run.tokens) / run.seconds if run.seconds else 0.0
@@ -120,7 +120,7 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
     return lines
 
 
-def choices(method: Method, job: Job, run: Run) -> str:
+def choices(method: Method, job: RunInput, run: Run) -> str:
     """What drafted, and what that came to beside plain decoding."""
     stats, known = run.stats, method.report(job.model)
     drafted = ", ".join(f"{name} {count}" for name, count in stats.drafters.most_common())
@@ -147,14 +147,14 @@ def explained(steps: list[Step]) -> Table:
     return table
 
 
-def distances(method: Method, job: Job) -> dict[str, float]:
+def distances(method: Method, job: RunInput) -> dict[str, float]:
     """Mean Jensen-Shannon distances of accepted and rejected drafts, where the method knows them."""
     known = method.report(job.model).get("means", {})
     names = {"accepted": "distance_accepted", "rejected": "distance_rejected"}
     return {name: known[one]["sum"] / known[one]["count"] for name, one in names.items() if known.get(one, {}).get("count")}
 
 
-def document(model: str | None, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
+def document(model: str | None, job: RunInput, method: Method, run: Run, comparison: RunComparison | None) -> dict[str, Any]:
     """The one JSON document of --json."""
     runner = ModelRunner(job.model)
     return {
@@ -181,10 +181,10 @@ def document(model: str | None, job: Job, method: Method, run: Run, comparison: 
     }
 
 
-class Column:
+class DemoColumn:
     """One side of the demo: the text so far, accepted drafts marked. changed: called with every step."""
 
-    def __init__(self, job: Job, title: str, changed: Callable[[], None]) -> None:
+    def __init__(self, job: RunInput, title: str, changed: Callable[[], None]) -> None:
         self.title, self.changed, prompt = title, changed, job.ids[0].tolist()
         self.detokenizer = Detokenizer(job.tokenizer, prompt)
         self.text = Text().append(terminal.harmless(detokenize(job.tokenizer, prompt)), style="dim")
@@ -197,8 +197,8 @@ class Column:
 
 
 def side_by_side(
-    console: Console, job: Job, method: Method, title: str, camera: Console | None
-) -> tuple[Comparison, dict[str, Any]]:
+    console: Console, job: RunInput, method: Method, title: str, camera: Console | None
+) -> tuple[RunComparison, dict[str, Any]]:
     """A scene of the demo: both texts, live where there is a terminal, then the figures, transformers' own too. Nobody's
     time has the showing in it.
 
@@ -219,7 +219,7 @@ def side_by_side(
             live.update(picture(), refresh=True)
             last = now
 
-    sides = [Column(job, "plain", frame), Column(job, f"{method.name}: accepted drafts underlined", frame)]
+    sides = [DemoColumn(job, "plain", frame), DemoColumn(job, f"{method.name}: accepted drafts underlined", frame)]
     console.rule(title)
     with Live(picture(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         run, comparison = compared(job, method, show=sides[1].show, show_plain=sides[0].show)
@@ -239,7 +239,7 @@ def side_by_side(
     return comparison, theirs
 
 
-def _described(comparison: Comparison, theirs: dict[str, Any]) -> str:
+def _described(comparison: RunComparison, theirs: dict[str, Any]) -> str:
     """A scene's figures in one sentence. theirs: transformers'."""
     plain, own, drafts, name = comparison.plain, comparison.other, "nothing drafted", comparison.method.name
     if own["acceptance_rate"] is not None:

@@ -37,7 +37,7 @@ def report(error: Exception) -> int:
     else:
         code, message = DEFECT, f"{type(error).__name__}: {one_line(error)} (--debug shows where)"
         if isinstance(error, (MemoryError, RuntimeError)):
-            from skipstone.engines.host import out_of_memory
+            from skipstone.engines.host_transfer import out_of_memory
 
             message = out_of_memory(error) or message
     which = f" (process {process()})" if process() else ""

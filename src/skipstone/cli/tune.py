@@ -11,7 +11,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.lab.search.tune import Tuned
+    from skipstone.lab.search.tune import TuningResult
 
 
 def tune(
@@ -66,7 +66,7 @@ def tune(
     show(model or BUNDLED, found, said, path)
 
 
-def show(name: str, found: "Tuned", said: str, path: Path | None) -> None:
+def show(name: str, found: "TuningResult", said: str, path: Path | None) -> None:
     """A line a candidate, and what to do."""
     from rich import box
     from rich.table import Column, Table

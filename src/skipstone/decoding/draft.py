@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 from skipstone.engines.partial_forward import PartialForward
 
 
@@ -124,7 +124,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Picked:
+class GreedyVerdict:
     """A verdict where every row is greedy: along a draft the target's picks decide, and the host walks it by itself.
 
     picks: [B, n+1] int64, the target's pick after every node, the root's first; NO_TOKEN as in `Verdict`. notes: as there.
@@ -156,7 +156,7 @@ class Picked:
 
 
 @dataclass(slots=True)
-class _RowDraft:
+class _HostDraft:
     """A row's draft on the host. offered: the nodes that may be accepted, as 0 and 1. parents: None for a chain."""
 
     tokens: list[int]
@@ -193,10 +193,10 @@ class _RowDraft:
 
 
 def _together(before: list[Tensor], draft: Draft, behind: list[Tensor]) -> list[Any]:
-    """Tensors [B, k] and a draft between them on the host, in one transfer: lists of rows, the draft's as `_RowDraft`."""
+    """Tensors [B, k] and a draft between them on the host, in one transfer: lists of rows, the draft's as `_HostDraft`."""
     parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
     parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
-    found = iter(host.read(*before, *(part for part in parts if part is not None), *behind))
+    found = iter(host_transfer.read(*before, *(part for part in parts if part is not None), *behind))
     first = [next(found) for _ in before]
     tokens, valid, parents, offered, steps = (None if part is None else next(found) for part in parts)
     assert tokens is not None
@@ -204,7 +204,7 @@ def _together(before: list[Tensor], draft: Draft, behind: list[Tensor]) -> list[
     rows = []
     for row, scored in enumerate(valid):
         above, passes = None if parents is None else parents[row], None if steps is None else steps[row][0]
-        rows.append(_RowDraft(tokens[row], scored if offered is None else offered[row], above, sum(scored), passes))
+        rows.append(_HostDraft(tokens[row], scored if offered is None else offered[row], above, sum(scored), passes))
     return [*first, rows, *found]
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import SkipSet
@@ -67,7 +67,7 @@ class Drafter:
     def run_background_work(self) -> None:
         """Work for later steps, such as SWIFT's search. It is timed apart from drafting."""
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Propose tokens. limits: most draft tokens of every row, 0 for plain decoding of that row. stop_rule: when to stop a
         chain, in place of the drafter's own rule."""
         raise NotImplementedError
@@ -80,7 +80,7 @@ class Drafter:
         """Draft tokens [B, n] bool that are accepted whatever the acceptance rule says. None, always, of a lossless method."""
         return None
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor | None:
         """See what the target says of its draft, on the device, before the step's one transfer to the host.
 
         Returns what it wants to read on the host, [B, k] int64: `RowVerdict.notes` has it in `observe_commits`.
@@ -148,7 +148,7 @@ class Candidate:
 class NoDrafter(Drafter):
     """Proposes nothing: every step is plain decoding."""
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         view = self.view
         return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
 

@@ -10,15 +10,15 @@ from itertools import pairwise
 
 import torch
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, PREFILL_CHUNK
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
-from skipstone.engines.picks import NO_TOKEN, likeliest
-from skipstone.engines.torch_threads import OneThread
+from skipstone.engines.greedy_tokens import NO_TOKEN, greedy_token
+from skipstone.engines.torch_threads import SingleTorchThread
 
 BROKEN = (
     "the model's logits are not finite, NaN or all minus infinity: its weights may not be, or it overflows its dtype; load it "
@@ -34,7 +34,7 @@ Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 """Called before the commit of every step; adds to the Step what its caller wants kept."""
 
 
-class Clock:
+class StageTimer:
     """Splits one step into its stages and the rest, without a synchronisation of its own.
 
     On CUDA the stages are timed by events, which have passed once the step's one transfer to the host has returned.
@@ -107,7 +107,7 @@ class DecodingLoop:
         session = self.session
         others_turn = self.takes_turns and self._prefilled and any(session.alive)
         self._prefilled = session.prefilling and not others_turn
-        with session.model.lock, OneThread() if session.own_threads else nullcontext():
+        with session.model.lock, SingleTorchThread() if session.own_threads else nullcontext():
             return self._prefill() if self._prefilled else self._decode()
 
     def _prefill(self) -> Step:
@@ -131,7 +131,7 @@ class DecodingLoop:
 
     def _decode(self) -> Step:
         session = self.session
-        clock = Clock(session.model.device)
+        clock = StageTimer(session.model.device)
         session.drafter.run_background_work()
         clock.mark()
         room = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
@@ -148,7 +148,7 @@ class DecodingLoop:
         session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
-    def _settle(self, draft: Draft, verdict: Verdict | Picked, live: list[int]) -> list[RowVerdict]:
+    def _settle(self, draft: Draft, verdict: Verdict | GreedyVerdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
         verdicts, taking_part = verdict.tolist(draft), set(live)
         for row, mine in enumerate(verdicts):
@@ -185,7 +185,7 @@ class DecodingLoop:
         state = self.rows[row]
         assert state is not None
         place = f"after {len(state.request.prompt)} tokens of prompt and {len(state.tokens)} new ones"
-        return f"{BROKEN if int(likeliest(raw)) == NO_TOKEN else FORBIDDEN} ({place})"
+        return f"{BROKEN if int(greedy_token(raw)) == NO_TOKEN else FORBIDDEN} ({place})"
 
     def _retire(self, step: Step, verdicts: list[RowVerdict]) -> Step:
         self.stats.add(step)

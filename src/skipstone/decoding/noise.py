@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines import host, picks
+from skipstone.engines import greedy_tokens, host_transfer
 
 TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test
@@ -92,8 +92,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tenso
     return Noise(seed).uniform(position, stream, size)
 
 
-class Chances(Protocol):
-    """What a token of every row can be drawn from, other than a distribution over the vocabulary."""
+class LazyDistribution(Protocol):
+    """Draws a token of every row without a distribution over the whole vocabulary."""
 
     def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
         """The token of every row [B] that `Noise.draw` draws from its distribution."""
@@ -130,26 +130,26 @@ class Noise:
 
     def counters(self, position: Tensor, stream: int) -> Tensor:
         """[B] int64: where the counter of every row's draw begins; the token v has the number PLACE * v further."""
-        if self.seed.shape[0] == 1 and host.readable(self.seed):
+        if self.seed.shape[0] == 1 and host_transfer.readable(self.seed):
             return torch.tensor([_signed(self._begin(int(position), stream))], dtype=torch.int64, device="cpu")
         return self._counter(position[:, None], stream)[:, 0]
 
-    def draw(self, p: Tensor | Chances, position: Tensor, stream: int) -> Tensor:
+    def draw(self, p: Tensor | LazyDistribution, position: Tensor, stream: int) -> Tensor:
         """Sample from p [B, V] (need not be normalised); a one-hot row gives its token, one of NaN or zeros NO_TOKEN. Returns
         [B]."""
         if not isinstance(p, Tensor):
             return p.drawn(self, position, stream)
-        if p.shape[0] == 1 and host.readable(p):
+        if p.shape[0] == 1 and host_transfer.readable(p):
             return self._drawn_alone(None, p, position, stream)
-        return picks.likeliest(self.race(p, position, stream))
+        return greedy_tokens.greedy_token(self.race(p, position, stream))
 
     def draw_among(self, tokens: Tensor, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """`draw` where only tokens [B, k] have a chance, p [B, k]."""
-        if p.shape[0] == 1 and host.readable(p):
+        if p.shape[0] == 1 and host_transfer.readable(p):
             return self._drawn_alone(tokens, p, position, stream)
         race = self._uniform_at(tokens, position, stream).log_() / p
         best = race.max(-1, keepdim=True)
-        return picks.known(tokens.gather(1, best.indices), best.values)[:, 0]
+        return greedy_tokens.without_invalid(tokens.gather(1, best.indices), best.values)[:, 0]
 
     def _drawn_alone(self, tokens: Tensor | None, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """`draw` of one row on the host, where nobody who cannot win need run. p: [1, k], of tokens [1, k]; None: of all.
@@ -157,7 +157,7 @@ class Noise:
         chances = p[0].numpy()
         runners = (chances != 0).nonzero()[0]  # [k]
         if not runners.size or not np.isfinite(chances[runners]).all():
-            return torch.tensor([picks.NO_TOKEN], dtype=torch.int64, device="cpu")
+            return torch.tensor([greedy_tokens.NO_TOKEN], dtype=torch.int64, device="cpu")
         names = runners if tokens is None else tokens[0].numpy()[runners]
         bits = _mixed(names.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._begin(int(position), stream)))
         uniform = bits.view(np.int64) * _SCALE + 0.5  # as in `_unit`

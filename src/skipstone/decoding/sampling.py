@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipstone.decoding.noise import DRAFT, PLACE, TARGET, Chances, Noise, substream
-from skipstone.engines import host, picks
-from skipstone.engines.engine import EngineDraw, Warps
-from skipstone.engines.host import on_device
+from skipstone.decoding.noise import DRAFT, PLACE, TARGET, LazyDistribution, Noise, substream
+from skipstone.engines import greedy_tokens, host_transfer
+from skipstone.engines.engine import EngineDraw, WarperInputs
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.torch_defaults import stable_defaults
 
@@ -60,7 +60,7 @@ class Sampling:
                 raise ValueError(f"{name} must lie between 0 and 1, found {getattr(self, name)}")
 
 
-class Warping:
+class WarperSettings:
     """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all.
 
     settings: None for a row that is free, which may get anything.
@@ -87,13 +87,15 @@ class Warping:
         self.taken = None if None not in settings else column([row is not None for row in settings], torch.bool)
         few = [row is None or (row.temperature > 0 and 0 < row.top_k <= FEW) for row in settings]
         self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
-        self.beyond_few = self.top_k[:, None] <= host.counting(FEW + 1, device)  # [B, FEW + 1]: places that top-k leaves out
+        self.beyond_few = self.top_k[:, None] <= host_transfer.counting(
+            FEW + 1, device
+        )  # [B, FEW + 1]: places that top-k leaves out
         asked = column([_asked_of_engine(row) for row in settings], torch.long)
-        self.engine_warps = Warps(self.temperature, asked, self.tail, self.min_p, PLACE)
+        self.engine_warps = WarperInputs(self.temperature, asked, self.tail, self.min_p, PLACE)
 
 
 def _asked_of_engine(row: Sampling | None) -> int:
-    """`Warps.top_k` of a row."""
+    """`WarperInputs.top_k` of a row."""
     if row is None:
         return 0
     if row.warpers:
@@ -101,7 +103,7 @@ def _asked_of_engine(row: Sampling | None) -> int:
     return (row.top_k or NO_LIMIT) if row.temperature else 1
 
 
-def warp(logits: Tensor, rows: Warping) -> Tensor:
+def warp(logits: Tensor, rows: WarperSettings) -> Tensor:
     """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V] or [B, n, V]. Returns p of the same shape.
 
     Rows with temperature 0 become one-hot at their argmax. What a row gets does not depend on the rows beside it: one that
@@ -118,7 +120,7 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Warpable:
+class WarpedLogits:
     """Logits [B, V] from which tokens are drawn without a distribution over the vocabulary where that can be done.
 
     distribution: gives p [B, V], for rows of which it cannot. engine_draw: an engine's own way to draw; None where it has none,
@@ -126,12 +128,12 @@ class Warpable:
     """
 
     logits: Tensor
-    rows: Warping
+    rows: WarperSettings
     engine_draw: EngineDraw | None
     distribution: Callable[[], Tensor]
 
     def drawn(self, noise: Noise, position: Tensor, stream: int) -> Tensor:
-        """As in `Chances`."""
+        """As in `LazyDistribution`."""
         if self.engine_draw is not None and self.logits.dtype == torch.float32:
             tokens = self.engine_draw(self.logits, self.rows.engine_warps, noise.counters(position, stream))
             left = tokens < 0
@@ -147,10 +149,10 @@ class Warpable:
 
 def _worth(logits: Tensor) -> bool:
     """Whether to look at few tokens is cheaper than to look at all."""
-    return host.readable(logits) and logits.shape[-1] > FEW
+    return host_transfer.readable(logits) and logits.shape[-1] > FEW
 
 
-def _warped(logits: Tensor, rows: Warping) -> Tensor:
+def _warped(logits: Tensor, rows: WarperSettings) -> Tensor:
     """`warp` over the whole vocabulary."""
     shape = (-1, *[1] * (logits.ndim - 1))
     scores = logits / rows.temperature.view(shape)
@@ -161,14 +163,14 @@ def _warped(logits: Tensor, rows: Warping) -> Tensor:
         scores = scores.masked_fill((scores < ordered.gather(-1, place)) & limited, float("-inf"))
     if rows.any_top_p:
         tail = rows.tail.view(shape)
-        by_nucleus = host.readable(scores) and scores.shape[-1] > 2 * NUCLEUS
+        by_nucleus = host_transfer.readable(scores) and scores.shape[-1] > 2 * NUCLEUS
         left_out = _tail_by_nucleus(scores, tail) if by_nucleus else _tail_by_order(scores, tail)
         scores = scores.masked_fill(left_out & (tail > 0), float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
         p = _without_improbable(scores, p, rows.min_p.view(shape))
     if rows.any_greedy:
-        best = picks.likeliest(logits)[..., None]
+        best = greedy_tokens.greedy_token(logits)[..., None]
         best = torch.zeros_like(p).scatter(-1, best.clamp_min(0), (best >= 0).to(p.dtype))  # zeros where there is no token
         p = torch.where(rows.greedy.view(shape), best, p)
     return p
@@ -196,7 +198,7 @@ def _tail_by_nucleus(scores: Tensor, tail: Tensor) -> Tensor:
     return torch.where(unknown, _tail_by_order(scores, tail), left_out) if bool(unknown.any()) else left_out
 
 
-def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor, Tensor]:
+def _warped_few(logits: Tensor, rows: WarperSettings) -> tuple[Tensor, Tensor, Tensor]:
     """`warp` for rows with a small top-k, worked out on their FEW largest logits only.
 
     Returns (tokens [..., FEW + 1], the likeliest first; their p; tied [...] bool, where equal logits leave it open which of
@@ -288,8 +290,8 @@ class Sampler:
         return self.greedy and not self.processed
 
     @cached_property
-    def warping(self) -> Warping:
-        return Warping(self.settings, self.device)
+    def warping(self) -> WarperSettings:
+        return WarperSettings(self.settings, self.device)
 
     @cached_property
     def noise(self) -> Noise:
@@ -305,7 +307,7 @@ class Sampler:
     def unfinished(self, tokens: Tensor) -> Tensor | None:
         """Rows [B] bool whose token [B] does not end them, for drafters to stop at. None where nobody asks: on an accelerator
         a draft that runs on past the end costs less than telling rows apart; what follows is cut after verification."""
-        if self._ends is None or not host.readable(tokens):
+        if self._ends is None or not host_transfer.readable(tokens):
             return None
         return (tokens[:, None] != self._ends).all(1)
 
@@ -355,17 +357,19 @@ class Sampler:
         """p of raw logits [B, V], processed and warped. path, wanted: as in `process`."""
         return self.warped(self.process(logits, path, wanted), path, wanted)
 
-    def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
-        """`warped` for a draw: on the CPU no distribution is worked out before it where `Warpable` can do without."""
+    def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | LazyDistribution:
+        """`warped` for a draw: on the CPU no distribution is worked out before it where `WarpedLogits` can do without."""
         return self._chances(scores, self.warping, not self._own_warpers, lambda: self.warped(scores, path, wanted))
 
-    def _chances(self, scores: Tensor, rows: Warping, by_rows: bool, distribution: Callable[[], Tensor]) -> Tensor | Chances:
+    def _chances(
+        self, scores: Tensor, rows: WarperSettings, by_rows: bool, distribution: Callable[[], Tensor]
+    ) -> Tensor | LazyDistribution:
         """Processed scores [B, V] for a draw. by_rows: whether `rows` say all of what a token's chance is. distribution: gives
         p [B, V]."""
         own_draw = self.engine_draw is not None or (rows.all_few and by_rows)
         if self.noise_type is not Noise or not own_draw or not _worth(scores):
             return distribution()
-        return Warpable(scores, rows, self.engine_draw, distribution)
+        return WarpedLogits(scores, rows, self.engine_draw, distribution)
 
     def would_draw(self, row: int, logits: Tensor, positions: Tensor) -> Tensor:
         """The tokens [n] that a row without processors of its own would draw with the target's noise.
@@ -374,8 +378,8 @@ class Sampler:
         """
         settings = self.settings[row]
         if self.greedy or settings is None:
-            return picks.likeliest(logits)
-        alike = Warping([settings] * len(logits), self.device)
+            return greedy_tokens.greedy_token(logits)
+        alike = WarperSettings([settings] * len(logits), self.device)
         noise = self.noise_type(on_device([settings.seed] * len(logits), self.device))
         return noise.draw(self._chances(logits, alike, True, lambda: warp(logits, alike)), positions, TARGET)
 
@@ -395,7 +399,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """The draw of `propose`, from processed logits [B, V]."""
         if self.greedy:
-            return picks.likeliest(scores), None
+            return greedy_tokens.greedy_token(scores), None
         if coupled:
             return self.noise.draw(self.chances(scores, path, wanted), position, TARGET), None
         q = self.warped(scores, path, wanted)
@@ -456,7 +460,7 @@ class Scores:
         """
         return self.sampler.distribution(self.at(node), path, self.wanted(walking))
 
-    def chances(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor | Chances:
+    def chances(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor | LazyDistribution:
         """`p` for a draw, as in `Sampler.chances`."""
         wanted = self.wanted(walking)
         return self.sampler.chances(self.sampler.process(self.at(node), path, wanted), path, wanted)
@@ -477,7 +481,7 @@ class Scores:
     def everywhere(self) -> Tensor | None:
         """p after every node [B, n+1, V], the root first, in one go. None where processors must not see nodes that the walk
         does not reach, and on the CPU where it reaches too few of them for that to be cheaper."""
-        if self.sampler.processed or (host.readable(self.logits) and self.logits.numel() > AT_ONCE):
+        if self.sampler.processed or (host_transfer.readable(self.logits) and self.logits.numel() > AT_ONCE):
             return None
         return warp(self.logits, self.sampler.warping)
 
@@ -485,7 +489,7 @@ class Scores:
     def best(self) -> Tensor:
         """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first; NO_TOKEN as of an engine."""
         if self._scored is None or "logits" in self.__dict__:
-            return picks.likeliest(self.logits)
+            return greedy_tokens.greedy_token(self.logits)
         return self._scored.likeliest()
 
     def picks(self) -> Tensor | None:

@@ -6,13 +6,13 @@ A row is a slot: `admit` a request, `prefill` its prompt, take part in steps, `r
 from torch import Tensor
 
 from skipstone.decoding import verify
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.decoding.session_view import SessionView
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 
@@ -157,14 +157,14 @@ class Session:
         _ = scores.best if picks_only else scores.logits  # in the time of scoring
         return scores
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
         """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others. The drafter sees what
         became of its draft."""
         verdict = self._verdict(draft, scores)
         verdict.notes = self.drafter.observe_scores(draft, scores, verdict)
         return verdict
 
-    def _verdict(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+    def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
         noise = self.sampler.noise
         if self.accepts_all:
             return verify.accept_all(draft, scores.p, scores.logits[:, :-1].argmax(-1), scores.position, noise)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from skipstone.decoding.sampling import Sampler
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
@@ -29,11 +29,11 @@ class SessionView:
         return self.store.rows
 
     def start_forward(
-        self, most: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None
+        self, max_drafts: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None
     ) -> PartialForward:
         """A new forward that holds the last committed token of every live row.
 
-        most: draft tokens of every row that it has room for. shortlist: [S] int64, the ids that drafts are picked from; None
-        for all. drafting_model: the target's layers in fewer bits; None for the target itself.
+        max_drafts: draft tokens of every row that it has room for. shortlist: [S] int64, the ids that drafts are picked from;
+        None for all. drafting_model: the target's layers in fewer bits; None for the target itself.
         """
-        return PartialForward(self.model, self.store, self.root, self.alive, most, shortlist, drafting_model)
+        return PartialForward(self.model, self.store, self.root, self.alive, max_drafts, shortlist, drafting_model)

@@ -19,23 +19,25 @@ LAYERS, METHODS = "int,...", "method;..."  # types of settings that are lists
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def setting(default: Any, help: str, *, least: int = 1, within: tuple[float, float] = ANY_NUMBER, kw_only: bool = False) -> Any:
-    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. least: of a whole
+def setting(
+    default: Any, help: str, *, min_value: int = 1, within: tuple[float, float] = ANY_NUMBER, kw_only: bool = False
+) -> Any:
+    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. min_value: of a whole
     number. within: the lowest and the highest value of any other number."""
-    told = {"help": help, "least": least, "within": within}
+    told = {"help": help, "min_value": min_value, "within": within}
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"skipstone": told})
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, least,
+    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, min_value,
     within: as in `setting`."""
 
     name: str
     hint: Any
     default: Any
     help: str = ""
-    least: float = -math.inf
+    min_value: float = -math.inf
     within: tuple[float, float] = ANY_NUMBER
 
     @property
@@ -74,7 +76,7 @@ class Setting:
             return
         fits, words, (low, high) = False, [], self.within
         if kinds == [int] and not choices:
-            whole_number(self.name, value, self.least)
+            whole_number(self.name, value, self.min_value)
             return
         if kinds == [bool]:
             fits, words = isinstance(value, bool), ["true", "false"]
@@ -173,9 +175,9 @@ def layer_numbers(name: str, value: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def whole_number(name: str, value: Any, least: float) -> None:
-    """ValueError unless value is an int (no bool) of at least `least`."""
+def whole_number(name: str, value: Any, min_value: float) -> None:
+    """ValueError unless value is an int (no bool) of at least `min_value`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, found {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, found {value}")
+    if value < min_value:
+        raise ValueError(f"{name} must be at least {min_value}, found {value}")

@@ -6,7 +6,7 @@ import torch
 
 from skipstone.decoding.draft import RowVerdict
 from skipstone.decoding.request import Request
-from skipstone.engines.picks import NO_TOKEN
+from skipstone.engines.greedy_tokens import NO_TOKEN
 
 
 @dataclass

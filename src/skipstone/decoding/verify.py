@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Picked, Verdict
-from skipstone.decoding.noise import ACCEPT, TARGET, Chances, Noise, substream
-from skipstone.engines import host
+from skipstone.decoding.draft import Draft, GreedyVerdict, Verdict
+from skipstone.decoding.noise import ACCEPT, TARGET, LazyDistribution, Noise, substream
+from skipstone.engines import host_transfer
 
 CACHED = 2**17  # entries of distributions that a CPU works on at once where it has a choice
 Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -21,7 +21,7 @@ Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Rows that do not walk any more may be answered with anything: their path is no real one.
 """
-ToDrawFrom = Callable[[Tensor, Tensor, Tensor], Tensor | Chances]
+ToDrawFrom = Callable[[Tensor, Tensor, Tensor], Tensor | LazyDistribution]
 """The same, where a draw is all that is wanted."""
 
 
@@ -81,10 +81,10 @@ def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, no
     return Verdict(path, tokens, accepted, overruled=(picks != draft.tokens) & draft.valid)
 
 
-def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | Picked:
+def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | GreedyVerdict:
     """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first. waived: as in `match`."""
     if waived is None:
-        return Picked(draft, picks)
+        return GreedyVerdict(draft, picks)
     assert draft.parents is None, "only tokens of a chain can be waived"
     rows, width = draft.tokens.shape
     same = draft.tokens == picks[:, :-1]
@@ -190,7 +190,7 @@ def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
     good to about 1e-3.
     """
     rows, width, size = logits.shape
-    step = max(1, CACHED // size) if host.readable(logits) else rows * width
+    step = max(1, CACHED // size) if host_transfer.readable(logits) else rows * width
     parts = zip(logits.flatten(0, 1).split(step), q.flatten(0, 1).split(step), entropy_q.flatten().split(step), strict=True)
     return torch.cat([_js_distances(*part) for part in parts]).view(rows, width)
 
@@ -205,7 +205,7 @@ def _js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
 
 def _idle(walking: Tensor) -> bool:
     """Whether no row walks on, where that can be asked for nothing."""
-    return host.readable(walking) and not bool(walking.any())
+    return host_transfer.readable(walking) and not bool(walking.any())
 
 
 def _verdict(path: list[Tensor], tokens: list[Tensor], accepted: Tensor, width: int) -> Verdict:

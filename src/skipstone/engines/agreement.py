@@ -13,11 +13,11 @@ from torch import Tensor
 
 from skipstone.engines.eager import patches
 from skipstone.engines.eager.eager import EagerEngine
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
-from skipstone.models.finite import overflow, refuse_not_finite
+from skipstone.models.nan_checks import overflow, refuse_not_finite
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
 from skipstone.models.trace import PREFIX, Trace, shrunk_windows
@@ -34,7 +34,7 @@ ALONE = 5  # tokens of a prompt by itself: so few that windows leave masks out
 TAKEN = 2  # tokens that are accepted of a chain that is rolled back
 
 
-class Compared(NamedTuple):
+class ComparedPass(NamedTuple):
     """A pass that is compared, or only run. rows, columns: [2, n], of the trace, that its tokens are. committed: tokens of both
     rows of the store before it. drafts: its tokens are nobody's, and what comes out is not compared."""
 
@@ -47,7 +47,7 @@ class Compared(NamedTuple):
 
 
 @dataclass
-class Difference:
+class LargestDifference:
     """The largest difference so far. allowed: as a share. precision: by which every number may be rounded otherwise, as a share
     of it. where: what the difference is of. share: of what was to be computed, the most of any token."""
 
@@ -101,9 +101,9 @@ def ensure(model: Any, facts: Facts) -> None:
     known.verified()
 
 
-def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
+def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> LargestDifference:
     """The largest difference between an engine and a trace."""
-    difference = Difference(_allowed(facts), torch.finfo(facts.dtype).eps)
+    difference = LargestDifference(_allowed(facts), torch.finfo(facts.dtype).eps)
     ids, length = found.ids, found.ids.shape[1]
     positions = torch.arange(length, device=ids.device, dtype=torch.int64).expand(2, -1)
     folded = facts.family.folded  # several streams of states are compared as one: a difference in any of them counts
@@ -158,7 +158,7 @@ def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
     ]
 
 
-def _passes(length: int, device: Any, chains: bool) -> list[Compared]:
+def _passes(length: int, device: Any, chains: bool) -> list[ComparedPass]:
     """All passes that are compared.
 
     Row 0 of the store reads what both rows of the trace begin with in a first chunk and as the trunk of a tree, of which both
@@ -171,25 +171,27 @@ def _passes(length: int, device: Any, chains: bool) -> list[Compared]:
     valid = torch.arange(cut, device=device, dtype=torch.int64) < on_device([[cut], [short]], device)
     first = torch.where(valid, first, 0)
     own, everyone = on_device([[0], [1]], device), slice(0, 2)
-    ragged = Compared("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0])
+    ragged = ComparedPass("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0])
     if not chains:
         return [ragged, _tree(prefix, [cut, short], length, own)]
     rest = torch.arange(prefix - cut, device=device, dtype=torch.int64)[None] + on_device([[cut], [short]], device)  # [2, n]
-    chunk = Compared("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short])
+    chunk = ComparedPass(
+        "in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short]
+    )
     return [ragged, chunk, *_chains([prefix, short + prefix - cut], length, own)]
 
 
-def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
+def _chains(starts: list[int], length: int, own: Tensor) -> list[ComparedPass]:
     """A chain of which the first TAKEN tokens are accepted and the others, which are the other row's, are not; then the right
     ones, the last of them by itself. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
     left = length - max(starts)
     taken = min(TAKEN, left - 1)
     accepted = [start + taken for start in starts]
 
-    def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> Compared:
+    def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> ComparedPass:
         places = on_device([[start + begin + column for column in range(width)] for start in starts], own.device)
         rows = (1 - own if drafts else own).expand(-1, width)
-        return Compared(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
+        return ComparedPass(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
 
     passes = [
         (taken, chain("in a draft", 0, taken, starts)),
@@ -200,7 +202,7 @@ def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
     return [one for width, one in passes if width]
 
 
-def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> Compared:
+def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> ComparedPass:
     """On row 0 the rest of the first `prefix` tokens and behind them both ends, as a trunk and its branches, and the rest of
     row 1. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
     trunk, ends, device = prefix - starts[0], length - prefix, own.device
@@ -221,4 +223,4 @@ def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> Compared:
     sources[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
     slots = base[:, None] + torch.arange(width, device=device, dtype=torch.int64)
     at = Pass(places, slots, real, slice(0, 2), max(starts) + width, tree=tree)
-    return Compared("in a tree", at, sources, places, starts)
+    return ComparedPass("in a tree", at, sources, places, starts)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skipstone.engines.host import CPU
+from skipstone.engines.host_transfer import CPU
 
 
 def dense(tensor: Tensor, free: int = 0) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from skipstone.engines.compiled import CompiledEngine
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
-from skipstone.engines.host import CPU
+from skipstone.engines.host_transfer import CPU
 from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.models.facts import Facts
-from skipstone.models.memo import Memo
 from skipstone.models.modules import unwrapped
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 
 VARIABLE = "SKIPSTONE_ENGINE"
@@ -35,7 +35,7 @@ def known(value: str, values: Any, source: str) -> str:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineOptions:
     """What is asked of a model's engine; None says nothing.
 
     engine: one of ENGINES. quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
@@ -53,20 +53,20 @@ class Setup:
             if (value := getattr(self, name)) is not None:
                 known(value, values, name)
 
-    def over(self, other: "Setup") -> "Setup":
+    def over(self, other: "EngineOptions") -> "EngineOptions":
         """This setup, and another one's where this says nothing."""
         pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
-        return Setup(*(theirs if own is None else own for own, theirs in pairs))
+        return EngineOptions(*(theirs if own is None else own for own, theirs in pairs))
 
     @property
     def quantizes(self) -> bool:
         return self.quantize not in (None, "none")
 
 
-_ATTACHED: WeakKeyDictionary[Any, Setup] = WeakKeyDictionary()
+_ATTACHED: WeakKeyDictionary[Any, EngineOptions] = WeakKeyDictionary()
 
 
-class _Made:
+class _EngineCache:
     """The engines of a model, as they were asked for, while its facts hold. chosen: by engine and quantize."""
 
     def __init__(self, facts: Facts) -> None:
@@ -74,7 +74,7 @@ class _Made:
         self.chosen: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
 
 
-_MADE: Memo[_Made] = Memo()
+_MADE: PerModelCache[_EngineCache] = PerModelCache()
 
 
 def attach(
@@ -86,38 +86,38 @@ def attach(
 ) -> None:
     """Remember what was asked of a model's engine, for as long as it lives. None leaves what was said before."""
     inner = unwrapped(model)
-    _ATTACHED[inner] = Setup(engine, quantize, kv_dtype, keep_weights).over(_ATTACHED.get(inner, Setup()))
+    _ATTACHED[inner] = EngineOptions(engine, quantize, kv_dtype, keep_weights).over(_ATTACHED.get(inner, EngineOptions()))
 
 
-def attached(model: Any) -> Setup:
+def attached(model: Any) -> EngineOptions:
     """What `load`, `enable` or `attach` was told for a model."""
-    return _ATTACHED.get(unwrapped(model), Setup())
+    return _ATTACHED.get(unwrapped(model), EngineOptions())
 
 
-def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> Setup:
+def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> EngineOptions:
     """All that is asked of a model's engine: what is given, or what was attached to the model, or what the environment says, or
     "auto", "none" and "float32". ValueError for a name that is none."""
-    asked = Setup(engine, quantize, kv_dtype).over(attached(model))
+    asked = EngineOptions(engine, quantize, kv_dtype).over(attached(model))
     if asked.engine is None:
-        asked = asked.over(Setup(known(os.environ.get(VARIABLE) or "auto", ENGINES, VARIABLE)))
+        asked = asked.over(EngineOptions(known(os.environ.get(VARIABLE) or "auto", ENGINES, VARIABLE)))
     if asked.kv_dtype is None:
-        asked = asked.over(Setup(kv_dtype=known(os.environ.get(KV_VARIABLE) or "float32", KV_DTYPES, KV_VARIABLE)))
-    return asked.over(Setup(quantize="none"))
+        asked = asked.over(EngineOptions(kv_dtype=known(os.environ.get(KV_VARIABLE) or "float32", KV_DTYPES, KV_VARIABLE)))
+    return asked.over(EngineOptions(quantize="none"))
 
 
-def kv_dtype_of(asked: Setup) -> torch.dtype | None:
+def kv_dtype_of(asked: EngineOptions) -> torch.dtype | None:
     """The dtype of a `KVCache`; None for what is computed in."""
     return KV_DTYPES[asked.kv_dtype or "float32"]
 
 
-def choose(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
+def choose(asked: EngineOptions, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
     """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. version: of
     the weights that it is to compute with (`Engine.holds`).
 
     ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
     which no other engine has.
     """
-    made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
+    made = _MADE.get(model, None, lambda: _EngineCache(facts), lambda made: made.facts is facts)
     key = asked.engine, asked.quantize
     found = made.chosen.get(key)
     if found is None or found[1] is not None or not found[0].holds(version):  # what kept native away may be gone
@@ -139,7 +139,7 @@ def missing_room_for_copy(model: Any, quantize: str) -> str | None:
     )
 
 
-def _choice(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
+def _choice(asked: EngineOptions, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
     if asked.engine in ("eager", "compiled"):
         if asked.quantizes:
             raise ValueError(
@@ -153,7 +153,7 @@ def _choice(asked: Setup, model: Any, facts: Facts, version: int | None) -> tupl
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
         return NativeEngine(model, facts, asked.quantize if asked.quantizes else None, asked.keep_weights is not False), None
     if reason is None:
-        return choose(Setup("native").over(asked), model, facts, version)
+        return choose(EngineOptions("native").over(asked), model, facts, version)
     if asked.quantizes:
         raise ValueError(f"quantize={asked.quantize!r} needs the native engine, which cannot run this model: {reason}")
-    return choose(Setup("eager").over(asked), model, facts, version)[0], reason
+    return choose(EngineOptions("eager").over(asked), model, facts, version)[0], reason

@@ -33,7 +33,7 @@ from skipstone.engines.eager.patches import changed
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.facts import Facts
 from skipstone.models.packed import is_packed
-from skipstone.models.passes import Pass, Reach, SkipSet, Tree
+from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
@@ -73,7 +73,7 @@ def tier(count: int, least: int = 1) -> int:
 
 
 @dataclass(eq=False)
-class Graphs:
+class GraphBackend:
     """What torch.compile calls with every graph. It knows nothing of a model, since torch keeps it for good.
 
     backend: the name of what lowers a graph. cuda: passes are CUDA graphs. count: graphs so far. seconds: that they took.
@@ -91,7 +91,7 @@ class Graphs:
         return lookup_backend(self.backend)(graph, inputs)
 
 
-class Slots:
+class GraphCache:
     """Stands for a transformers cache in a graph. keys, values: [R, kv_heads, slots + 1, head_dim], buffers of a layer, the
     trash last. rows: [R, 1], slots: [R, n], where the pass writes."""
 
@@ -108,7 +108,7 @@ class Slots:
 
 
 @dataclass(eq=False, slots=True)
-class Buffers:
+class BorrowedKVBuffers:
     """Keys and values of all layers that are lent to one store after the other. None: of a layer that no store has run yet."""
 
     keys: list[Tensor | None]
@@ -116,7 +116,7 @@ class Buffers:
 
 
 @dataclass(eq=False, slots=True)
-class Fed:
+class InputBuffers:
     """What a stretch of layers is fed in one pass. phases: by what gives them."""
 
     hidden: Tensor
@@ -130,22 +130,22 @@ class Fed:
             found += one if isinstance(one, tuple) else [] if one is None else [one]
         return found
 
-    def copied(self) -> "Fed":
+    def copied(self) -> "InputBuffers":
         """The same in memory of its own."""
         at, tree = self.at, self.at.tree
         if tree is not None:
             tree = Tree(*map(_plain, _parts(tree)))
         phases = {key: tuple(map(_plain, one)) if isinstance(one, tuple) else _plain(one) for key, one in self.phases.items()}
         own = replace(at, positions=_plain(at.positions), slots=_plain(at.slots), valid=_plain(at.valid), tree=tree, _masks={})
-        return Fed(_plain(self.hidden), own, phases)
+        return InputBuffers(_plain(self.hidden), own, phases)
 
 
 @dataclass(eq=False, slots=True)
-class Recorded:
+class CapturedGraph:
     """A CUDA graph. fed: what it reads. result: what it writes. weights: where those of its layers were."""
 
     graph: Any
-    fed: Fed
+    fed: InputBuffers
     result: Tensor
     weights: list[int]
 
@@ -153,7 +153,7 @@ class Recorded:
 def _layer(layer: nn.Module, hidden: Tensor, given: Any, places: tuple[Tensor, Tensor], buffers: Any, call: Any) -> Tensor:
     """What is compiled: one layer over [R, n, d]. given: what it is given of the pass, by name. places: rows [R, 1] and slots
     [R, n] that it writes. buffers: keys and values. call: (name of the argument for the cache, fixed arguments)."""
-    cache = {call[0]: Slots(buffers[0], buffers[1], *places)}
+    cache = {call[0]: GraphCache(buffers[0], buffers[1], *places)}
     output = layer(hidden, **given, **cache, **dict(call[1]))
     return output[0] if isinstance(output, (tuple, list)) else output
 
@@ -169,7 +169,7 @@ class CompiledEngine(EagerEngine):
         if (reason := why_not(model, facts)) is not None:
             raise ValueError(f"engine='compiled' cannot run this model: {reason}; take engine='auto' or 'eager'")
         super().__init__(model, facts)
-        self.graphs = Graphs(os.environ.get(BACKEND_VARIABLE) or "inductor", facts.device.type == "cuda")
+        self.graphs = GraphBackend(os.environ.get(BACKEND_VARIABLE) or "inductor", facts.device.type == "cuda")
         self._device, self._depth, self._positions = facts.device, len(facts.layers), facts.max_positions
         self._parts = [part for layer in facts.layers for part in layer.modules()]
         self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
@@ -183,9 +183,9 @@ class CompiledEngine(EagerEngine):
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
         self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
-        self._lent: weakref.WeakKeyDictionary[KVCache, tuple[Any, Buffers, Any]] = weakref.WeakKeyDictionary()
-        self._spare: dict[Any, list[Buffers]] = {}
-        self._recorded: dict[Any, Recorded | None] = {}  # None: what has run once, and is recorded the next time
+        self._lent: weakref.WeakKeyDictionary[KVCache, tuple[Any, BorrowedKVBuffers, Any]] = weakref.WeakKeyDictionary()
+        self._spare: dict[Any, list[BorrowedKVBuffers]] = {}
+        self._recorded: dict[Any, CapturedGraph | None] = {}  # None: what has run once, and is recorded the next time
         self._memory: Any = None  # that all CUDA graphs share: they run one after the other
         self._refused: str | None = None  # why no CUDA graph can be recorded, as CUDA says
         self.preparations = 0
@@ -249,7 +249,7 @@ class CompiledEngine(EagerEngine):
             if lent is not None:
                 lent[2]()  # the store has grown out of them
             spare = self._spare.setdefault(shape, [])
-            own = spare.pop() if spare else Buffers([None] * self._depth, [None] * self._depth)
+            own = spare.pop() if spare else BorrowedKVBuffers([None] * self._depth, [None] * self._depth)
             back = weakref.finalize(store, spare.append, own)
             back.atexit = False
             lent = self._lent[store] = shape, own, back
@@ -269,11 +269,11 @@ class CompiledEngine(EagerEngine):
         hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        fed = Fed(hidden, at, phases)
+        fed = InputBuffers(hidden, at, phases)
         hidden = self._replayed(fed, store, layers) if hidden.is_cuda else self._through(fed, store, layers)
         return hidden[:rows, :width]
 
-    def _replayed(self, fed: Fed, store: KVCache, layers: range) -> Tensor:
+    def _replayed(self, fed: InputBuffers, store: KVCache, layers: range) -> Tensor:
         """`_through` as a CUDA graph, from the third time on that such a pass is met over the same buffers: what comes first
         compiles, and the second one is recorded."""
         shapes = tuple(one.shape for one in fed.tensors())
@@ -298,20 +298,20 @@ class CompiledEngine(EagerEngine):
         recorded.graph.replay()
         return recorded.result.clone()  # the next replay writes over it
 
-    def _record(self, fed: Fed, store: KVCache, layers: range, weights: list[int]) -> Recorded:
+    def _record(self, fed: InputBuffers, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
         """A CUDA graph of `_through`, which has not run yet. RuntimeError where the device would have to be waited for."""
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = self._through(fed, store, layers)
-        return Recorded(graph, fed, result, weights)
+        return CapturedGraph(graph, fed, result, weights)
 
-    def _through(self, fed: Fed, store: KVCache, layers: range) -> Tensor:
+    def _through(self, fed: InputBuffers, store: KVCache, layers: range) -> Tensor:
         """Layers one by one, [R, n, d]."""
         at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
         places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
-        masks: dict[tuple[Reach, int], Tensor] = {}
+        masks: dict[tuple[AttentionReach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))
             given, key = self._given(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
@@ -367,7 +367,7 @@ def _twin(module: nn.Module, config: Any) -> Any:
         twin.__dict__["config"] = config
     twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
     if linear.is_faster_transposed(twin):
-        twin.__class__ = linear.Transposed
+        twin.__class__ = linear.TransposedLinear
     return twin
 
 

@@ -19,27 +19,27 @@ QUANTIZED = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class SurvivalThresholds:
     """Until what survival rows draft on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
     as is known; a draft's survival is the product over all drafts up to it.
 
-    least: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it; a
-    shorter list ends the draft. beside: the same of a row whose draft steps others pay; none where each row pays its own. Of R
-    rows those with a survival S of `beside` draft on together, as long as the sum of S - beside over them is at least
-    R (least - beside)."""
+    min_survival: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it;
+    a shorter list ends the draft. min_survival_shared: the same of a row whose draft steps others pay; none where each row pays
+    its own. Of R rows those with a survival S of `min_survival_shared` draft on together, as long as the sum of S - beside over
+    them is at least R (least - beside)."""
 
     slope: float
     offset: float
-    least: Sequence[float]
-    beside: Sequence[float] = ()
+    min_survival: Sequence[float]
+    min_survival_shared: Sequence[float] = ()
 
 
 @dataclass(slots=True)
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
 
-    roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, -1 for one that takes
-    no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
+    roots: [B] int64, the last committed id of every row. bases: its position. max_drafts: most drafts of a row, -1 for one that
+    takes no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
     stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for. transform: [d', d']
     that normed states go through before the LM head; None for none. sure: a draft that is not more probable than its threshold
@@ -50,7 +50,7 @@ class ChainStart:
 
     roots: Tensor
     bases: list[int]
-    most: list[int]
+    max_drafts: list[int]
     layers: int
     skip: SkipSet | None
     keep: bool
@@ -61,7 +61,7 @@ class ChainStart:
     transform: Tensor | None = None
     sure: bool = False
     shortlist: Tensor | None = None
-    survival: Survival | None = None
+    survival: SurvivalThresholds | None = None
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class ChainEnd:
 
 
 @dataclass(frozen=True)
-class Warps:
+class WarperInputs:
     """What is asked of the warpers of every row, and the noise's step from a token to the next one.
 
     temperature: [B] float32, positive. top_k: [B] int64, V or more for all tokens, 0 for a row that takes no part and gets any
@@ -93,7 +93,7 @@ class Warps:
     place: int
 
 
-EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor]
+EngineDraw = Callable[[Tensor, WarperInputs, Tensor], Tensor]
 """`Engine.draw`, of an engine that has it."""
 
 
@@ -186,7 +186,7 @@ class Engine(Protocol):
         `ChainStart`."""
         ...
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
         """Draw a token of every row, which an engine with `draws` can. logits: [B, V] float32. counters: [B] int64, where the
         noise of every row begins. Returns [B] int64, -1 for a row that is the caller's to draw."""
         ...

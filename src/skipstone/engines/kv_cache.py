@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.engines.host import across, on_device
-from skipstone.engines.recurrent_states import Call, Span, Trails, spans
+from skipstone.engines.host_transfer import across, on_device
+from skipstone.engines.recurrent_states import Call, RowSpan, StateHistories, spans
 from skipstone.models.passes import Pass
 
 
@@ -38,7 +38,7 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.engine_view: Any = None
-        self.trails = Trails()
+        self.trails = StateHistories()
 
     @property
     def trash(self) -> int:
@@ -70,10 +70,10 @@ class KVCache:
                     new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
                     buffers[layer] = new
 
-    def view(self, at: Pass, asks_length: bool = False) -> "PassView":
+    def view(self, at: Pass, asks_length: bool = False) -> "PassCacheView":
         """What the layers of one pass write to and read from, in the place of a transformers cache. asks_length: as in
         `Family`."""
-        return CountlessView(self, at) if asks_length else PassView(self, at)
+        return ZeroLengthView(self, at) if asks_length else PassCacheView(self, at)
 
     def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
         """Copy slots of a row, to lay the accepted path of a tree out as a chain.
@@ -118,7 +118,7 @@ class KVCache:
         self.trails.check(reference.trails, row, reference_row, length, tolerance)
 
 
-class PassView:
+class PassCacheView:
     """Duck type of a transformers cache for the layer calls of one pass."""
 
     def __init__(self, store: KVCache, at: Pass) -> None:
@@ -161,7 +161,7 @@ class PassView:
         return self._index[device]
 
     @cached_property
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[RowSpan]:
         return spans(self.at)
 
     def recur(self, layer: int, hidden: Tensor, call: Call) -> Tensor:
@@ -169,10 +169,10 @@ class PassView:
         return self.store.trails.run(layer, hidden, self._spans, self.store.length, call)
 
 
-class SharedView:
-    """What layers that share keys and values read and write in the place of transformers' dictionary: the store has them."""
+class SharedKVView:
+    """Replaces transformers' dictionary for layers that share keys and values: the store has them."""
 
-    def __init__(self, view: PassView, sources: dict[str, int], dtype: torch.dtype) -> None:
+    def __init__(self, view: PassCacheView, sources: dict[str, int], dtype: torch.dtype) -> None:
         self._view, self._sources, self._dtype = view, sources, dtype
 
     def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
@@ -184,8 +184,8 @@ class SharedView:
         """Nothing: they were written to the store."""
 
 
-class CountlessView(PassView):
-    """The same for layers that ask for the length of their cache without a need."""
+class ZeroLengthView(PassCacheView):
+    """A `PassCacheView` that reports length 0, for layers that ask for a length and do not need it."""
 
     def get_seq_length(self, *_: object) -> int:
         """0, always: rows may have different lengths."""

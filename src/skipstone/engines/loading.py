@@ -25,8 +25,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
-from skipstone.engines.choose_engine import Setup, attach
-from skipstone.engines.host import out_of_memory
+from skipstone.engines.choose_engine import EngineOptions, attach
+from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
@@ -34,8 +34,8 @@ from skipstone.models.fetching import commit_of, hub_name, refused
 from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised import expect_loadable
-from skipstone.models.ranks import cannot_share
-from skipstone.models.refusals import refuse_sizes
+from skipstone.models.tensor_parallel import cannot_share
+from skipstone.models.unsupported import refuse_sizes
 from skipstone.utils.extras import installed
 
 BUNDLED = "skipstone-nano"
@@ -90,7 +90,7 @@ def load(  # noqa: PLR0913
     kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
     kernels are not tested here; ImportError, which says what to install, without the package that has them.
     """
-    asked = Setup(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
+    asked = EngineOptions(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}

@@ -6,23 +6,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.engines import picks
+from skipstone.engines import greedy_tokens
 from skipstone.engines.agreement import ensure
-from skipstone.engines.choose_engine import Setup, asked_for, choose, kv_dtype_of, missing_room_for_copy
+from skipstone.engines.choose_engine import EngineOptions, asked_for, choose, kv_dtype_of, missing_room_for_copy
 from skipstone.engines.engine import ChainEnd, ChainStart, EngineDraw
 from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_lock import lock_of, lock_of_config
 from skipstone.engines.torch_threads import alone_after_fork
-from skipstone.engines.turns import lock_of, lock_of_config
 from skipstone.models.facts import Facts
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
-from skipstone.models.refusals import refuse_state
+from skipstone.models.per_model_cache import PerModelCache
+from skipstone.models.unsupported import refuse_state
 from skipstone.models.weight_version import model_version
 
-_FACTS: Memo[Facts] = Memo()
+_FACTS: PerModelCache[Facts] = PerModelCache()
 
 
 def _facts(model: PreTrainedModel) -> Facts:
@@ -57,7 +57,7 @@ class ModelRunner(DecoderModules):
     def __init__(
         self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
     ) -> None:
-        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`Setup`).
+        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`EngineOptions`).
         None: what `load` or `enable` was told for this model, or what the environment says, or "auto", "none" and "float32".
 
         ValueError for "native", and for quantised weights, where the native engine cannot run the model.
@@ -95,7 +95,7 @@ class ModelRunner(DecoderModules):
         if (reason := missing_room_for_copy(self.model, quantize)) is not None:
             raise ValueError(reason)
         found = copy(self)
-        found.asked = Setup("native", quantize).over(self.asked)
+        found.asked = EngineOptions("native", quantize).over(self.asked)
         with self.lock:
             found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, self.engine.version)
         return found
@@ -136,7 +136,7 @@ class ModelRunner(DecoderModules):
         """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
         No logits are kept."""
         with self._pass_lock:
-            return self.engine.likeliest(hidden) if self.engine_picks else picks.likeliest(self.logits(hidden))
+            return self.engine.likeliest(hidden) if self.engine_picks else greedy_tokens.greedy_token(self.logits(hidden))
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`. ValueError for a count of logits that there are not."""

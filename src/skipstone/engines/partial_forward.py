@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines.engine import ChainEnd, ChainStart, Survival
-from skipstone.engines.host import counting, on_device
+from skipstone.engines.engine import ChainEnd, ChainStart, SurvivalThresholds
+from skipstone.engines.host_transfer import counting, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
@@ -23,11 +23,12 @@ class PartialForward:
     Column 0 is the last committed token of every row, further columns are draft tokens. Column c of a row writes the slot
     base + c of the KV store. Its position is the same number on a chain, and base + its depth in the tree in a tree.
 
-    alive: rows that take part; all columns of the others are invalid. most: draft tokens that each row has room for. base:
-    committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width: columns
-    so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain. passes:
-    what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from, None
-    for all. drafter: what drafts in `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the model.
+    alive: rows that take part; all columns of the others are invalid. max_drafts: draft tokens that each row has room for.
+    base: committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width:
+    columns so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain.
+    passes: what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from,
+    None for all. drafter: what drafts in `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the
+    model.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class PartialForward:
         store: KVCache,
         root: Tensor,
         alive: list[bool],
-        most: list[int],
+        max_drafts: list[int],
         shortlist: Tensor | None = None,
         drafter: ModelRunner | None = None,
     ) -> None:
@@ -46,12 +47,12 @@ class PartialForward:
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
         self._highest_base = max(self.base)
-        self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
+        self._end = max(base + room + 1 for base, room, live in zip(self.base, max_drafts, alive, strict=True) if live)
         store.reserve(self._end)
         self._taking = list(alive)
         self._everyone = all(alive)
         self._uniform = self._everyone and len(set(self.base)) == 1
-        self._room = max(most) + 1
+        self._room = max(max_drafts) + 1
         if self._uniform:
             first = self._highest_base
             end = first + self._room
@@ -228,12 +229,12 @@ class PartialForward:
         self,
         layers: int,
         skip: SkipSet | None,
-        most: list[int],
+        max_drafts: list[int],
         thresholds: list[float] | None,
         ends: Sequence[frozenset[int]],
         transform: Tensor | None = None,
         sure: bool = False,
-        survival: Survival | None = None,
+        survival: SurvivalThresholds | None = None,
     ) -> ChainEnd | None:
         """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
@@ -244,7 +245,7 @@ class PartialForward:
         """
         assert self.width == 1, "a chain starts at the root"
         assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
-        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        wanted = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
         if max(wanted) < 1 or not self._chains:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
@@ -276,13 +277,17 @@ class PartialForward:
         return self.drafter.engine_picks and self.drafter.engine.chains
 
     def write_on(
-        self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]], survival: Survival | None = None
+        self,
+        max_drafts: list[int],
+        thresholds: list[float] | None,
+        ends: Sequence[frozenset[int]],
+        survival: SurvivalThresholds | None = None,
     ) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
         then read all of them but every row's last one; the forward is of no use any more. None, and nothing has changed, as
         in `draft_greedily`.
         """
-        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        wanted = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
         before = self.width - 1
         if max(wanted) < 1 or not self._chains:
             return None

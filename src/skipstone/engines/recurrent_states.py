@@ -22,7 +22,7 @@ Call = Callable[[Tensor, "StateView"], Tensor]
 """A sublayer's own forward: ([g, m, d], the cache that it is given) -> [g, m, d]."""
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """The tokens of one row in a pass. row: of the store. number: of the row in the pass. column: of its first token. width:
     its tokens. first: the slot of the first one."""
 
@@ -33,11 +33,11 @@ class Span(NamedTuple):
     first: int
 
 
-def spans(at: Pass) -> list[Span]:
+def spans(at: Pass) -> list[RowSpan]:
     """The tokens of every row of a pass that has any. ValueError where they do not follow one another."""
     rows, width = at.shape
     if at.valid is None and at.first_slot is not None:
-        return [Span(at.rows.start + row, row, 0, width, at.first_slot) for row in range(rows)]
+        return [RowSpan(at.rows.start + row, row, 0, width, at.first_slot) for row in range(rows)]
     slots = at.slots.tolist()
     valid = [[True] * width] * rows if at.valid is None else at.valid.tolist()
     found = []
@@ -49,7 +49,7 @@ def spans(at: Pass) -> list[Span]:
         first = slots[row][begin]
         if [(column, slots[row][column]) for column in columns] != [(begin + i, first + i) for i in range(taken)]:
             raise ValueError("a recurrent state takes tokens one after the other, and this pass leaves some out")
-        found.append(Span(at.rows.start + row, row, begin, taken, first))
+        found.append(RowSpan(at.rows.start + row, row, begin, taken, first))
     return found
 
 
@@ -94,7 +94,7 @@ class StateView:
 
 
 @dataclass(slots=True)
-class Trail:
+class StateHistory:
     """What one sublayer keeps of one row.
 
     base: tokens that `before` sums up. before: the states after them. inputs: [n, d], what it was given for the n tokens since;
@@ -146,15 +146,15 @@ class Trail:
         self.after = after
 
 
-class Trails:
+class StateHistories:
     """What the recurrent sublayers of a model keep of the rows of a store. They are made when they are first run."""
 
     def __init__(self) -> None:
-        self._trails: dict[tuple[int, int], Trail] = {}
+        self._trails: dict[tuple[int, int], StateHistory] = {}
 
-    def of(self, layer: int, row: int) -> Trail:
+    def of(self, layer: int, row: int) -> StateHistory:
         """That of one layer and row."""
-        return self._trails.setdefault((layer, row), Trail())
+        return self._trails.setdefault((layer, row), StateHistory())
 
     def bytes(self) -> int:
         """Memory held by all states and inputs."""
@@ -170,14 +170,14 @@ class Trails:
         held = [one for trail in self._trails.values() for one in trail.tensors(inputs=inputs)]
         return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
 
-    def run(self, layer: int, hidden: Tensor, found: Iterable[Span], lengths: list[int], call: Call) -> Tensor:
+    def run(self, layer: int, hidden: Tensor, found: Iterable[RowSpan], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
 
         Rows with as many tokens, new ones and such that are run once more, are run together. None is ever padded: padding would
         change a state.
         """
         output = torch.zeros_like(hidden)
-        groups: dict[tuple[int, int, bool], list[tuple[Span, Tensor | None, States]]] = {}
+        groups: dict[tuple[int, int, bool], list[tuple[RowSpan, Tensor | None, States]]] = {}
         for span in found:
             again, states = self.of(layer, span.row).begin(span.first, lengths[span.row], call)
             group = 0 if again is None else len(again), span.width, bool(states)
@@ -196,7 +196,7 @@ class Trails:
                 self.of(layer, span.row).take(inputs, after)
         return output
 
-    def check(self, other: "Trails", row: int, other_row: int, length: int, tolerance: float) -> None:
+    def check(self, other: "StateHistories", row: int, other_row: int, length: int, tolerance: float) -> None:
         """AssertionError unless what the sublayers were given for the committed tokens of a row, since its bases, is what
         another's row was given, which knows all of them."""
         for (layer, mine), trail in self._trails.items():

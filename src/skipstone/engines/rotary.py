@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.models.families import Rotary, submodule
-from skipstone.models.weight_version import Values
+from skipstone.models.families import RotarySource, submodule
+from skipstone.models.weight_version import TensorValues
 
 Phases = Tensor | tuple[Tensor, ...]
 """What a rotary module gives for positions: cos and sin, or one complex tensor."""
@@ -20,9 +20,11 @@ class RotaryTables:
 
     def __init__(self, decoder: Any, max_positions: int) -> None:
         self._decoder, self._max_positions = decoder, max_positions
-        self._tables: dict[Rotary, tuple[Tensor, ...]] = {}
-        self._made_of: dict[Rotary, tuple[Values, list[Any]]] = {}  # buffers and numbers of the modules that gave them
-        self._outdated: set[Rotary] = set()
+        self._tables: dict[RotarySource, tuple[Tensor, ...]] = {}
+        self._made_of: dict[
+            RotarySource, tuple[TensorValues, list[Any]]
+        ] = {}  # buffers and numbers of the modules that gave them
+        self._outdated: set[RotarySource] = set()
 
     def hold(self) -> bool:
         """Whether the modules still give what is in the tables. Others are made again when they are next asked for."""
@@ -32,13 +34,13 @@ class RotaryTables:
                 self._outdated.add(source)
         return not self._outdated
 
-    def _inputs(self, source: Rotary) -> tuple[list[Tensor], list[Any]]:
+    def _inputs(self, source: RotarySource) -> tuple[list[Tensor], list[Any]]:
         """The buffers and the numbers that a rotary module computes with."""
         module = submodule(self._decoder, source.path)
         numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
         return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers
 
-    def table(self, source: Rotary, extent: int, like: Tensor) -> tuple[Tensor, ...]:
+    def table(self, source: RotarySource, extent: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has; of some models one
         complex tensor [positions, rotary_dim / 2]. like: a tensor of the dtype and on the device that they are wanted in; it
         must be the same at every call."""
@@ -55,6 +57,6 @@ class RotaryTables:
             parts = phases if isinstance(phases, tuple) else (phases,)
             table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
             buffers, numbers = self._inputs(source)  # as they are now: dynamic RoPE writes both
-            self._made_of[source] = Values(buffers), numbers
+            self._made_of[source] = TensorValues(buffers), numbers
             self._outdated.discard(source)
         return table

@@ -19,7 +19,7 @@ def _openmp() -> Any:
     return None if path is None else ctypes.CDLL(path)
 
 
-class OneThread:
+class SingleTorchThread:
     """Inside, torch computes on one thread for the host thread that is in, and for no other one. After an operator on several
     threads these wait for the next one in a loop for milliseconds, on cores that the engine's threads need.
 

@@ -4,11 +4,11 @@ import json
 import shlex
 from pathlib import Path
 
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.gguf.file import DRAFT, TARGET
-from skipstone.export.layers import Kept
 
 
-def for_draft(target: str, folder: Path, kept: Kept) -> dict[str, str]:
+def for_draft(target: str, folder: Path, kept: DraftLayers) -> dict[str, str]:
     """Engines and what to type there for a draft checkpoint. target: the folder or hub id of the model."""
     model, draft, count = shlex.quote(target), shlex.quote(str(folder)), kept.drafts
     speculative = json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": count})
@@ -25,7 +25,7 @@ def for_draft(target: str, folder: Path, kept: Kept) -> dict[str, str]:
     }
 
 
-def for_gguf(folder: Path, kept: Kept) -> dict[str, str]:
+def for_gguf(folder: Path, kept: DraftLayers) -> dict[str, str]:
     """Engines and what to type there for a pair of GGUF files."""
     target, draft = (shlex.quote(str(folder / name)) for name in (TARGET, DRAFT))
     least = "" if kept.threshold is None else f" --spec-draft-p-min {kept.threshold:g}"

@@ -15,7 +15,7 @@ from skipstone.assets import NANO
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import BUNDLED, COMMIT, EXPORT, load_model
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.export.layers import Kept
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.models.derivation import close
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.modules import DecoderModules
@@ -120,7 +120,7 @@ def _renumbered(model: ModelRunner, layers: tuple[int, ...]) -> dict[str, Tensor
     return found
 
 
-def write_draft(model: ModelRunner, tokenizer: Any, kept: Kept, folder: Path) -> int:
+def write_draft(model: ModelRunner, tokenizer: Any, kept: DraftLayers, folder: Path) -> int:
     """Write the layers that are kept, with norm, head and tokenizer, as a checkpoint that is whole or not there. Returns its
     parameters.
 
@@ -142,7 +142,7 @@ def write_draft(model: ModelRunner, tokenizer: Any, kept: Kept, folder: Path) ->
     return sum(weight.numel() for weight in draft.parameters())
 
 
-def origin(model: ModelRunner, kept: Kept) -> dict[str, Any]:
+def origin(model: ModelRunner, kept: DraftLayers) -> dict[str, Any]:
     """What an export is a part of, for its card on the hub: "base", the hub id or the name of the folder of the whole model,
     None for one that was not loaded; "revision", its commit on the hub; "fingerprint" of its weights; "layers" that are kept,
     "depth" of all."""
@@ -154,7 +154,7 @@ def origin(model: ModelRunner, kept: Kept) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def expect_same(model: ModelRunner, kept: Kept, folder: Path) -> None:
+def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
     """ValueError where the checkpoint in a folder computes something else than the layers of a model that are kept."""
     draft = load_model(folder, dtype=model.model.dtype)
     reaches, own = DecoderModules(draft).family.reaches, model.family.reaches
@@ -169,7 +169,7 @@ def expect_same(model: ModelRunner, kept: Kept, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def exit_logits(model: ModelRunner, kept: Kept, ids: Tensor) -> Tensor:
+def exit_logits(model: ModelRunner, kept: DraftLayers, ids: Tensor) -> Tensor:
     """What skipstone drafts from behind every token of a text: the layers that are kept, then norm and head. ids: [1, T].
     Returns [1, T, V] float32."""
     length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.draft import Step
-from skipstone.engines.host import left_padded
+from skipstone.engines.host_transfer import left_padded
 from skipstone.hf import generation
-from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.detokenizer import detokenize
+from skipstone.hf.generate_call import GenerateCall, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.generation import Output, RowError
 from skipstone.utils.extras import installed
 
@@ -56,7 +56,7 @@ def generate(
         raise
 
 
-def _with_text(output: Output, call: Call, inputs: Inputs, tokenizer: Any) -> Output:
+def _with_text(output: Output, call: GenerateCall, inputs: Inputs, tokenizer: Any) -> Output:
     """The output with the text of every row, where text came in."""
     if not isinstance(inputs, (Tensor, np.ndarray, Mapping)) and tokenizer is not None:
         rows = zip(call.prompts, output.new_tokens or [], strict=True)

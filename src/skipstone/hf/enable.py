@@ -15,12 +15,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from skipstone.decoding.method import Method
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.eager.patches import take_off
+from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.engines.turns import lock_of
 from skipstone.hf import generation
-from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for, token_tensor
-from skipstone.hf.fields import refuse_fields
+from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, prepare_call, resolve_for, token_tensor
 from skipstone.hf.generation import Output
+from skipstone.hf.generation_config_fields import refuse_fields
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
@@ -147,7 +147,9 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
     ) -> Output | LongTensor:
         refuse_fields(generation_config.to_dict())
         chosen = resolve_for(model, method, generation_config)
-        call = Call(model, token_tensor(input_ids), logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        call = GenerateCall(
+            model, token_tensor(input_ids), logits_processor, stopping_criteria, generation_config, seed, model_kwargs
+        )
         output = generation.complete(chosen, call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 

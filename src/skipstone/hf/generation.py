@@ -13,13 +13,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, DecodingLoop, run
 from skipstone.decoding.method import Method
-from skipstone.decoding.record import Keeper
+from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import Call
+from skipstone.hf.generate_call import GenerateCall
 from skipstone.hf.requests import requests
-from skipstone.models.finite import first_not_finite
+from skipstone.models.nan_checks import first_not_finite
 
 SLOWER = 0.95  # speed-ups below this are warned about
 FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about
@@ -62,7 +62,7 @@ class RowError(ValueError):
         self.errors, self.output = errors, output
 
 
-def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[DecodingLoop, list[Request]]:
+def admitted(method: Method, call: GenerateCall, keeper: OutputRecorder | None = None) -> tuple[DecodingLoop, list[Request]]:
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
     runner = call.runner or ModelRunner(call.model)
     with runner.lock:
@@ -79,9 +79,9 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
     return decoder, wanted
 
 
-def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
+def steps(method: Method, call: GenerateCall, record: bool = False) -> Iterator[Step]:
     """The loop as an iterator of Steps. Errors are raised at the call, not at the first step; a RowError behind the last."""
-    decoder, _ = admitted(method, call, Keeper(record=True) if record else None)
+    decoder, _ = admitted(method, call, OutputRecorder(record=True) if record else None)
 
     def watched() -> Iterator[Step]:
         errors: dict[int, str] = {}
@@ -95,13 +95,13 @@ def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
     return watched()
 
 
-def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
+def complete(method: Method, call: GenerateCall, streamer: Any = None, record: bool = False) -> Output:
     """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens.
     RowError where a row failed, when all others have ended."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
-    keeper = Keeper(*kinds) if any(kinds) else None
+    keeper = OutputRecorder(*kinds) if any(kinds) else None
     decoder, wanted = admitted(method, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
@@ -129,7 +129,7 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     return output
 
 
-def _keep_scores(output: Output, call: Call, kept: list[Step]) -> None:
+def _keep_scores(output: Output, call: GenerateCall, kept: list[Step]) -> None:
     """Logits and scores of every new token, where they are asked for."""
     new = output.new_tokens or []
     width = max(map(len, new))
@@ -139,7 +139,7 @@ def _keep_scores(output: Output, call: Call, kept: list[Step]) -> None:
         output.scores = _per_token([step.scores for step in kept], len(new), width)
 
 
-def _sequences(call: Call, new: list[list[int]]) -> Tensor:
+def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:
     """[B, T] prompt as given and new tokens, finished rows filled with the pad id (HF's rule)."""
     ids = call.input_ids
     pad: Any = call.config._pad_token_tensor

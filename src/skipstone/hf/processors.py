@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
-from skipstone.hf.fields import EXOTIC
-from skipstone.models.placing import home
+from skipstone.hf.generation_config_fields import EXOTIC
+from skipstone.models.device_map import home
 
 
 class RowProcessors:

@@ -15,10 +15,10 @@ from skipstone.decoding.noise import row_seed
 from skipstone.decoding.request import Criterion, Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes, prepare_call
-from skipstone.hf.fields import EXOTIC
+from skipstone.hf.generate_call import REFUSED_ARGUMENTS, GenerateCall, check_shapes, prepare_call
+from skipstone.hf.generation_config_fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
-from skipstone.models.ranks import Ranks
+from skipstone.models.tensor_parallel import TensorParallelGroup
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
@@ -64,7 +64,7 @@ def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, see
     return request
 
 
-def requests(call: Call, ranks: Ranks) -> list[Request]:
+def requests(call: GenerateCall, ranks: TensorParallelGroup) -> list[Request]:
     """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
     _check_inputs(call)
     max_new_tokens = _max_new_tokens(call)
@@ -82,7 +82,7 @@ def requests(call: Call, ranks: Ranks) -> list[Request]:
     ]
 
 
-def _check_inputs(call: Call) -> None:
+def _check_inputs(call: GenerateCall) -> None:
     ids, extra = call.input_ids, call.model_kwargs
     mask = extra.get("attention_mask")
     check_shapes(ids, mask)
@@ -105,7 +105,7 @@ def _check_inputs(call: Call) -> None:
         raise ValueError("position_ids other than 0, 1, 2, ... over the unpadded tokens of a row are not supported")
 
 
-def _max_new_tokens(call: Call) -> int:
+def _max_new_tokens(call: GenerateCall) -> int:
     limits = [c.max_length for c in call.stopping_criteria if isinstance(c, MaxLengthCriteria)]
     limits = limits or [call.config.max_length]
     count = min(limits) - call.input_ids.shape[1]
@@ -114,7 +114,7 @@ def _max_new_tokens(call: Call) -> int:
     return count
 
 
-def _agreed(criterion: Criterion, ranks: Ranks) -> Criterion:
+def _agreed(criterion: Criterion, ranks: TensorParallelGroup) -> Criterion:
     """A stopping criterion that says the same in all processes of a model: time may decide it."""
     if ranks.size == 1:
         return criterion
@@ -126,7 +126,7 @@ def _agreed(criterion: Criterion, ranks: Ranks) -> Criterion:
     return everywhere
 
 
-def _seeds(call: Call, rows: int, ranks: Ranks) -> list[int]:
+def _seeds(call: GenerateCall, rows: int, ranks: TensorParallelGroup) -> list[int]:
     seed = call.seed
     if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
         drawn = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if call.config.do_sample else None
@@ -138,7 +138,7 @@ def _seeds(call: Call, rows: int, ranks: Ranks) -> list[int]:
     raise ValueError(f"seed must be an integer or a list of {rows} integers, one per row, found {seed!r}")
 
 
-def _sampling(call: Call, seed: int, processors: list[Any]) -> Sampling:
+def _sampling(call: GenerateCall, seed: int, processors: list[Any]) -> Sampling:
     config = call.config
     if not config.do_sample:
         return Sampling(seed=seed, processors=processors)

@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import tokens_of_prompt
 
@@ -55,19 +55,19 @@ class JacobiDrafter(Drafter):
         fresh = on_device([one == row for one in range(self.view.rows)], self.device, torch.bool)[:, None]  # [B, 1]
         self.guesses = torch.where(fresh, on_device(self.first_guesses, self.device), self.guesses)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """The block, as far as there is room."""
         view = self.view
-        most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
-        width, forward = max(most), view.start_forward(most)
+        max_drafts = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
+        width, forward = max(max_drafts), view.start_forward(max_drafts)
         if not width:
             return Draft.empty(view.rows, self.device, forward)
         tokens = self.guesses[:, :width]
-        valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(most, tokens.device)[:, None]
-        forward.append(tokens, None if min(most) == width else valid)
+        valid = torch.arange(width, device=tokens.device, dtype=torch.int64) < on_device(max_drafts, tokens.device)[:, None]
+        forward.append(tokens, None if min(max_drafts) == width else valid)
         return Draft(tokens, valid, forward)
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
         self._target_tokens = scores.best.clamp_min(0)  # any token where there is none
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

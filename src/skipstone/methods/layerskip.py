@@ -22,9 +22,9 @@ from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import of_layers
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.hindsight import states_behind
+from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.policy.draft_length import MAX_DRAFTS
 
@@ -78,9 +78,9 @@ class LayerSkipDrafter(ChainDrafter):
     looks = False  # to draft on for rows that have stopped costs only E layers
 
     def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
-        most, threshold = method.num_speculative_tokens, method.confidence_threshold
+        max_drafts, threshold = method.num_speculative_tokens, method.confidence_threshold
         coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, most=most, threshold=threshold, coupled=coupled)
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled)
         assert method.exit_layer is not None
         self.shortlist = method.shortlist(model)
         self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
@@ -91,11 +91,11 @@ class LayerSkipDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, None] | None:
         return (self.exit_layer, None) if self.reuse_cache else None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
         return forward.exit_logits(self.exit_layer)
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """Self-verification (section 4.3.2) goes on from the exit states, or without cache reuse from layer 0."""
         if not self.reuse_cache:
             forward.restart()
@@ -103,5 +103,5 @@ class LayerSkipDrafter(ChainDrafter):
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """One pass of the first E layers over the tokens."""
-        states = states_behind(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
+        states = replay_hidden_states(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
         return self.model.logits(states, self.shortlist)[0]

@@ -17,13 +17,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, tokens_of_prompt
 
@@ -37,18 +37,18 @@ class Lookahead(DraftingMethod):
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
     window: int = setting(7, "W, guesses a pass refines.")
-    ngram: int = setting(5, "N, tokens of an n-gram.", least=2)
+    ngram: int = setting(5, "N, tokens of an n-gram.", min_value=2)
     guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return LookaheadDrafter(self, rows)
 
 
-class Pool:
-    """N-grams by their first token, the `most` (G) latest of each."""
+class NgramPool:
+    """N-grams by their first token, the `max_ngrams` (G) latest of each."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_ngrams: int) -> None:
+        self.max_ngrams = max_ngrams
         self._kept: dict[int, OrderedDict[tuple[int, ...], None]] = {}
 
     def add(self, gram: tuple[int, ...]) -> None:
@@ -56,7 +56,7 @@ class Pool:
         kept = self._kept.setdefault(gram[0], OrderedDict())
         kept[gram[1:]] = None
         kept.move_to_end(gram[1:])
-        if len(kept) > self.most:
+        if len(kept) > self.max_ngrams:
             kept.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
@@ -65,7 +65,7 @@ class Pool:
 
 
 @dataclass
-class Window:
+class LookaheadWindow:
     """The lookahead branch of a row.
 
     levels: up to N - 1 versions of the W guesses, the oldest first. bottom: number of the newest version's first node in this
@@ -86,7 +86,7 @@ class Window:
                 nodes.append(draft.add(token, parent, candidate=False))
             above = nodes
 
-    def move(self, fresh: list[int], size: int, pool: Pool) -> None:
+    def move(self, fresh: list[int], size: int, pool: NgramPool) -> None:
         """Take over the next version of the guesses. A full window gives its n-grams to the pool and drops the oldest."""
         self.levels.append(fresh)
         if len(self.levels) == size:
@@ -101,17 +101,17 @@ class LookaheadDrafter(LookupDrafter):
     def __init__(self, method: Lookahead, rows: int) -> None:
         self.ngram, self.width, self.guesses = method.ngram, method.window, method.guesses
         super().__init__(rows, scratch_slots=(self.ngram - 1) * (self.width + self.guesses))
-        self.pools = [Pool(self.guesses) for _ in range(rows)]
-        self.windows = [Window() for _ in range(rows)]
+        self.pools = [NgramPool(self.guesses) for _ in range(rows)]
+        self.windows = [LookaheadWindow() for _ in range(rows)]
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        words, pool = self.text[row], Pool(self.guesses)
+        words, pool = self.text[row], NgramPool(self.guesses)
         for first in range(len(words) - self.ngram + 1):
             pool.add(tuple(words[first : first + self.ngram]))
-        self.pools[row], self.windows[row] = pool, Window([tokens_of_prompt(request, self.width)])
+        self.pools[row], self.windows[row] = pool, LookaheadWindow([tokens_of_prompt(request, self.width)])
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Both branches of every row."""
         rows = [self._row_draft(row, allowed) for row, allowed in enumerate(limits)]
         return self.as_draft(rows, tree=True, levels=self.ngram - 1)
@@ -132,7 +132,7 @@ class LookaheadDrafter(LookupDrafter):
         window.add_to(draft)
         return draft
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor:
         """[B, n + 1] int64: the target's likeliest token after the root and every node, any token where there is none."""
         return scores.best.clamp_min(0)
 

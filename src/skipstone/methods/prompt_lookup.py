@@ -16,10 +16,10 @@ from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
-from skipstone.methods.drafting.predictions import Prediction
+from skipstone.methods.drafting.predicted_text import PredictedText
 
 Place = Literal["recent", "first"]
 
@@ -58,7 +58,7 @@ class PromptLookup(DraftingMethod):
         return PromptLookupDrafter(self, rows)
 
 
-class Index:
+class NgramIndex:
     """Where every n-gram of a growing text was last (or first) followed by something. Each new token is constant work.
 
     sizes: tokens of the n-grams, ascending.
@@ -82,15 +82,15 @@ class Index:
                     self._place_after[gram] = place
             self.text.append(token)
 
-    def find(self, most: int) -> tuple[int, list[int]]:
-        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `most` tokens that followed
-        it); (0, []) for none."""
+    def find(self, max_tokens: int) -> tuple[int, list[int]]:
+        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `max_tokens` tokens that
+        followed it); (0, []) for none."""
         text = self.text
         for size in reversed(self.sizes):
             if size <= len(text) and (place := self._place_after.get(tuple(text[-size:]))) is not None:
-                followed = text[place : place + most]
-                while not self.prefer_first and len(followed) < most:
-                    followed += followed[: most - len(followed)]
+                followed = text[place : place + max_tokens]
+                while not self.prefer_first and len(followed) < max_tokens:
+                    followed += followed[: max_tokens - len(followed)]
                 return size, followed
         return 0, []
 
@@ -99,11 +99,11 @@ class IndexedDrafter(LookupDrafter):
     """Looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
     with that, and in itself. new_index: makes the index of a row. looks_up: False where nothing is looked for."""
 
-    def __init__(self, rows: int, new_index: Callable[[], Index], *, looks_up: bool = True) -> None:
+    def __init__(self, rows: int, new_index: Callable[[], NgramIndex], *, looks_up: bool = True) -> None:
         super().__init__(rows)
         self._new_index, self.looks_up = new_index, looks_up
         self.index = [new_index() for _ in range(rows)]
-        self.predictions = [Prediction() for _ in range(rows)]
+        self.predictions = [PredictedText() for _ in range(rows)]
         self.from_prediction = [False] * rows  # whether what was found last is out of the prediction
 
     @property
@@ -115,19 +115,19 @@ class IndexedDrafter(LookupDrafter):
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        self.predictions[row], self.from_prediction[row] = Prediction(request.prediction), False
+        self.predictions[row], self.from_prediction[row] = PredictedText(request.prediction), False
         if self.looks_up:
             self.index[row] = self._new_index()
             self.index[row].extend(self.text[row])
 
-    def look_for(self, row: int, most: int) -> tuple[int, list[int]]:
-        """Up to `most` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns as
-        `Index.find`."""
+    def look_for(self, row: int, max_tokens: int) -> tuple[int, list[int]]:
+        """Up to `max_tokens` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns
+        as `NgramIndex.find`."""
         prediction, ends = self.predictions[row], self.view.sampler.eos[row]
-        size, tokens = prediction.run, prediction.next(most)
+        size, tokens = prediction.run, prediction.next(max_tokens)
         self.from_prediction[row] = bool(tokens)
         if not tokens:
-            size, tokens = self.index[row].find(most)
+            size, tokens = self.index[row].find(max_tokens)
         if ends:
             tokens = tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
         return (size, tokens) if tokens else (0, [])
@@ -145,16 +145,16 @@ class PromptLookupDrafter(IndexedDrafter):
 
     def __init__(self, method: PromptLookup, rows: int) -> None:
         sizes = range(method.prompt_lookup_min, method.prompt_lookup_max + 1)
-        super().__init__(rows, lambda: Index(sizes, method.prefer))
+        super().__init__(rows, lambda: NgramIndex(sizes, method.prefer))
         self.method = method
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """The best match of every row."""
         return self.as_draft([self._row_draft(row, allowed) for row, allowed in enumerate(limits)])
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
-        most = min(self.method.num_speculative_tokens, allowed)
-        _, tokens = self.look_for(row, most) if self.view.alive[row] and most else (0, [])
+        max_tokens = min(self.method.num_speculative_tokens, allowed)
+        _, tokens = self.look_for(row, max_tokens) if self.view.alive[row] and max_tokens else (0, [])
         return RowDraft().chain(tokens)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

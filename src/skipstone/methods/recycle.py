@@ -18,15 +18,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.picks import NO_TOKEN
-from skipstone.methods.drafting import states
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 from skipstone.policy.cost_model import TABLE
 from skipstone.policy.draft_length import best_tree
@@ -52,18 +52,18 @@ class Recycle(DraftingMethod):
     num_candidates: int = setting(8, "k, continuations that are kept for every token.", within=(1, len(RANK_ACCEPTANCES)))
 
     def report(self, model: Any) -> dict[str, Any]:
-        return states.known(self, None, model)
+        return method_states.method_report(self, None, model)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
         """None: `auto` drafts like this by itself, without a model."""
         return {}
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
-        return RecycleDrafter(self, model, rows, states.of(self, model, rows, None, Kept))
+        return RecycleDrafter(self, model, rows, method_states.method_state(self, model, rows, None, AdjacencyMatrix))
 
 
 @dataclass
-class Kept:
+class AdjacencyMatrix:
     """The paper's adjacency matrix, of the tokens that were scored so far: token -> its likeliest continuations, best first."""
 
     continuations: dict[int, list[int]] = field(default_factory=dict)
@@ -96,14 +96,14 @@ def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
 class RecycleDrafter(LookupDrafter):
     """Trees out of what was kept, and the keeping."""
 
-    def __init__(self, method: Recycle, model: ModelRunner, rows: int, kept: Kept) -> None:
+    def __init__(self, method: Recycle, model: ModelRunner, rows: int, kept: AdjacencyMatrix) -> None:
         super().__init__(rows, scratch_slots=method.num_speculative_tokens)
         self.model = model
         self.candidates = min(method.num_candidates, model.embeddings)
         self.shape, self.kept = shape(method.num_speculative_tokens, method.num_candidates), kept
         self._drafts: list[RowDraft] = []
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """The tree of every row."""
         self._drafts = [self._row_draft(row, allowed) for row, allowed in enumerate(limits)]
         return self.as_draft(self._drafts, tree=True, levels=DEPTH)
@@ -128,7 +128,7 @@ class RecycleDrafter(LookupDrafter):
     def needs_logits(self, draft: Draft) -> bool:
         return True
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor:
         """[B, (n + 1) k] int64: the k likeliest continuations of the root and of every node."""
         return self.model.largest(scores.logits, self.candidates).flatten(1)
 

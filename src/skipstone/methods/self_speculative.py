@@ -17,10 +17,10 @@ from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.fewer_bits import check_draft_quantize
-from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.draft_quantize import check_draft_quantize
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.models.passes import SkipSet
 from skipstone.policy.draft_length import MAX_DRAFTS
 
@@ -65,7 +65,7 @@ class SelfSpeculative(ShortlistMethod):
     def check(self, model: ModelRunner) -> None:
         super().check(model)
         if (skip := self.skip_set(model)).attention or skip.mlp:
-            Space.of(model).from_skip_set(skip)
+            LayerSetSpace.of(model).from_skip_set(skip)
         self.shortlist(model)
         self.drafting_model(model)
 
@@ -103,7 +103,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
-        found = SkippingDrafter(model, rows, most=self.num_speculative_tokens, threshold=self.confidence_threshold)
+        found = SkippingDrafter(model, rows, max_drafts=self.num_speculative_tokens, threshold=self.confidence_threshold)
         found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
         found.drafting_model = self.drafting_model(model)
         return found

@@ -75,7 +75,7 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        self.most[row] = self.method.num_speculative_tokens
+        self.max_drafts[row] = self.method.num_speculative_tokens
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().observe_commits(draft, verdicts)
@@ -83,4 +83,6 @@ class SpeculativeDrafter(DraftModelDrafter):
             for row, verdict in enumerate(verdicts):
                 if verdict.draft_steps:
                     accepted_whole = len(verdict.path) == verdict.drafted
-                    self.most[row] = self.most[row] + MORE if accepted_whole else max(1, self.most[row] - FEWER)
+                    self.max_drafts[row] = (
+                        self.max_drafts[row] + MORE if accepted_whole else max(1, self.max_drafts[row] - FEWER)
+                    )

@@ -17,15 +17,15 @@ from skipstone.models.families import (
     PER_LAYER,
     SHARED,
     Family,
+    InputStep,
     ReachKind,
-    Rotary,
-    Step,
+    RotarySource,
     exceptions_of,
     stateful_kinds,
     submodule,
 )
-from skipstone.models.passes import Reach, visible
-from skipstone.models.trace import WINDOW, Call, Trace
+from skipstone.models.passes import AttentionReach, visible
+from skipstone.models.trace import WINDOW, ModuleCall, Trace
 
 OURS = ("attention_mask", "position_ids", "position_embeddings")  # what every pass has for a layer
 HARMLESS = ("use_cache", "return_dict")  # arguments of a layer that a pass need not give it
@@ -35,7 +35,7 @@ SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale", "embed_scale",
 BIASES = ("alibi", "position_bias")  # names of a layer's argument for linear position biases
 
 
-class Underivable(ValueError):
+class DerivationError(ValueError):
     """What a trace shows that skipstone cannot do, as the end of a sentence."""
 
 
@@ -47,7 +47,7 @@ def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) >= config.num_hidden_layers and _one_kind(child):
                 return path, name, child
-    raise Underivable(f"keeps its {config.num_hidden_layers} layers in no list of its own")
+    raise DerivationError(f"keeps its {config.num_hidden_layers} layers in no list of its own")
 
 
 def _one_kind(layers: nn.ModuleList) -> bool:
@@ -56,11 +56,12 @@ def _one_kind(layers: nn.ModuleList) -> bool:
 
 
 def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Family:
-    """The family that a trace shows. path, name: as `find_layers` says. ValueError (`Underivable`) for what cannot be done."""
+    """The family that a trace shows. path, name: as `find_layers` says. ValueError (`DerivationError`) for what cannot be
+    done."""
     depth = config.num_hidden_layers
     owner = submodule(model.get_decoder(), path)
     if [number for number, _ in found.layers] != list(range(depth)):
-        raise Underivable("does not run its layers once each, one after the other")
+        raise DerivationError("does not run its layers once each, one after the other")
     calls = [call for _, call in found.layers]
     streams = _streams(owner, calls)
     recurrent, plain = _recurrent(config, found)
@@ -70,7 +71,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
     modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
-        raise Underivable(f"has layers without {attention}, which its first layer has")
+        raise DerivationError(f"has layers without {attention}, which its first layer has")
     summed, replaced = _stream(found.inside[plain], (attention, *mlp), calls[plain].given[""])
     always = replaced or _per_layer_inputs(calls) > 0 or streams > 1  # even where both sublayers add nothing
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
@@ -105,13 +106,13 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     return replace(family, **exceptions_of(config))
 
 
-def _streams(owner: Any, calls: list[Call]) -> int:
+def _streams(owner: Any, calls: list[ModuleCall]) -> int:
     """How many streams of states the layers hand on."""
     shapes = [call.given[""].shape for call in calls]
     if all(len(shape) == 3 for shape in shapes):
         return 1
     if {len(shape) for shape in shapes} != {4} or not (hasattr(owner, altup.MAKERS) and hasattr(owner, altup.MERGERS)):
-        raise Underivable("hands more than one stream of states from layer to layer")
+        raise DerivationError("hands more than one stream of states from layer to layer")
     return shapes[0][0]
 
 
@@ -134,17 +135,17 @@ def close(mine: Any, theirs: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ around the layers
 
 
-def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[Step, ...], str | None]:
+def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[InputStep, ...], str | None]:
     """The way from ids to the states that enter layer 0, and the field of the config that scales them."""
     positions = torch.arange(found.ids.shape[1], device=found.ids.device, dtype=torch.int64)[None]
-    steps: list[Step] = []
-    learned: list[tuple[Step, Tensor]] = []  # positions that are yet to be added
+    steps: list[InputStep] = []
+    learned: list[tuple[InputStep, Tensor]] = []  # positions that are yet to be added
     hidden: Any = None
     for call in found.parts[: found.before]:
         first, output = call.given.get(""), call.output
         if hidden is None:
             if torch.is_tensor(first) and torch.equal(first, found.ids):
-                steps.append(Step(call.path, "tokens"))
+                steps.append(InputStep(call.path, "tokens"))
                 hidden = output
             continue
         if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path or call.path.startswith(altup.MAKERS):
@@ -155,17 +156,17 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
             learned, hidden = [], summed
         if torch.is_tensor(first) and close(first, hidden):
             if output is not first and not isinstance(submodule(owner, call.path), nn.Dropout):
-                steps.append(Step(call.path, "apply"))
+                steps.append(InputStep(call.path, "apply"))
             hidden = output
         elif how := _learned(submodule(owner, call.path), call, positions):
-            learned.append((Step(call.path, how), output))
+            learned.append((InputStep(call.path, how), output))
     if hidden is None:
-        raise Underivable("embeds its ids where skipstone does not see it")
+        raise DerivationError("embeds its ids where skipstone does not see it")
     steps += [step for step, _ in learned]
     return tuple(steps), _scale(config, _summed(hidden, learned), entered)
 
 
-def _summed(hidden: Tensor, learned: list[tuple[Step, Tensor]]) -> Tensor:
+def _summed(hidden: Tensor, learned: list[tuple[InputStep, Tensor]]) -> Tensor:
     """Hidden states and the positions that are yet to be added; without them where they do not fit yet (OPT-350m's, which are
     added behind a projection)."""
     for _, one in learned:
@@ -174,7 +175,7 @@ def _summed(hidden: Tensor, learned: list[tuple[Step, Tensor]]) -> Tensor:
     return hidden
 
 
-def _learned(module: Any, call: Call, positions: Tensor) -> str | None:
+def _learned(module: Any, call: ModuleCall, positions: Tensor) -> str | None:
     """How learned positions are asked for; None for what are none."""
     for how, ask in (
         ("positions", lambda: module(positions)),
@@ -203,7 +204,7 @@ def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
                 return name
             if abs(factor - config.hidden_size**0.5) < CLOSE * factor:
                 return "sqrt"
-    raise Underivable("does something to its embeddings that skipstone does not know")
+    raise DerivationError("does something to its embeddings that skipstone does not know")
 
 
 def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
@@ -226,7 +227,7 @@ def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
             path.append(call.path)
             hidden = call.output
     if not found.heads or not close(found.heads[-1].given[""], hidden):
-        raise Underivable("does something behind its last layer that skipstone does not know")
+        raise DerivationError("does something behind its last layer that skipstone does not know")
     return tuple(path)
 
 
@@ -249,7 +250,7 @@ def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply"
             return "multiply", name
         if name := _field(config, 1 / factor, ("logits_scaling",)):
             return "divide", name
-    raise Underivable("does something to its logits that skipstone does not know")
+    raise DerivationError("does something to its logits that skipstone does not know")
 
 
 def _states(output: Any) -> Tensor:
@@ -260,7 +261,7 @@ def _states(output: Any) -> Tensor:
 # --------------------------------------------------------------------------------------------------- of a layer
 
 
-def _arguments(found: Trace, calls: list[Call]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
+def _arguments(found: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
     """(the argument for the KV cache, the pass's own things, constants, the argument for position biases) of the layers."""
     cache, fixed, alibi = None, {}, None
     takes = [name for name in OURS if name in calls[0].given]
@@ -272,27 +273,27 @@ def _arguments(found: Trace, calls: list[Call]) -> tuple[str, tuple[str, ...], t
         elif name in ("", *takes, *HARMLESS, SHARED) or (name == PER_LAYER and torch.is_tensor(value)):
             continue
         elif not _constant(value) or any(call.given.get(name) != value for call in calls):
-            raise Underivable(f"gives its layers {name}, which skipstone does not know how to make")
+            raise DerivationError(f"gives its layers {name}, which skipstone does not know how to make")
         elif value is not None or name in BIASES:
             fixed[name] = value
     if cache is None:
-        raise Underivable("keeps no keys and values in a cache that its layers are given")
+        raise DerivationError("keeps no keys and values in a cache that its layers are given")
     return cache, tuple(takes), tuple(fixed.items()), alibi
 
 
-def _per_layer_inputs(calls: list[Call]) -> int:
+def _per_layer_inputs(calls: list[ModuleCall]) -> int:
     """How many numbers every layer is given of a token beside the hidden states."""
     given = calls[0].given.get(PER_LAYER)
     return given.shape[-1] if torch.is_tensor(given) else 0
 
 
-def _shares(config: Any, calls: list[Call]) -> tuple[tuple[str, int], ...]:
+def _shares(config: Any, calls: list[ModuleCall]) -> tuple[tuple[str, int], ...]:
     """The layers whose keys and values others read, by the layer type that both have."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     if not any(modes):
         return ()
     if SHARED not in calls[0].given:
-        raise Underivable("shares keys and values between layers in a way that skipstone does not know")
+        raise DerivationError("shares keys and values between layers in a way that skipstone does not know")
     return tuple((config.layer_types[index], index) for index, mode in enumerate(modes) if mode == "store")
 
 
@@ -307,14 +308,14 @@ def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:
     return tuple(names.get(kind, "") for kind in of_layers) if names else (), of_layers.index("")
 
 
-def _sublayers(calls: list[Call], found: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+def _sublayers(calls: list[ModuleCall], found: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """(attention, modules of the MLP, those of them that are inside it) of one layer. Routers beside experts are not named:
     they may run where the experts do not."""
     attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
     if attention is None:
-        raise Underivable("has no attention sublayer that is given the KV cache")
+        raise DerivationError("has no attention sublayer that is given the KV cache")
     if sum(any(value is found.cache for value in call.given.values()) for call in calls) > 1:
-        raise Underivable("has several attention sublayers in one layer")
+        raise DerivationError("has several attention sublayers in one layer")
     size = _states(found.layers[0][1].output).shape[-1]
     weighty = [call for call in calls if call.path != attention and _weighty(call.path) and torch.is_tensor(call.given.get(""))]
     paths = [call.path for call in calls]
@@ -338,7 +339,7 @@ def _width(value: Any) -> int | None:
     return value.shape[-1] if torch.is_tensor(value) and value.is_floating_point() else None
 
 
-def _stream(calls: list[Call], names: tuple[str, ...], stream: Tensor) -> tuple[str | None, bool]:
+def _stream(calls: list[ModuleCall], names: tuple[str, ...], stream: Tensor) -> tuple[str | None, bool]:
     """(`Family.summed`, whether what is given by that name is ever something else than the residual stream, as in BLOOM where
     norms of it take its place). names: of the sublayers. stream: what entered the layer, [2, T, d]."""
     summed, other = None, False
@@ -353,7 +354,7 @@ def _stream(calls: list[Call], names: tuple[str, ...], stream: Tensor) -> tuple[
     return summed, other
 
 
-def _ends_otherwise(inside: list[Call], call: Call, layers: list[nn.Module]) -> bool:
+def _ends_otherwise(inside: list[ModuleCall], call: ModuleCall, layers: list[nn.Module]) -> bool:
     """Whether layers norm the sum at their end, or have numbers of their own by which they may scale it (Doge, Gemma 4).
     call: of one of them. inside: of its modules."""
     last = inside[-1]
@@ -381,7 +382,7 @@ def _unskippable(found: Trace, recurrent: tuple[str, ...], plain: int, attention
     return "" if other is None else f"has other modules in layer {other} than in layer {plain}"
 
 
-def _mask(call: Call) -> Any:
+def _mask(call: ModuleCall) -> Any:
     return call.given.get("attention_mask")
 
 
@@ -390,18 +391,18 @@ def _hides(mask: Any) -> bool:
     return torch.is_tensor(mask) and mask.dtype == torch.bool and not bool(mask[0, 0, 0, 0])
 
 
-def _reaches(config: Any, calls: list[Call]) -> tuple[ReachKind, ...]:
+def _reaches(config: Any, calls: list[ModuleCall]) -> tuple[ReachKind, ...]:
     """How far every layer sees back, by the mask that it was given."""
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    forms: list[tuple[ReachKind, Reach]] = [("full", Reach())]
+    forms: list[tuple[ReachKind, AttentionReach]] = [("full", AttentionReach())]
     if window:
-        forms.append(("sliding", Reach(window=min(window, WINDOW))))
+        forms.append(("sliding", AttentionReach(window=min(window, WINDOW))))
     if chunk:
-        forms.append(("chunked", Reach(chunk=min(chunk, WINDOW))))
+        forms.append(("chunked", AttentionReach(chunk=min(chunk, WINDOW))))
     return tuple(_reach(_mask(call), call.given[""].shape[-2], forms) for call in calls)
 
 
-def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> ReachKind:
+def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, AttentionReach]]) -> ReachKind:
     if not torch.is_tensor(mask):
         return "full"
     seen = mask == 0 if mask.is_floating_point() or _hides(mask) else mask  # [b, 1, T, T]
@@ -409,13 +410,13 @@ def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> Reac
     for kind, reach in forms:
         if (seen == visible(positions[:, None], positions[None], reach)).all():
             return kind
-    raise Underivable("gives its layers masks that are neither causal nor those of a sliding window or of chunks")
+    raise DerivationError("gives its layers masks that are neither causal nor those of a sliding window or of chunks")
 
 
-def _rotary(found: Trace, calls: list[Call]) -> tuple[Rotary | None, ...]:
+def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None, ...]:
     """Where the rotary phases of every layer come from."""
     made = [call for call in found.parts[: found.before] if _first(call.output) is not None]
-    rotary: list[Rotary | None] = []
+    rotary: list[RotarySource | None] = []
     for call in calls:
         phases = _first(call.given.get("position_embeddings"))
         if phases is None:
@@ -424,10 +425,10 @@ def _rotary(found: Trace, calls: list[Call]) -> tuple[Rotary | None, ...]:
         maker = next((one for one in made if _first(one.output) is phases), None)
         maker = maker or next((one for one in made if close(_first(one.output), phases)), None)  # it was cut in between
         if maker is None:
-            raise Underivable("gives its layers rotary phases that come from no module of its decoder")
+            raise DerivationError("gives its layers rotary phases that come from no module of its decoder")
         extra = [value for name, value in maker.given.items() if isinstance(value, str)]
         asked = next(value for name, value in maker.given.items() if name and torch.is_tensor(value))
-        rotary.append(Rotary(maker.path, extra[0] if extra else "", asked.shape[0] if asked.ndim == 3 else 0))
+        rotary.append(RotarySource(maker.path, extra[0] if extra else "", asked.shape[0] if asked.ndim == 3 else 0))
     return tuple(rotary)
 
 

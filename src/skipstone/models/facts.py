@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
+from skipstone.models.device_map import home, hooks
 from skipstone.models.families import kinds, max_positions, reaches, text_config, text_ids
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
-from skipstone.models.placing import home, hooks
 from skipstone.models.quantised import kernels, settle
-from skipstone.models.ranks import Ranks
-from skipstone.models.refusals import refuse_weights
+from skipstone.models.tensor_parallel import TensorParallelGroup
+from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
 
 
@@ -34,7 +34,7 @@ class Facts:
         self.reaches = reaches(config, self.family)
         self.max_positions, self.max_positions_source = max_positions(config, self.family)
         self.device: torch.device = home(model)
-        self.ranks = Ranks.of(model)
+        self.ranks = TensorParallelGroup.of(model)
         self.spread = self._spread(model)
         self.dtype: torch.dtype = model.dtype
         self.is_quantised = any(kernels(model).values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from skipstone.models import altup
-from skipstone.models.passes import Reach
+from skipstone.models.passes import AttentionReach
 
 ReachKind = Literal["full", "sliding", "chunked"]
 RECURRENT = ("linear_attention", "conv")
@@ -24,7 +24,7 @@ PER_LAYER = "per_layer_input"  # argument of a layer for what it is given of eve
 SHARED = "shared_kv_states"  # argument of a layer for keys and values that layers share
 
 
-class Step(NamedTuple):
+class InputStep(NamedTuple):
     """One module on the way from ids to layer 0. path: under the decoder. how: "tokens" (it begins, with the ids), "apply" (of
     what there is so far), "positions" (of the positions, added), "named positions" (OPT's, which takes a mask first)."""
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     how: str
 
 
-class Rotary(NamedTuple):
+class RotarySource(NamedTuple):
     """Where a layer's rotary phases come from. path: of a module under the decoder. kind: the layer type that the module wants
     to know, "" where it wants none. axes: how often it wants the positions, one for each axis of a picture (Qwen-VL), 0 for
     plain positions."""
@@ -74,11 +74,11 @@ class Family:
 
     decoder: str = ""
     layers: str = "layers"
-    entering: tuple[Step, ...] = (Step("embed_tokens", "tokens"),)
+    entering: tuple[InputStep, ...] = (InputStep("embed_tokens", "tokens"),)
     input_scale: str | None = None
     leaving: tuple[str, ...] = ("norm",)
     logits: tuple[Literal["", "divide", "multiply", "softcap"], str] = ("", "")
-    rotary: tuple[Rotary | None, ...] = ()
+    rotary: tuple[RotarySource | None, ...] = ()
     attention: str = "self_attn"
     mlp: tuple[str, ...] = ("mlp",)
     inner: tuple[str, ...] = ()
@@ -190,12 +190,12 @@ def text_ids(model: Any) -> int:
     return min([model.get_input_embeddings().weight.shape[0], *offsets])
 
 
-def reaches(config: Any, family: Family) -> list[Reach]:
+def reaches(config: Any, family: Family) -> list[AttentionReach]:
     """How far every layer of a model sees back."""
     sizes = {
-        "full": Reach(),
-        "sliding": Reach(window=getattr(config, family.window, None)),
-        "chunked": Reach(chunk=getattr(config, "attention_chunk_size", None)),
+        "full": AttentionReach(),
+        "sliding": AttentionReach(window=getattr(config, family.window, None)),
+        "chunked": AttentionReach(chunk=getattr(config, "attention_chunk_size", None)),
     }
     return [sizes[kind] for kind in family.reaches]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from skipstone.models.memo import Memo
-from skipstone.models.placing import named_values
+from skipstone.models.device_map import named_values
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.models.quantised import stored
 from skipstone.models.weight_version import model_version
 
 SAMPLED = 64  # entries of every parameter that the fingerprint looks at
-_FOUND: Memo[tuple[int, str]] = Memo()  # (version of the weights, their hash)
+_FOUND: PerModelCache[tuple[int, str]] = PerModelCache()  # (version of the weights, their hash)
 
 
 def fingerprint(model: Any, version: int | None = None) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where the values of a weight are."""
 
     def unpacked(self) -> Tensor:
@@ -23,12 +23,12 @@ class PackedWeight(Tensor):
     makes it an ordinary parameter in place: tied weights stay tied.
     """
 
-    source: Source
+    source: WeightSource
     _is_param = True  # by which torch knows parameters of other classes
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all comes to __torch_dispatch__
 
     @staticmethod
-    def __new__(cls, source: Source, like: Tensor) -> "PackedWeight":
+    def __new__(cls, source: WeightSource, like: Tensor) -> "PackedWeight":
         """like: the parameter that it stands for."""
         with torch.inference_mode(False):  # an inference tensor counts no versions
             made: Any = torch.Tensor._make_wrapper_subclass(

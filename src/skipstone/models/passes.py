@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Reach(NamedTuple):
+class AttentionReach(NamedTuple):
     """How far back the queries of a layer see.
 
     window: tokens of a sliding window, the query's own included. chunk: tokens of a chunk; nothing before the chunk of a query
@@ -18,7 +18,7 @@ class Reach(NamedTuple):
     chunk: int | None = None
 
 
-def visible(query: Tensor, position: Tensor, reach: Reach) -> Tensor:
+def visible(query: Tensor, position: Tensor, reach: AttentionReach) -> Tensor:
     """Whether what lies at a position is within a query's reach, bool. query, position: int64, of shapes that broadcast."""
     seen = position <= query
     if reach.window is not None:
@@ -73,7 +73,7 @@ class Pass:
     extent: int
     first_slot: int | None = None
     tree: Tree | None = None
-    _masks: dict[tuple[Reach, torch.dtype, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[AttentionReach, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Pass:
         valid = None if self.valid is None else self.valid[one]
         return Pass(self.positions[one], self.slots[one], valid, place, self.extent, self.first_slot, tree)
 
-    def mask(self, reach: Reach, form: MaskForm, groups: int = 1) -> Tensor | None:
+    def mask(self, reach: AttentionReach, form: MaskForm, groups: int = 1) -> Tensor | None:
         """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].
 
         reach: how far back the layer sees. groups: how often each query row is repeated (query heads per key/value head where
@@ -112,7 +112,7 @@ class Pass:
             mask = self._masks[key] = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
         return mask
 
-    def _plain(self, reach: Reach) -> bool:
+    def _plain(self, reach: AttentionReach) -> bool:
         """One query that sees everything, or a prompt from its first token on (causal)."""
         limit = reach.chunk if reach.window is None else reach.window
         if self.first_slot is None or self.tree is not None or (limit is not None and self.extent > limit):
@@ -120,7 +120,7 @@ class Pass:
         width = self.positions.shape[1]
         return self.extent == self.first_slot + width and (width == 1 or self.first_slot == 0)
 
-    def _visible(self, reach: Reach) -> Tensor:
+    def _visible(self, reach: AttentionReach) -> Tensor:
         """Which slots each query may attend to: [b or 1, n, extent] bool."""
         slot = torch.arange(self.extent, device=self.positions.device, dtype=torch.int64)  # [extent]
         query = self.positions[:, :, None]  # [b, n, 1]

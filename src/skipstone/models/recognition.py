@@ -12,12 +12,12 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 
-from skipstone.models.derivation import Underivable, derive, find_layers
+from skipstone.models.derivation import DerivationError, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
-from skipstone.models.finite import refuse_not_finite, refuse_overflow
 from skipstone.models.known_types import TESTED
-from skipstone.models.refusals import refuse_contradiction, refuse_kind
+from skipstone.models.nan_checks import refuse_not_finite, refuse_overflow
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
+from skipstone.models.unsupported import refuse_contradiction, refuse_kind
 from skipstone.models.weight_version import ModelVersion, model_version
 from skipstone.utils.files import cache_place, digest, write_cache
 
@@ -31,7 +31,7 @@ LIMITS = re.compile(r"window|chunk|local|block_size")
 
 
 @dataclass
-class Recognised:
+class RecognisedModel:
     """What is known of a model's class and shape of config. is_verified: whether skipstone computes such a model as its own
     forward does."""
 
@@ -45,18 +45,20 @@ class Recognised:
         write_cache(_place(self.key), {"family": asdict(self.family)})
 
 
-_KNOWN: dict[str, Recognised] = {}
+_KNOWN: dict[str, RecognisedModel] = {}
 _LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
 """(model, its version, trace) of the latest family that was derived. The family is verified against the same trace."""
 
 
-def recognise(model: Any) -> Recognised:
+def recognise(model: Any) -> RecognisedModel:
     """The family of a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
     refuse_kind(model)
     key = _key(model)
     if key not in _KNOWN:
         remembered = _remembered(key)
-        _KNOWN[key] = Recognised(key, _derived(model), False) if remembered is None else Recognised(key, remembered, True)
+        _KNOWN[key] = (
+            RecognisedModel(key, _derived(model), False) if remembered is None else RecognisedModel(key, remembered, True)
+        )
     return _KNOWN[key]
 
 
@@ -84,7 +86,7 @@ def _derived(model: Any) -> Family:
         path, name, found = _trace(model)
         family = derive(model, config, found, path, name)
         _expect_no_other_limits(config, family)
-    except Underivable as reason:
+    except DerivationError as reason:
         refuse_not_finite(model)
         if found is not None:
             refuse_overflow(model, found.logits)
@@ -108,7 +110,7 @@ def _expect_no_other_limits(config: Any, family: Family) -> None:
     for name, value in config.to_dict().items():
         limits = LIMITS.search(name) and "layer" not in name and type(value) is int and value > TOKENS
         if limits and name not in (*WINDOWED, family.window):
-            raise Underivable(f"has {name}={value} in its config, which nobody has looked at")
+            raise DerivationError(f"has {name}={value} in its config, which nobody has looked at")
 
 
 def _key(model: Any) -> str:

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 _CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch.linspace)
 
 
-class _Turns:
+class _DefaultsLock:
     """Passes run next to each other; a change of the defaults waits for the passes under way, and new passes wait for it.
 
     A pass enters itself first and then looks for changes. A change announces itself first and then looks for passes. So one
@@ -62,20 +62,20 @@ class _Turns:
                 self.condition.notify_all()
 
 
-_turns = _Turns()
+_turns = _DefaultsLock()
 _loading = threading.Lock()  # two loads at a time would restore each other's default dtype
 
 
 def _forget() -> None:
     """In a forked child, where the other threads and their passes are gone."""
     global _turns, _loading
-    _turns, _loading = _Turns(), threading.Lock()
+    _turns, _loading = _DefaultsLock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
-class _Float32(TorchFunctionMode):
+class _Float32Mode(TorchFunctionMode):
     """For one thread, new tensors of floats are float32 where they name no dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ class stable_defaults:
         if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":  # a default device is a mode
             modes.append(torch.device("cpu"))
         if torch.get_default_dtype() is not torch.float32:
-            modes.append(_Float32())
+            modes.append(_Float32Mode())
         if modes:
             self._modes = ExitStack()
             for mode in modes:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from skipstone.models.device_map import home
 from skipstone.models.families import stateful_kinds, text_ids
-from skipstone.models.placing import home
 from skipstone.models.torch_defaults import stable_defaults
 
 PREFIX = 12  # tokens that both rows of a trace begin with
@@ -23,7 +23,7 @@ WINDOWED = ("sliding_window", "attention_chunk_size")  # fields of a config that
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module. path: under the owner of the layers, or under a layer. given: the arguments by their names. output:
     what it returned."""
 
@@ -43,12 +43,12 @@ class Trace:
     """
 
     ids: Tensor
-    parts: list[Call] = field(default_factory=list)
+    parts: list[ModuleCall] = field(default_factory=list)
     before: int | None = None
-    layers: list[tuple[int, Call]] = field(default_factory=list)
-    inside: dict[int, list[Call]] = field(default_factory=dict)
+    layers: list[tuple[int, ModuleCall]] = field(default_factory=list)
+    inside: dict[int, list[ModuleCall]] = field(default_factory=dict)
     returned: dict[int, dict[str, int]] = field(default_factory=dict)
-    heads: list[Call] = field(default_factory=list)
+    heads: list[ModuleCall] = field(default_factory=list)
     cache: Any = None
     logits: Any = None
 
@@ -62,7 +62,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     ids = torch.randint(0, text_ids(model), (2, length), generator=generator, dtype=torch.int64, device="cpu")
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
-    first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
+    first: dict[int, list[ModuleCall]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
     found = Trace(ids.to(home(model)), inside=first, cache=DynamicCache(config=config) if any(of_kind) else DynamicCache())
     with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found), stable_defaults():
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
@@ -74,17 +74,17 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
     """Record all calls of this thread while the context lasts."""
     tracing = get_ident()
 
-    def part(call: Call) -> None:
+    def part(call: ModuleCall) -> None:
         found.parts.append(call)
 
-    def layer(number: int) -> Callable[[Call], None]:
+    def layer(number: int) -> Callable[[ModuleCall], None]:
         return lambda call: found.layers.append((number, call))
 
-    def counted(number: int) -> Callable[[Call], None]:
+    def counted(number: int) -> Callable[[ModuleCall], None]:
         values = found.returned.setdefault(number, {})
         return lambda call: values.update({call.path: len(call.output) if isinstance(call.output, (tuple, list)) else 0})
 
-    watched: list[tuple[str, Any, Callable[[Call], None]]] = [("", model.get_output_embeddings(), found.heads.append)]
+    watched: list[tuple[str, Any, Callable[[ModuleCall], None]]] = [("", model.get_output_embeddings(), found.heads.append)]
     for name, module in owner.named_children():
         if module is not layers:
             several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
@@ -110,10 +110,10 @@ def _begin_layers(found: Trace, tracing: int) -> None:
         found.before = len(found.parts)
 
 
-def _hook(path: str, add: Callable[[Call], None], tracing: int) -> Any:
+def _hook(path: str, add: Callable[[ModuleCall], None], tracing: int) -> Any:
     def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if get_ident() == tracing:  # the model's own forward may run in another thread meanwhile
-            add(Call(path, by_name(module, given, named), output))
+            add(ModuleCall(path, by_name(module, given, named), output))
 
     return hook
 

@@ -35,7 +35,7 @@ class ModelVersion(NamedTuple):
     weights: int
 
 
-class _Writes:
+class _WriteCounter:
     """Writes that torch does not count but reports. count: so far, in this process."""
 
     count = 0
@@ -49,7 +49,7 @@ class _Writes:
             cls.count += 1  # last: who compares the count finds all marks
 
 
-class Values:
+class TensorValues:
     """The values that some tensors held when this was made. It keeps neither the tensors nor their memory alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -57,7 +57,7 @@ class Values:
         # the address of a storage is not given to another one while it is held weakly
         self._storages = [StorageWeakRef(one.untyped_storage()) for one in tensors]
         self._places = [one.cdata for one in self._storages]
-        self._writes = _Writes.count
+        self._writes = _WriteCounter.count
         self._are_plain = all(type(one) in _PLAIN and not one.is_inference() for one in tensors)
         self._state = self._current(tensors)
 
@@ -65,7 +65,7 @@ class Values:
         """Whether these tensors hold the same values, as far as can be seen."""
         if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != self._current(tensors):
             return False
-        writes = _Writes.count
+        writes = _WriteCounter.count
         if self._writes == writes:
             return True
         if any(getattr(one, _MARK, 0) > self._writes for one in tensors):
@@ -83,7 +83,7 @@ class Values:
         return [[one.data_ptr() for one in addressed], [one.stride() for one in tensors], [one._version for one in counted]]
 
 
-class _Seen:
+class _VersionRecord:
     """The modules and weights of a model as they were last seen, and its version. parts: ids of its modules. is_outdated: a
     change was reported since."""
 
@@ -99,7 +99,7 @@ class _Seen:
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
         self._children = self._current_children()
-        self._values = Values(self._weights())
+        self._values = TensorValues(self._weights())
         # an offloaded weight is another object after every pass
         found = (one for place in self._weight_places for one in place.values() if one is not None)
         self._kinds = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
@@ -121,7 +121,7 @@ class _Seen:
         return [one for place in self._weight_places for one in place.values() if one is not None and not one.is_meta]
 
 
-_SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
+_SEEN: WeakKeyDictionary[nn.Module, _VersionRecord] = WeakKeyDictionary()
 
 
 def model_version(model: nn.Module) -> ModelVersion:
@@ -130,7 +130,7 @@ def model_version(model: nn.Module) -> ModelVersion:
     with _LOCK:
         seen = _SEEN.get(model)
         if seen is None:
-            seen = _SEEN[model] = _Seen(model)
+            seen = _SEEN[model] = _VersionRecord(model)
         else:
             seen.compare(model)
         return seen.version
@@ -152,7 +152,7 @@ def refresh(model: nn.Module) -> None:
 
     model: the model, a draft model or exit heads.
     """
-    _Writes.report((*model.parameters(), *model.buffers()))
+    _WriteCounter.report((*model.parameters(), *model.buffers()))
     _outdate({id(part) for part in model.modules()})
 
 
@@ -173,7 +173,7 @@ def _listen() -> None:
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    _Writes.report(one for group in optimizer.param_groups for one in group["params"])
+    _WriteCounter.report(one for group in optimizer.param_groups for one in group["params"])
 
 
 def _after_registration(parent: nn.Module, *_: Any) -> None:

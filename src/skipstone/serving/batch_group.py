@@ -8,20 +8,20 @@ import torch
 from skipstone.decoding.draft import Draft, RowVerdict, Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
+from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.decoding.prefill import Prefill
-from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.serving.layer_map import describe_layers
 from skipstone.serving.logprobs import token_logprobs
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestEvent, StepOutput, TokenLogprobs
 from skipstone.serving.prefix_cache import PrefixCache
 from skipstone.serving.step_details import StepDetails, describe_step
 
-ROW_BYTES: Memo[tuple[int, int]] = Memo()
+ROW_BYTES: PerModelCache[tuple[int, int]] = PerModelCache()
 """The results of `row_bytes` for each model."""
 PLAIN_TIME_STEPS = 16
 """Steps of a request between two reports of the time of a plain step."""
@@ -145,7 +145,7 @@ class StepRecorder:
     values alive until the garbage collector runs, and a server may never run it."""
 
     def __init__(self, requests: list[PendingRequest | None]) -> None:
-        self._requests, self._keeper = requests, Keeper(logits=True)
+        self._requests, self._keeper = requests, OutputRecorder(logits=True)
         self._recorded: tuple[Draft, list[RowVerdict], list[torch.Tensor]] | None = None
 
     def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.torch_threads import OneThread
+from skipstone.engines.torch_threads import SingleTorchThread
 from skipstone.models.passes import Pass
 from skipstone.serving.logprobs import token_logprobs
 from skipstone.serving.pending_request import TokenLogprobs
@@ -38,7 +38,7 @@ class PromptScorer:
             torch.arange(begin, end, device=model.device, dtype=torch.int64)[None],
         )
         at = Pass(positions, positions, None, slice(0, 1), end, begin)
-        with OneThread() if model.own_threads else nullcontext():
+        with SingleTorchThread() if model.own_threads else nullcontext():
             hidden = model.run(model.embed(ids, positions), at, self._store, range(model.depth))
             logits = model.logits(hidden)[0]
         self._store.length[0] = end

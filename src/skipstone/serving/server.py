@@ -11,8 +11,8 @@ from weakref import WeakSet
 
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import resolve_for
-from skipstone.hf.defaults import expect_usable_defaults
+from skipstone.hf.generate_call import resolve_for
+from skipstone.hf.generation_defaults import expect_usable_defaults
 from skipstone.serving.admission import RETRY_AFTER_SECONDS, default_kv_cache_bytes
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.batch_group import BatchGroup

@@ -11,7 +11,7 @@ Placed = Iterator[tuple[str, Any]]  # (place, record): where a record stands, fo
 
 
 @dataclass(frozen=True)
-class OnHub:
+class HubRecords:
     """A split of a data set of the hub. extra: the extra of this package that brings `datasets`."""
 
     path: str

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 
-class Part(BaseModel):
+class SettingsPart(BaseModel):
     """A part of a file. ValueError for settings that it does not have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -24,10 +24,10 @@ class Part(BaseModel):
         return values
 
 
-Form = TypeVar("Form", bound=Part)
+Form = TypeVar("Form", bound=SettingsPart)
 
 
-class _Loader(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML without keys that are given twice, of which the last would count."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 def mapping(path: Path) -> dict[str, Any]:
     """What a file says. ValueError where it is no YAML or no mapping."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):

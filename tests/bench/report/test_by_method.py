@@ -17,7 +17,7 @@ from skipstone.lab.bench.plan import line_up
 from skipstone.lab.bench.report import report
 from skipstone.lab.bench.report.charts import along, by_threshold, matrix
 from skipstone.lab.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, rates, tallies
-from skipstone.lab.timing.measure import Skipstone, growth, measure, options_for
+from skipstone.lab.timing.measure import MethodBackend, growth, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
 
@@ -253,7 +253,7 @@ def test_sums_grow_as_counts_do() -> None:
 def test_a_draft_model_alone_says_what_it_says_alone() -> None:
     model = llama()
     helper = near(model, 0.3)
-    plain, options = Skipstone(Autoregressive()), options_for(30)
+    plain, options = MethodBackend(Autoregressive()), options_for(30)
     found = measure(model, DraftAlone(helper), prompt(9), options, 0)  # type: ignore[arg-type]
     assert found.tokens == measure(helper, plain, prompt(9), options, 0).tokens
     assert found.tokens != measure(model, plain, prompt(9), options, 0).tokens
@@ -265,7 +265,7 @@ def test_a_draft_model_alone_says_what_it_says_alone() -> None:
 def test_what_a_call_adds_to_adasds_means_is_its_own() -> None:
     model = llama()
     method = AdaSD(near(model, 0.12))
-    first, second = (measure(model, Skipstone(method), prompt(n, n), options_for(40), 0) for n in (9, 5))
+    first, second = (measure(model, MethodBackend(method), prompt(n, n), options_for(40), 0) for n in (9, 5))
     assert first.grown is not None
     assert second.grown is not None
     both = method.report(model)["means"]["distance_accepted"]

@@ -40,7 +40,7 @@ def test_a_method_is_slower_when_it_is_so_against_its_own_runs_yardstick(
     assert ("SLOWER" in compare.table(changes, 0.05).markdown()) is slower
 
 
-def changed(tmp_path: Path, change: Any, label: str = "layerskip", without: tuple[str, ...] = ()) -> compare.Change:
+def changed(tmp_path: Path, change: Any, label: str = "layerskip", without: tuple[str, ...] = ()) -> compare.MethodChange:
     """layerskip in a second run in which `change` was done to every row."""
     before, after = lines(), lines()
     for found in (before, after):

@@ -13,10 +13,10 @@ import pytest
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
-from skipstone.lab.bench.journal import Journal
+from skipstone.lab.bench.report import aggregate as figures
 from skipstone.lab.bench.report import compare, report, tables
-from skipstone.lab.bench.report import groups as figures
-from skipstone.lab.bench.report.groups import expectation, groups, own_figures
+from skipstone.lab.bench.report.aggregate import expectation, groups, own_figures
+from skipstone.lab.bench.run_file import RunFile
 from tests.helpers.results import lines, row, stats, written
 
 
@@ -182,7 +182,7 @@ def test_what_a_paper_leaves_open_is_said(tmp_path: Path) -> None:
     tasks = [{"task": "gsm8k", "protocol": "swift"}, {"task": "humaneval", "protocol": None}]
     for protocol, wanted in ((None, 1), ("adasd", 2)):
         path = tmp_path / f"{protocol}.jsonl"
-        with Journal(path, {"seed": 0, "tasks": tasks, "protocol": protocol}, provenance) as file:
+        with RunFile(path, {"seed": 0, "tasks": tasks, "protocol": protocol}, provenance) as file:
             for line in lines():
                 file.add(line)
         text = report.report([path], "md")

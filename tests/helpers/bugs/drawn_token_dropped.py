@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from skipstone.decoding.draft import Draft
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers.bugs.base import broken
 
 
 class Broken(LayerSkipDrafter):
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         draft = super().propose_draft(limits, stop_rule)
         draft.valid = draft.valid & (draft.tokens % 2 == 0).long().cumprod(1).bool()
         return draft

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from skipstone.decoding.draft import Draft
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers.bugs.base import broken
 
 
 class Broken(LayerSkipDrafter):
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         view = self.view
         if min(limits) < 2:
             return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))

@@ -19,7 +19,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.methods.adadecode.adadecode import AdaDecodeDrafter, Sweep
+from skipstone.methods.adadecode.adadecode import AdaDecodeDrafter, LayerSweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, proves
@@ -283,8 +283,10 @@ class Literal(AdaDecode):
 
 
 class LiteralDrafter(AdaDecodeDrafter):
-    def _sweep(self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
-        found = Sweep([0], forward.tokens[:, -1], doubted=[False])
+    def _sweep(
+        self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
+    ) -> LayerSweep:
+        found = LayerSweep([0], forward.tokens[:, -1], doubted=[False])
         forward.advance(exits[0][1])
         logits = self.heads.logits(self.model, exits[0][0], forward.hidden[:, -1:])[:, 0]
         found.token, found.q, _ = self.sampler.propose(logits, position, forward.tokens[:, 1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import skipstone
 from skipstone import AdaDecode
 from skipstone.decoding.draft import RowVerdict
-from skipstone.methods.adadecode.tallies import Tallies
+from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
 from tests.helpers.machine import llama, prompt
 
 
@@ -17,7 +17,7 @@ def verdict(accepted: int, drafted: int, finished: bool = False) -> RowVerdict:
 
 
 def test_a_prediction_behind_a_rejected_one_is_neither_right_nor_wrong() -> None:
-    tallies = Tallies([2, 4])
+    tallies = AdaDecodeCounts([2, 4])
     tallies.record([[2, 4, 2, 4]], [verdict(1, 4)], [(0, 2, 1), (0, 8, 5)])
     tallies.record([[4], []], [verdict(0, 1, finished=True), verdict(0, 0)], [(0, 8, 2)])
     found = tallies.report()
@@ -28,7 +28,7 @@ def test_a_prediction_behind_a_rejected_one_is_neither_right_nor_wrong() -> None
 
 
 def test_tests_are_counted_by_row_and_stops_by_test() -> None:
-    tallies = Tallies([2, 4])
+    tallies = AdaDecodeCounts([2, 4])
     tallies.tested(2, [True, False])
     tallies.tested(2, [True], stopped=False)
     found = tallies.report()

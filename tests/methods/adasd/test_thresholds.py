@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
-from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Mean, Variant, VerificationThreshold
+from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, RunningMean, Variant, VerificationThreshold
 
 CPU = torch.device("cpu")
 
@@ -113,11 +113,11 @@ def test_rows_keep_lists_of_their_own(variant: Variant | None) -> None:
 
 
 def test_a_mean_of_nothing_is_0() -> None:
-    assert Mean(2, CPU).value.tolist() == [0.0, 0.0]
+    assert RunningMean(2, CPU).value.tolist() == [0.0, 0.0]
 
 
 def test_a_ledger_pools_rows_and_requests() -> None:
-    ledger = Ledger(CPU)
+    ledger = AdaSDCounts(CPU)
     accepted, rejected = bools("x.", "x."), bools(".x", "..")
     threshold, known = torch.tensor([0.0, 0.4]), torch.tensor([False, True])
     ledger.add_means("distance", torch.tensor([[0.1, 0.5], [0.3, 0.7]]), accepted, rejected, threshold, known)

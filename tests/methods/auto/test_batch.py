@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.methods.auto.learned import Learned
 from skipstone.methods.drafting.confidence import SurvivalRule
 from skipstone.policy.choose_drafter import PLAIN, Policy
@@ -29,7 +29,7 @@ def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: fl
     beside = stop_thresholds(0.0, 0.0, scoring, mean, worth, MOST)
     if least[0] > 1:
         return [0] * rows
-    survival = Survival(1.0, 0.0, least[1:], beside[1:] if together else ())
+    survival = SurvivalThresholds(1.0, 0.0, least[1:], beside[1:] if together else ())
     stop = SurvivalRule(survival, rows, rows, torch.device("cpu"))
     going, counts = torch.ones(rows, dtype=torch.bool), [0] * rows
     while going.any():
@@ -78,7 +78,7 @@ def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
     """Which rows draft on behind their first drafts, of these survivals."""
     rows = len(survivals)
-    stop = SurvivalRule(Survival(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
+    stop = SurvivalRule(SurvivalThresholds(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
     on = stop.keep(torch.tensor(survivals))
     assert on is not None
     return (on & stop.together(on)).tolist()

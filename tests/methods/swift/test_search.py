@@ -11,13 +11,20 @@ import pytest
 
 from skipstone import Swift
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
-from skipstone.methods.swift.optimisation import Optimisation
-from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
+from skipstone.methods.drafting.layer_sets import (
+    LayerMask,
+    LayerSetSpace,
+    SearchObjective,
+    SkipCosts,
+    expected_speedup,
+    measured_speedup,
+)
+from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
+from skipstone.methods.swift.search import SEARCHES, LayerSetSearch, LinearThompson, SwiftSearch
 from skipstone.models.passes import SkipSet
 from tests.helpers.machine import llama
 
-COSTS = Costs(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
+COSTS = SkipCosts(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
 
 
 def landscape(seed: int, layers: int = 24) -> Callable[[LayerMask], float]:
@@ -32,8 +39,8 @@ def landscape(seed: int, layers: int = 24) -> Callable[[LayerMask], float]:
 
 def searched(name: str, seed: int, steps: int = 300) -> float:
     """What the set is truly worth that a search ends with, after noisy evaluations over 32 positions each."""
-    matchness, space, dice = landscape(seed), Space(24), np.random.default_rng(seed)
-    search = SEARCHES[name](space, space.count(0.45), Objective(COSTS), seed)
+    matchness, space, dice = landscape(seed), LayerSetSpace(24), np.random.default_rng(seed)
+    search = SEARCHES[name](space, space.count(0.45), SearchObjective(COSTS), seed)
     for _ in range(steps if search.adaptive else 0):
         z = search.propose()
         assert z.sum() == search.count
@@ -58,7 +65,7 @@ def test_searches_repeat_with_their_seed() -> None:
 
 
 def test_a_set_is_sublayers_of_the_layers_in_between() -> None:
-    space = Space(6)
+    space = LayerSetSpace(6)
     assert space.size == 8
     assert [space.count(ratio) for ratio in (0, 0.45, 0.5)] == [0, 4, 4]
     skip = SkipSet(frozenset({1, 4}), frozenset({2}))
@@ -73,12 +80,12 @@ def test_a_set_is_sublayers_of_the_layers_in_between() -> None:
     with pytest.raises(ValueError, match="skips everything between the first and the last layer"):
         space.from_skip_set(SkipSet(frozenset(range(1, 5)), frozenset(range(1, 5))))
     with pytest.raises(ValueError, match="at least 4 layers, found 3"):
-        Space(3)
+        LayerSetSpace(3)
 
 
 @pytest.mark.parametrize("layers", [4, 7, 24, 82])
 def test_uniform_sets_are_spread_evenly_over_the_depth(layers: int) -> None:
-    space = Space(layers)
+    space = LayerSetSpace(layers)
     for count in range(1, space.size):
         z = space.uniform(count)
         assert z.sum() == count
@@ -91,12 +98,12 @@ def test_uniform_sets_are_spread_evenly_over_the_depth(layers: int) -> None:
 
 def test_expected_speed_up_by_hand() -> None:
     """m = .5, c = .25, v(2) = 1.2, v(3) = 1.4: 1.5 / (.25 + 1.2) against 1.75 / (.5 + 1.4)."""
-    costs = Costs(0, 0, (1.0, 1.2, 1.4))
-    assert expected_speedup(0.5, 0.25, costs, most=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
+    costs = SkipCosts(0, 0, (1.0, 1.2, 1.4))
+    assert expected_speedup(0.5, 0.25, costs, max_drafts=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
     assert expected_speedup(0.1, 0.9, costs) == pytest.approx(1.1 / 2.1), "under 1 where drafting does not pay"
-    many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, most=2)
+    many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, max_drafts=2)
     assert many.tolist() == pytest.approx([1.5 / 1.45, 1.1 / 2.1])
-    assert expected_speedup(1.0, 0.1, Costs(0, 0, (1.0, 1.0)), most=4) == pytest.approx(5 / 1.4)
+    assert expected_speedup(1.0, 0.1, SkipCosts(0, 0, (1.0, 1.0)), max_drafts=4) == pytest.approx(5 / 1.4)
 
 
 def test_swifts_own_formula_is_the_case_of_free_scoring() -> None:
@@ -106,18 +113,18 @@ def test_swifts_own_formula_is_the_case_of_free_scoring() -> None:
 
 
 def test_costs_are_of_what_is_left() -> None:
-    costs = Costs(0.02, 0.05, (1.0, 1.1))
-    z = Space(6).from_skip_set(SkipSet(frozenset({1, 2, 3}), frozenset({4})))
+    costs = SkipCosts(0.02, 0.05, (1.0, 1.1))
+    z = LayerSetSpace(6).from_skip_set(SkipSet(frozenset({1, 2, 3}), frozenset({4})))
     assert costs.draft(z) == pytest.approx(1 - 3 * 0.02 - 0.05)
     assert [costs.score(1), costs.score(2), costs.score(9)] == pytest.approx([1.0, 1.1, 1.8])
 
 
 def test_the_best_set_of_a_linear_model_is_found_exactly() -> None:
     """Against all sets of 4 of 8 sublayers, for random weights."""
-    space = Space(6)
+    space = LayerSetSpace(6)
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        objective = Objective(Costs(0.03, 0.08, tuple(1 + 0.1 * extra for extra in range(9))))
+        objective = SearchObjective(SkipCosts(0.03, 0.08, tuple(1 + 0.1 * extra for extra in range(9))))
         search = LinearThompson(space, 4, objective, seed)
         weights = np.append(-rng.random(8) / 6, 1.0)
         every = []
@@ -131,12 +138,12 @@ def test_the_best_set_of_a_linear_model_is_found_exactly() -> None:
 
 def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
     """Mean and covariance against the normal equations, nothing forgotten."""
-    space, rng = Space(6), np.random.default_rng(0)
+    space, rng = LayerSetSpace(6), np.random.default_rng(0)
 
     class Remembering(LinearThompson):
         FORGET = 1.0
 
-    search = Remembering(space, 4, Objective(COSTS), 0)
+    search = Remembering(space, 4, SearchObjective(COSTS), 0)
     prior_mean, prior = search.mean.copy(), search.root @ search.root.T
     precision, shift = np.linalg.inv(prior), np.linalg.inv(prior) @ prior_mean
     for _ in range(40):
@@ -152,8 +159,8 @@ def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
 
 def test_a_lucky_set_is_found_out() -> None:
     """One evaluation of full marks does not make the best set of a search by chance."""
-    space = Space(8)
-    search = SEARCHES["random"](space, 5, Objective(by="matchness"), 0)
+    space = LayerSetSpace(8)
+    search = SEARCHES["random"](space, 5, SearchObjective(by="matchness"), 0)
     steady, lucky = space.uniform(5), space.random(5, np.random.default_rng(1))
     for _ in range(8):
         search.observe(steady, 0.8, 32)
@@ -164,8 +171,8 @@ def test_a_lucky_set_is_found_out() -> None:
 
 
 def test_the_papers_search_keeps_the_highest_score_and_asks_a_gaussian_process_at_every_interval() -> None:
-    space = Space(8)
-    search = SwiftSearch(space, 5, Objective(by="matchness"), 0, interval=4)
+    space = LayerSetSpace(8)
+    search = SwiftSearch(space, 5, SearchObjective(by="matchness"), 0, interval=4)
     bayesian: list[int] = []
     own = search._by_gaussian_process
     search._by_gaussian_process = lambda: bayesian.append(search.observations) or own()  # type: ignore[method-assign, func-returns-value]
@@ -181,8 +188,8 @@ def test_the_papers_search_keeps_the_highest_score_and_asks_a_gaussian_process_a
     assert bayesian == [7, 11], "after 3 steps two sets are known, too few for a process"
 
 
-def optimisation(**settings: Any) -> Optimisation:
-    return Optimisation(Swift(0.5, **settings), ModelRunner(llama(layers=6)))
+def optimisation(**settings: Any) -> LayerSetOptimisation:
+    return LayerSetOptimisation(Swift(0.5, **settings), ModelRunner(llama(layers=6)))
 
 
 def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:
@@ -190,7 +197,7 @@ def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:
     found = optimisation(patience=3)
     first = found.candidate()
     assert first is not None
-    assert (first == Space(6).uniform(4)).all(), "the uniform set is evaluated first"
+    assert (first == LayerSetSpace(6).uniform(4)).all(), "the uniform set is evaluated first"
     others = (np.isin(np.arange(8), places) for places in itertools.combinations(range(8), 4))
     sets = [first, *itertools.islice(others, 5)]
     used = []
@@ -218,8 +225,8 @@ def test_a_search_ends_at_its_most_steps_or_with_a_set_that_is_good_enough() -> 
 
 
 def test_a_gaussian_process_proposes_near_what_was_good() -> None:
-    space = Space(12)
-    search = SwiftSearch(space, 8, Objective(by="matchness"), 0)
+    space = LayerSetSpace(12)
+    search = SwiftSearch(space, 8, SearchObjective(by="matchness"), 0)
     good = space.uniform(8)
     for number in range(24):
         z = good if number == 5 else space.random(8, np.random.default_rng(number))
@@ -228,7 +235,7 @@ def test_a_gaussian_process_proposes_near_what_was_good() -> None:
 
 
 def test_another_size_keeps_what_was_learnt_of_sublayers() -> None:
-    search = LinearThompson(Space(10), 8, Objective(COSTS), 0)
+    search = LinearThompson(LayerSetSpace(10), 8, SearchObjective(COSTS), 0)
     matchness = landscape(1, 10)
     for _ in range(60):
         z = search.propose()
@@ -240,11 +247,11 @@ def test_another_size_keeps_what_was_learnt_of_sublayers() -> None:
 @pytest.mark.parametrize("count", [0, 8, 9])
 def test_impossible_sizes_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="skips 1 to 7 sublayers of this model"):
-        LinearThompson(Space(6), count)
+        LinearThompson(LayerSetSpace(6), count)
 
 
 def test_a_fixed_set_is_kept() -> None:
-    z = Space(6).uniform(3)
-    search = Search(Space(6), 3, first=z)
+    z = LayerSetSpace(6).uniform(3)
+    search = LayerSetSearch(LayerSetSpace(6), 3, first=z)
     assert (search.best() == z).all()
     assert not search.adaptive

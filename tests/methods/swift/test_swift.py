@@ -19,8 +19,8 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
+from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
@@ -43,7 +43,7 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     with torch.inference_mode():
         tokens, said = zip(*session.drafter.windows[0], strict=True)
         runner = session.model
-        found = runner.logits(states_behind(session.store, 0, tokens[:-1], runner, runner.depth, SKIP))[0]
+        found = runner.logits(replay_hidden_states(session.store, 0, tokens[:-1], runner, runner.depth, SKIP))[0]
         cache = model(ids[None, :begin], use_cache=True).past_key_values
         wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
         whole = model(ids[None]).logits[0]

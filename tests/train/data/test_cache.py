@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skipstone.train.data import rows as data
-from skipstone.train.data.rows import Prepared, RowPlan
+from skipstone.train.data.rows import RowPlan, TrainingData
 from skipstone.train.data.sources import TextFiles
 from skipstone.train.data.tokenizer import train_bpe
 from tests.helpers.training import prepared_rows
@@ -32,7 +32,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def same(one: Prepared, other: Prepared) -> bool:
+def same(one: TrainingData, other: TrainingData) -> bool:
     held = one.held_out.keys() == other.held_out.keys() and all(
         torch.equal(rows, other.held_out[name]) for name, rows in one.held_out.items()
     )
@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
 
 def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "key"
-    first, second = (Prepared(numbered(start, 3), {}, {"held_rows": {}, "start": start}) for start in (0, 5))
+    first, second = (TrainingData(numbered(start, 3), {}, {"held_rows": {}, "start": start}) for start in (0, 5))
     data.save(folder, first)
     data.save(folder, second)
     found = data.load(folder)
@@ -119,7 +119,7 @@ def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
 
 
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:
-    data.save(tmp_path / "key", Prepared(numbered(0, 3), {}, {"held_rows": {}}))
+    data.save(tmp_path / "key", TrainingData(numbered(0, 3), {}, {"held_rows": {}}))
     for _ in range(2):
         found = data.load(tmp_path / "key")
         assert found is not None

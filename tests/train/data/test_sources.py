@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from skipstone.train.data.sources import HubDataset, JsonLines, Script, Source, Text, TextFiles, resolve
+from skipstone.train.data.sources import HubDataset, JsonLines, ScriptSource, Source, SourceText, TextFiles, resolve
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,9 +73,9 @@ def test_text_files_come_sorted_without_what_is_excluded(tmp_path: Path) -> None
         (tmp_path / "books" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "books" / name).write_text(f"text of {name}", encoding="utf-8")
     source = TextFiles(path="books", exclude=("*/test/*",))
-    assert list(source.read(tmp_path)) == [Text(name, f"text of {name}") for name in ("a.txt", "a/z.txt", "b.txt")]
+    assert list(source.read(tmp_path)) == [SourceText(name, f"text of {name}") for name in ("a.txt", "a/z.txt", "b.txt")]
     assert texts(TextFiles(path="books", glob="*.md"), tmp_path) == ["text of c.md"]
-    assert list(TextFiles(path="books/c.md").read(tmp_path)) == [Text("c.md", "text of c.md")]
+    assert list(TextFiles(path="books/c.md").read(tmp_path)) == [SourceText("c.md", "text of c.md")]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -224,13 +224,13 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
     )
     script(tmp_path / "s.py", code)
     before = list(sys.path)
-    assert texts(Script(path="s.py", arguments={"count": 2}), tmp_path) == ["hi 0", "hi 1"]
-    assert texts(Script(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["ho 0"]
+    assert texts(ScriptSource(path="s.py", arguments={"count": 2}), tmp_path) == ["hi 0", "hi 1"]
+    assert texts(ScriptSource(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["ho 0"]
     assert sys.path == before
     script(tmp_path / "pairs.py", "def documents():\n    yield 'q', 'a'\n    yield 'b'\n")
-    assert [(one.prompt, one.text) for one in Script(path="pairs.py").read(tmp_path)] == [("q", "a"), ("", "b")]
+    assert [(one.prompt, one.text) for one in ScriptSource(path="pairs.py").read(tmp_path)] == [("q", "a"), ("", "b")]
     (tmp_path / "s.py").write_text(code.replace("f'{word}", "f'{WORD}"), encoding="utf-8")  # no stale compiled file
-    assert texts(Script(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["hi 0"]
+    assert texts(ScriptSource(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["hi 0"]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
 )
 def test_a_script_that_gives_no_texts_is_refused(code: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=error):
-        texts(Script(path=script(tmp_path / "s.py", code), arguments={"count": 2}), tmp_path)
+        texts(ScriptSource(path=script(tmp_path / "s.py", code), arguments={"count": 2}), tmp_path)
 
 
 def test_a_folder_is_no_script(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected a Python file, found the folder"):
-        texts(Script(path="."), tmp_path)
+        texts(ScriptSource(path="."), tmp_path)

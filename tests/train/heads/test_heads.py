@@ -24,9 +24,9 @@ from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
-from skipstone.train.heads.answers import Answer
-from skipstone.train.heads.prompts import Asked, asked_of
-from skipstone.train.heads.recipe import Answers, Schedule, made, of_prompts, read
+from skipstone.train.heads.answers import ModelAnswer
+from skipstone.train.heads.prompts import HeadPrompt, asked_of
+from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_prompts, read
 from skipstone.utils.files import LineFile
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
@@ -86,7 +86,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states
         stored = torch.stack([model.model.norm(states[2][0]), model.model.norm(states[4][0]), states[6][0]], 1)
-        found = training.Divergence(heads, runner)(stored)
+        found = training.HeadDivergence(heads, runner)(stored)
         embedding = model.lm_head.weight.double()
         target = (stored[:, 2].double() @ embedding.T).log_softmax(-1)
         for index in range(2):
@@ -96,7 +96,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
 
 
 def test_features_by_matrices_in_bfloat16_are_near_those_in_float32_and_made_anew(base: Path, tmp_path: Path) -> None:
-    model, answers = ModelRunner(llama(layers=6)), [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    model, answers = ModelRunner(llama(layers=6)), [ModelAnswer([3, 4], [5, 6, 7]), ModelAnswer([4], [6, 8])]
     wide, mixed = (
         answering.extract(model, answers, (2, 4), tmp_path, 1e9, quiet, mixed).states.float().clone() for mixed in (False, True)
     )
@@ -125,7 +125,7 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
     runner = ModelRunner(model)
     dice = torch.Generator().manual_seed(0)
     answers = [
-        Answer(prompt(int(length), seed).tolist(), prompt(int(new), 50 + seed).tolist())
+        ModelAnswer(prompt(int(length), seed).tolist(), prompt(int(new), 50 + seed).tolist())
         for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
     ]
     features = answering.extract(runner, answers, (2, 4), tmp_path, 1e9, quiet)
@@ -144,8 +144,8 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
 
 def test_answers_are_the_models_greedy_ones_and_are_not_asked_twice(base: Path, tmp_path: Path) -> None:
     model, tokenizer = skipstone.load(base / "model")
-    asked = [*map(Asked, ["a b c", "d", "b c d e f"])]
-    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=8, batch_size=2)
+    asked = [*map(HeadPrompt, ["a b c", "d", "b c d e f"])]
+    path, wish = tmp_path / "answers.jsonl", AnswerSettings(max_new_tokens=8, batch_size=2)
     found, seconds = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
     assert [len(one.prompt) for one in found] == [1, 5, 9]
     for one in found:
@@ -188,7 +188,7 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
     with torch.no_grad():
         states = model(prompt(12)[None], output_hidden_states=True).hidden_states
         stored = torch.stack([model.model.norm(states[layer][0]) for layer in heads.card.layers] + [states[6][0]], 1)
-        divergences = training.Divergence(heads, runner)(stored)
+        divergences = training.HeadDivergence(heads, runner)(stored)
         rows = model.lm_head.weight.double()[ids]
         target = (stored[:, -1].double() @ rows.T).log_softmax(-1)
         for index, divergence in enumerate(divergences):
@@ -226,7 +226,7 @@ def test_heads_of_all_tokens_have_no_shortlist(base: Path, tmp_path: Path) -> No
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def asked_by(folder: Path, *records: Any, chat: bool = False) -> list[Asked]:
+def asked_by(folder: Path, *records: Any, chat: bool = False) -> list[HeadPrompt]:
     """What a file of prompts asks, as `--prompts` reads it."""
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -290,8 +290,8 @@ def test_a_chat_that_the_template_refuses_is_named_by_its_line(base: Path, tmp_p
 def test_a_file_of_answers_is_of_one_template_and_read_without_its_lock_when_it_is_whole(base: Path, tmp_path: Path) -> None:
     model, tokenizer = skipstone.load(base / "model")
     tokenizer.chat_template = CHAT
-    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=4)
-    asked = [Asked(turns=("a", "b")), Asked("c")]
+    path, wish = tmp_path / "answers.jsonl", AnswerSettings(max_new_tokens=4)
+    asked = [HeadPrompt(turns=("a", "b")), HeadPrompt("c")]
     first, _ = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
     with LineFile(path):  # another process has it
         assert answering.write(model, asked, tokenizer, wish, path, {1}, quiet)[0] == first
@@ -305,8 +305,8 @@ def test_a_file_of_answers_is_of_one_template_and_read_without_its_lock_when_it_
 def test_a_second_turn_follows_the_models_own_answer_to_the_first(base: Path, tmp_path: Path) -> None:
     model, tokenizer = skipstone.load(base / "model")
     tokenizer.chat_template = CHAT
-    asked = [Asked("a b"), Asked(turns=("c d", "e")), Asked(turns=("f",)), Asked(turns=("b", "a", "d"))]
-    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=6, batch_size=3)
+    asked = [HeadPrompt("a b"), HeadPrompt(turns=("c d", "e")), HeadPrompt(turns=("f",)), HeadPrompt(turns=("b", "a", "d"))]
+    path, wish = tmp_path / "answers.jsonl", AnswerSettings(max_new_tokens=6, batch_size=3)
     found, _ = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
     assert len(found) == 7
     by_prompt = {tuple(one.prompt): tokenizer.decode(one.tokens, skip_special_tokens=True) for one in found}
@@ -333,8 +333,8 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_heads(
         (answering, "left_padded", 2),
         (answering, "_states", 1),
         (training, "quality", 3),
-        (training._Run, "save", 1),
-        (training._Run, "_step", 7),
+        (training._HeadTrainingRun, "save", 1),
+        (training._HeadTrainingRun, "_step", 7),
     ]
     for owner, name, after in kills:
         with monkeypatch.context() as patch:
@@ -388,9 +388,9 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing)
             with pytest.raises((OSError, ValueError), match=r"nothing of the features is left|states do not fit into"):
-                answering.extract(runner, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
+                answering.extract(runner, [ModelAnswer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
         assert list(tmp_path.iterdir()) == [], name
-    assert answering.extract(runner, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
+    assert answering.extract(runner, [ModelAnswer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
 def test_another_run_in_the_same_folder_is_refused(base: Path, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_impossible_recipes_are_one_sentence(base: Path, tmp_path: Path, changes
 
 def test_presets_and_the_recipes_that_come_along(base: Path) -> None:
     paper = made({"output": "x", "prompts": [{"kind": "jsonl", "path": "p"}]}, "test", "paper").training
-    assert paper == Schedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
+    assert paper == HeadSchedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
     with pytest.raises(ValueError, match="unknown preset 'long': expected one of quick, paper"):
         made({}, "test", "long")
     recipes = Path(__file__).parents[3] / "recipes" / "train"
@@ -459,8 +459,8 @@ def test_answers_are_written_by_the_fastest_lossless_method(
     monkeypatch.setattr(answering.api, "generate", generate)
     monkeypatch.setattr(answering.time, "perf_counter", lambda: float(next(clock)))
     model, tokenizer = skipstone.load(base / "model")
-    asked = [Asked(f"{letter} b c") for letter in "abcdefghij"]
-    wish = Answers(max_new_tokens=4, batch_size=2)
+    asked = [HeadPrompt(f"{letter} b c") for letter in "abcdefghij"]
+    wish = AnswerSettings(max_new_tokens=4, batch_size=2)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 1}
     first, _ = answering.write(model, asked, tokenizer, wish, tmp_path / "own.jsonl", set(), quiet)
     assert used == ["layerskip", *["autoregressive"] * 4]
@@ -471,7 +471,7 @@ def test_answers_are_written_by_the_fastest_lossless_method(
     model.generation_config.skipstone = {"method": "early_exit", "exit_layer": 1}
     answering.write(model, asked, tokenizer, wish, tmp_path / "lossy.jsonl", set(), quiet)
     assert set(used[10:]) == {"autoregressive"}
-    lossy = Answers(max_new_tokens=4, method={"method": "early_exit", "exit_layer": 1})
+    lossy = AnswerSettings(max_new_tokens=4, method={"method": "early_exit", "exit_layer": 1})
     with pytest.raises(ValueError, match=r"^early_exit may change the text"):
         answering.write(model, asked, tokenizer, lossy, tmp_path / "refused.jsonl", set(), quiet)
 
@@ -508,7 +508,7 @@ def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Pa
 
 
 def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
-    answers = [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    answers = [ModelAnswer([3, 4], [5, 6, 7]), ModelAnswer([4], [6, 8])]
     found = [
         answering.extract(ModelRunner(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
         for seed in (1, 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from skipstone.models.modules import DecoderModules
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded, run_rows
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 from tests.helpers.objectives import alone, outputs
@@ -251,7 +251,7 @@ def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
 def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:
     """Which rows of a batch the last of four layers is run for."""
     recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "none"))
-    objective = Objective(families.cached("llama"), recipe, steps=10, seed=4)
+    objective = LayerSkipObjective(families.cached("llama"), recipe, steps=10, seed=4)
     objective.step, objective.micro = step, micro
     with torch.no_grad(), outputs(objective.modules.layers) as seen:
         objective.loss(ids, labels=ids)
@@ -276,7 +276,7 @@ def test_a_constant_rate_of_one_leaves_a_row_of_the_first_layer_alone(name: str)
     ids = torch.randint(1, 97, (3, 5), generator=torch.Generator().manual_seed(0))
     model = families.cached(name)
     recipe = LayerSkipRecipe(LayerDropout(1.0, by_layer="constant"), EarlyExitLoss(0.2, "none"))
-    objective = Objective(model, recipe, steps=10, seed=4)
+    objective = LayerSkipObjective(model, recipe, steps=10, seed=4)
     embedded = model.get_input_embeddings()(ids)
     with outputs(objective.modules.layers) as seen:
         objective.loss(ids, labels=ids)

@@ -11,8 +11,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from skipstone.train.layerskip.arguments import arguments, read
-from skipstone.train.layerskip.estimate import Estimate, as_json, estimate, told
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.estimate import MemoryEstimate, as_json, estimate, told
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from skipstone.train.layerskip.shapes import SHAPES, meta_model, shape_of
 from tests.helpers.training import recipe, tiny
@@ -54,7 +54,7 @@ def kept(model: Any, checkpointing: bool) -> int:
     """Bytes that autograd keeps of a forward pass for the backward pass, but for weights."""
     if checkpointing:
         model.activation_checkpointing_enable()
-    loss = Objective(model, LayerSkipRecipe(LayerDropout(0.0), ALL), 10, 0)
+    loss = LayerSkipObjective(model, LayerSkipRecipe(LayerDropout(0.0), ALL), 10, 0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -85,7 +85,7 @@ def test_activations_are_what_autograd_keeps(half: bool, checkpointing: bool) ->
     assert found[1] - found[0] == pytest.approx(expected, rel=WITHIN)
 
 
-def estimated(folder: Path, changes: dict[str, Any] | None = None, **given: Any) -> Estimate:
+def estimated(folder: Path, changes: dict[str, Any] | None = None, **given: Any) -> MemoryEstimate:
     path = recipe(folder, **(changes or {}))
     wish = read(path)
     return estimate(wish, path.parent, arguments(wish, folder / "out"), **given)

@@ -15,7 +15,7 @@ import skipstone
 from skipstone.hf import api
 from skipstone.methods import LayerSkip
 from skipstone.train.data.tokenizer import train_bpe
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.run import run
 from tests.helpers.training import DECODING, Interrupted, finished_run, losses, quiet, recipe, stop_at
 
@@ -154,8 +154,8 @@ def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the
         run(path, say=quiet)
     ids.write_text("[9, 4, 5, 4]")
     learnt: list[Any] = []
-    own = Objective.__init__
-    monkeypatch.setattr(Objective, "__init__", lambda self, *given: own(self, *given) or learnt.append(self.shortlist))
+    own = LayerSkipObjective.__init__
+    monkeypatch.setattr(LayerSkipObjective, "__init__", lambda self, *given: own(self, *given) or learnt.append(self.shortlist))
     run(path, say=quiet)
     assert [one.tolist() for one in learnt] == [[4, 5, 9]]
     ids.write_text("[4, 5, 9]")

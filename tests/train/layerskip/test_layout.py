@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from skipstone.train.layerskip.layout import Layout, kept_elsewhere
+from skipstone.train.layerskip.layout import BatchLayout, kept_elsewhere
 
 
-def dealt(layout: Layout, step: int) -> list[tuple[int, int]]:
+def dealt(layout: BatchLayout, step: int) -> list[tuple[int, int]]:
     """(pass within the run, row of its process) of every row of a step, by dealing them out one by one."""
     return [
         (step * layout.passes + number, row)
@@ -17,15 +17,19 @@ def dealt(layout: Layout, step: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 2, 1), Layout(1, 2, 2), Layout(4, 1, 1), Layout(3, 2, 4)])
-def test_places_are_those_of_rows_that_are_dealt_out(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [BatchLayout(2, 1, 2), BatchLayout(2, 2, 1), BatchLayout(1, 2, 2), BatchLayout(4, 1, 1), BatchLayout(3, 2, 4)]
+)
+def test_places_are_those_of_rows_that_are_dealt_out(layout: BatchLayout) -> None:
     assert [layout.place(5, row) for row in range(layout.step_rows)] == dealt(layout, 5)
     assert layout.row(1, 0) == layout.rows * layout.processes
 
 
-@pytest.mark.parametrize("now", [Layout(2, 2, 2), Layout(2, 4, 1), Layout(2, 1, 4), Layout(4, 1, 2), Layout(1, 2, 4)])
-def test_the_same_rows_of_a_step_keep_the_same_layers(now: Layout) -> None:
-    started, step = Layout(2, 2, 2), 3
+@pytest.mark.parametrize(
+    "now", [BatchLayout(2, 2, 2), BatchLayout(2, 4, 1), BatchLayout(2, 1, 4), BatchLayout(4, 1, 2), BatchLayout(1, 2, 4)]
+)
+def test_the_same_rows_of_a_step_keep_the_same_layers(now: BatchLayout) -> None:
+    started, step = BatchLayout(2, 2, 2), 3
     drawn = {6: [[0, 1], [1], []], 7: [[0, 1], [0], [0, 1]]}  # by pass of the run that was started: rows that layers keep
     wanted = [[own in drawn[at][layer] for at, own in dealt(started, step)] for layer in range(3)]
     found: list[list[bool]] = [[], [], []]
@@ -42,6 +46,6 @@ def test_the_same_rows_of_a_step_keep_the_same_layers(now: Layout) -> None:
 
 
 def test_passes_on_other_processes() -> None:
-    assert Layout(2, 1, 8).passes_of(Layout(2, 1, 2)) == 4
+    assert BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 2)) == 4
     with pytest.raises(ValueError, match="16 rows a step, which 3 processes with 2 rows each cannot share equally"):
-        Layout(2, 1, 8).passes_of(Layout(2, 1, 3))
+        BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 3))

@@ -11,7 +11,7 @@ import torch
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 from tests.helpers.objectives import (
@@ -59,7 +59,7 @@ def test_loss_and_all_gradients_equal_a_naive_reference(name: str, tied: bool) -
 def test_a_teachers_distribution_takes_the_place_of_the_labels(name: str, other: str, exits: EarlyExitLoss) -> None:
     """KL(teacher || student) at every place that predicts something; a teacher of another family and size, left as it is."""
     model, teacher, batch = families.build(name).train(), families.build(other).eval().requires_grad_(False), inputs()
-    own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, teacher)
+    own = LayerSkipObjective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, teacher)
     own.step = 1
     with own.installed():
         loss = model(**batch).loss
@@ -93,7 +93,7 @@ def test_a_teachers_distribution_may_be_learnt_over_a_part_of_the_vocabulary(nam
     if not plain:
         model.get_output_embeddings().__class__ = Head
     ids = torch.tensor([0, 3, 4, 17, 60, 96])
-    own = Objective(model, LayerSkipRecipe(PLAIN, EarlyExitLoss(0.0, "none", None)), STEPS, SEED, 7, teacher, ids)
+    own = LayerSkipObjective(model, LayerSkipRecipe(PLAIN, EarlyExitLoss(0.0, "none", None)), STEPS, SEED, 7, teacher, ids)
     with own.installed():
         loss = model(**batch).loss
     given = {key: value for key, value in batch.items() if key != "labels"}
@@ -108,7 +108,7 @@ def test_exits_may_learn_what_the_last_layer_says_over_a_part_of_the_vocabulary(
     model, batch = families.build(name).train(), inputs()
     ids = torch.tensor([0, 3, 4, 17, 60, 96])
     exits = EarlyExitLoss(kl_weight=KL, curriculum="none", exit_layers=(1, 2))
-    own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, shortlist=ids)
+    own = LayerSkipObjective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, shortlist=ids)
     with own.installed():
         loss = model(**batch).loss
     given = {key: value for key, value in batch.items() if key != "labels"}
@@ -266,7 +266,7 @@ def test_forward_is_put_back_also_after_an_error_and_where_it_had_been_replaced_
 def test_a_shortlist_without_a_distribution_to_learn_is_refused() -> None:
     ids = torch.tensor([0, 3])
     with pytest.raises(ValueError, match="a shortlist has no effect on a loss against labels"):
-        Objective(families.cached("llama"), LayerSkipRecipe(PLAIN, CE), STEPS, SEED, 7, shortlist=ids)
+        LayerSkipObjective(families.cached("llama"), LayerSkipRecipe(PLAIN, CE), STEPS, SEED, 7, shortlist=ids)
 
 
 def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
@@ -289,4 +289,4 @@ def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
         with pytest.raises(ValueError, match=rf"this {name} model read keys and values of other layers.*\(p_max=0\)"):
             objective(families.cached(name), CE, RATE)
     with pytest.raises(ValueError, match="at least 2 steps, found 1"):
-        Objective(families.cached("llama"), LayerSkipRecipe(LayerDropout(0.1, "exponential"), CE), 1, 0)
+        LayerSkipObjective(families.cached("llama"), LayerSkipRecipe(LayerDropout(0.1, "exponential"), CE), 1, 0)

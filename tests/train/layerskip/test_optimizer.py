@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from skipstone.train.layerskip.trainer import Together, muon_with_adamw
+from skipstone.train.layerskip.trainer import CombinedOptimizer, muon_with_adamw
 from tests.helpers import families
 
 MUON, RATE, BETAS, DECAY = 0.02, 3e-3, (0.9, 0.95), 0.07  # none of them torch's default
 CASES = [("llama", False), ("llama", True), ("gpt2", True), ("opt_projected", False), ("qwen3_moe", False)]
 
 
-def optimiser(model: nn.Module) -> Together:
+def optimiser(model: nn.Module) -> CombinedOptimizer:
     return muon_with_adamw(model, MUON, RATE, BETAS, DECAY)
 
 
@@ -107,14 +107,14 @@ def test_vectors_do_not_decay_and_matrices_do() -> None:
         torch.testing.assert_close(after, before[name] * (1 - MUON * DECAY if kind is None else factor[kind]))
 
 
-def advance(model: nn.Module, together: Together, schedule: Any, steps: range) -> None:
+def advance(model: nn.Module, together: CombinedOptimizer, schedule: Any, steps: range) -> None:
     for step in steps:
         give_gradients(model, step)
         together.step()
         schedule.step()
 
 
-def scheduled(model: nn.Module) -> tuple[Together, Any]:
+def scheduled(model: nn.Module) -> tuple[CombinedOptimizer, Any]:
     together = optimiser(model)
     return together, torch.optim.lr_scheduler.LambdaLR(together, lambda step: 1 / (1 + step))
 

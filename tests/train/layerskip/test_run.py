@@ -17,7 +17,7 @@ import skipstone
 from skipstone.hf import api
 from skipstone.methods import LayerSkip
 from skipstone.train.layerskip import run as running
-from skipstone.train.layerskip.metrics import Progress, curves, draw
+from skipstone.train.layerskip.metrics import ProgressBar, curves, draw
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
 from skipstone.utils.files import read_lines
@@ -255,7 +255,7 @@ class TestProgress:
         screen, plain = Terminal(), io.StringIO()
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setattr(sys, "stdout", plain)
-        state, bar, none = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True), Progress(), None
+        state, bar, none = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True), ProgressBar(), None
         bar.on_train_begin(none, state, none)  # type: ignore[arg-type]
         for step in (11, 12):
             state.global_step = step

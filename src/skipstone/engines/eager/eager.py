@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.engines import host, picks
+from skipstone.engines import greedy_tokens, host_transfer
 from skipstone.engines.eager import linear, patches
-from skipstone.engines.engine import ChainEnd, ChainStart, Warps
-from skipstone.engines.kv_cache import KVCache, SharedView
+from skipstone.engines.engine import ChainEnd, ChainStart, WarperInputs
+from skipstone.engines.kv_cache import KVCache, SharedKVView
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
-from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
+from skipstone.models.families import PER_LAYER, SHARED, RotarySource, alibi_slopes, submodule, text_config
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 from skipstone.models.torch_defaults import with_stable_defaults
-from skipstone.models.weight_version import Values
+from skipstone.models.weight_version import TensorValues
 
 _NOTHING = SkipSet()
 
@@ -58,7 +58,7 @@ class EagerEngine:
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
-        self._running = patches.Running()
+        self._running = patches.PatchContext()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
 
@@ -91,7 +91,7 @@ class EagerEngine:
         view = store.view(at, self.family.asks_length)
         cache: dict[str, Any] = {self.family.cache_argument: view}
         if self.family.shares:
-            cache[SHARED] = SharedView(view, dict(self.family.shares), self.dtype)
+            cache[SHARED] = SharedKVView(view, dict(self.family.shares), self.dtype)
         # layers without both sublayers hand on their input, unless a norm or a scale follows the sum (OPT-350m), or others read
         # their keys and values
         changing = self.family.post_norm or self.family.shares
@@ -120,17 +120,17 @@ class EagerEngine:
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
-        return picks.likeliest(self.project(self.normed(hidden)))
+        return greedy_tokens.greedy_token(self.project(self.normed(hidden)))
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
-        return picks.largest(logits, count)
+        return greedy_tokens.top_k_tokens(logits, count)
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Never asked for: `chains` is False."""
         raise NotImplementedError
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
         """Never asked for: `draws` is False."""
         raise NotImplementedError
 
@@ -166,11 +166,11 @@ class EagerEngine:
         known = self._shortlists.get(shortlist)
         if known is None or not known[0].are_in(parts):
             ids = shortlist.to(weight.device)
-            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
-            known = self._shortlists[shortlist] = Values(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
+            first = host_transfer.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
+            known = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 
-    def _patched(self, skip: SkipSet | None = None) -> patches.Running:
+    def _patched(self, skip: SkipSet | None = None) -> patches.PatchContext:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
         running = self._running
         if running.passing:
@@ -189,7 +189,7 @@ class EagerEngine:
         patches.put_on([*self.layers, self.head], self._attentions, self._running)
         patches.open_masks(self._masking, self._running)
         for index, sublayer in self._recurrent:
-            patches.cover(sublayer, patches.Recurrent, self._running, index)
+            patches.cover(sublayer, patches.RecurrentPatch, self._running, index)
 
     def _patch_sublayers(self) -> None:
         """Put on what passes with a skip set want."""
@@ -200,7 +200,7 @@ class EagerEngine:
                     part = "read" if index in read else "attention"
                 else:
                     part = "before" if name in family.inner else "mlp"
-                patches.cover(getattr(layer, name), patches.Skippable, self._running, part, index, returns, family.summed)
+                patches.cover(getattr(layer, name), patches.SkippablePatch, self._running, part, index, returns, family.summed)
         self._running.skippable = True
 
     def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class EagerEngine:
             return biases[0].to(self.dtype)
         return biases.expand(at.shape[0], -1, -1, -1).flatten(0, 1).to(self.dtype)
 
-    def _phases(self, source: Rotary | None, hidden: Tensor, at: Pass) -> Any:
+    def _phases(self, source: RotarySource | None, hidden: Tensor, at: Pass) -> Any:
         """cos and sin of the pass's positions, [b, n, rotary_dim] each, or one complex tensor; None for a layer without."""
         if source is None:
             return None

@@ -43,11 +43,11 @@ def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_faster_transposed(module: nn.Module) -> bool:
-    """Whether a module is faster as `Transposed`: a plain float32 linear layer on a GPU."""
+    """Whether a module is faster as `TransposedLinear`: a plain float32 linear layer on a GPU."""
     return _is_plain(module, "cuda")
 
 
-class Transposed(nn.Linear):
+class TransposedLinear(nn.Linear):
     """A linear layer that computes W x^T where that is faster on a GPU. x: [..., d_in] -> [..., d_out]."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """What skipstone puts on the modules of a transformers model: set once per model, taken off by `take_off` (`disable`).
 
 A patch is an object among an instance's own attributes: a `forward`, or the `config` of an attention module. It asks the
-`Running` of its model whether skipstone is running a pass, and answers as transformers does where not: the model's own forward
-stays what it was, bit for bit. A patch knows its module (no closure would), so that copied and pickled models have their own.
+`PatchContext` of its model whether skipstone is running a pass, and answers as transformers does where not: the model's own
+forward stays what it was, bit for bit. A patch knows its module (no closure would), so that copied and pickled models have
+their own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from skipstone.engines.eager import attention, linear
-from skipstone.engines.kv_cache import PassView
+from skipstone.engines.kv_cache import PassCacheView
 from skipstone.models.passes import SkipSet
 from skipstone.models.trace import by_name
 
@@ -24,7 +25,7 @@ Part = Literal["attention", "read", "mlp", "before"]
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class PatchContext:
     """What the patches of one model look at; `EagerEngine` sets it.
 
     thread: the identifier of the thread in which skipstone is running layers or the LM head right now, None for none. skip: the
@@ -45,13 +46,13 @@ class Running:
         return is_compiling() or self.thread == get_ident()  # torch.compile cannot follow get_ident
 
 
-class Forward:
+class ForwardPatch:
     """A forward in the place of a module's own. before: the instance's own forward that it covers (accelerate sets such), None
     where it had its class's. The module is held weakly, so that a model is freed with its last reference."""
 
     __slots__ = ("_module", "_more", "before", "running")
 
-    def __init__(self, module: nn.Module, running: Running, before: Any, *more: Any) -> None:
+    def __init__(self, module: nn.Module, running: PatchContext, before: Any, *more: Any) -> None:
         self._module, self.running, self.before, self._more = ref(module), running, before, more
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,7 +69,7 @@ class Forward:
 def changed(module: Any) -> bool:
     """Whether a module does more than its class says."""
     own = module.__dict__.get("forward")
-    while isinstance(own, Forward):
+    while isinstance(own, ForwardPatch):
         own = own.before
     return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
@@ -86,7 +87,7 @@ def _foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", None)).startswith("transformers.")
 
 
-class FewRows(Forward):
+class FewRowsPatch(ForwardPatch):
     """A linear layer that `linear.few_rows` runs in a pass."""
 
     __slots__ = ()
@@ -98,7 +99,7 @@ class FewRows(Forward):
         return nn.Linear.forward(module, input) if self.before is None else self.before(input)
 
 
-class Skippable(Forward):
+class SkippablePatch(ForwardPatch):
     """A module of a sublayer that a pass can leave out.
 
     part: "attention", which then adds nothing to the residual stream and stores no keys and values; "read", an attention whose
@@ -111,7 +112,7 @@ class Skippable(Forward):
     __slots__ = ("layer", "part", "returns", "summed")
 
     def __init__(
-        self, module: nn.Module, running: Running, before: Any, part: Part, layer: int, returns: int, summed: str | None
+        self, module: nn.Module, running: PatchContext, before: Any, part: Part, layer: int, returns: int, summed: str | None
     ) -> None:
         super().__init__(module, running, before, part, layer, returns, summed)
         self.part, self.layer, self.returns, self.summed = part, layer, returns, summed
@@ -135,13 +136,13 @@ class Skippable(Forward):
         return skip.attention if self.part in ("attention", "read") else skip.mlp
 
 
-class Recurrent(Forward):
+class RecurrentPatch(ForwardPatch):
     """A sublayer that keeps a state without positions. In a pass it begins with those of the store, row by row. It is given its
     cache by name, and its hidden states first or as `hidden_states`."""
 
     __slots__ = ("layer",)
 
-    def __init__(self, module: nn.Module, running: Running, before: Any, layer: int) -> None:
+    def __init__(self, module: nn.Module, running: PatchContext, before: Any, layer: int) -> None:
         super().__init__(module, running, before, layer)
         self.layer = layer
 
@@ -149,12 +150,12 @@ class Recurrent(Forward):
         if not self.running.passing:
             return self.own(*given, **more)
         rest = {name: one for name, one in more.items() if name != "hidden_states"}
-        cache, view = next((name, one) for name, one in more.items() if isinstance(one, PassView))
+        cache, view = next((name, one) for name, one in more.items() if isinstance(one, PassCacheView))
         hidden: Tensor = given[0] if given else more["hidden_states"]
         return view.recur(self.layer, hidden, lambda part, states: self.own(part, *given[1:], **{**rest, cache: states}))
 
 
-class SeesAll(Forward):
+class MaskPatch(ForwardPatch):
     """A buffer by which an attention masks, in the place of `bias`: in a pass it hides nothing, as the masks of the pass say
     all."""
 
@@ -171,7 +172,7 @@ class AttentionConfig:
 
     __slots__ = ("before", "running")
 
-    def __init__(self, before: Any, running: Running) -> None:
+    def __init__(self, before: Any, running: PatchContext) -> None:
         object.__setattr__(self, "before", before)
         object.__setattr__(self, "running", running)
 
@@ -192,29 +193,29 @@ class AttentionConfig:
         setattr(self.before, name, value)
 
 
-def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], running: Running) -> None:
+def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], running: PatchContext) -> None:
     """Patch the linear layers inside `modules` where that pays, and the configs of attention sublayers."""
     for part in (part for module in modules for part in module.modules()):
         forward = part.__dict__.get("forward")
-        if linear.pays(part) and (forward is None or isinstance(forward, Forward)):
-            cover(part, FewRows, running)
+        if linear.pays(part) and (forward is None or isinstance(forward, ForwardPatch)):
+            cover(part, FewRowsPatch, running)
     for sublayer in attentions:
         if not _has(sublayer, AttentionConfig, running):
             sublayer.__dict__["config"] = AttentionConfig(sublayer.__dict__["config"], running)
     running.on = True
 
 
-def cover(module: nn.Module, kind: type[Forward], running: Running, *more: Any) -> None:
+def cover(module: nn.Module, kind: type[ForwardPatch], running: PatchContext, *more: Any) -> None:
     """Put a forward of a kind on a module, unless it is there. more: what else the kind wants to know."""
     if not _has(module, kind, running):
         module.__dict__["forward"] = kind(module, running, module.__dict__.get("forward"), *more)
 
 
-def open_masks(modules: Iterable[nn.Module], running: Running) -> None:
+def open_masks(modules: Iterable[nn.Module], running: PatchContext) -> None:
     """Make modules that mask by a buffer of their own hide nothing in a pass."""
     for module in modules:
-        if not _has(module, SeesAll, running):
-            module.__dict__["bias"] = SeesAll(module, running, module.__dict__.get("bias"))
+        if not _has(module, MaskPatch, running):
+            module.__dict__["bias"] = MaskPatch(module, running, module.__dict__.get("bias"))
 
 
 def take_off(model: nn.Module) -> None:
@@ -228,14 +229,14 @@ def take_off(model: nn.Module) -> None:
                 module.__dict__[name] = patch.before
 
 
-def _patches(module: nn.Module) -> Iterator[tuple[str, Forward | AttentionConfig]]:
+def _patches(module: nn.Module) -> Iterator[tuple[str, ForwardPatch | AttentionConfig]]:
     """(name of the attribute, patch) of a module, the outermost first."""
     for name in ("forward", "config", "bias"):
         patch = module.__dict__.get(name)
-        while isinstance(patch, (Forward, AttentionConfig)):
+        while isinstance(patch, (ForwardPatch, AttentionConfig)):
             yield name, patch
             patch = patch.before
 
 
-def _has(module: nn.Module, kind: type[Any], running: Running) -> bool:
+def _has(module: nn.Module, kind: type[Any], running: PatchContext) -> bool:
     return any(type(patch) is kind and patch.running is running for _, patch in _patches(module))

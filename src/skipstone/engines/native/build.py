@@ -27,7 +27,7 @@ FLAGS = (
 )
 
 
-class Level(NamedTuple):
+class CpuLevel(NamedTuple):
     """One level of an instruction set. features: the words of /proc/cpuinfo that a CPU of this level has."""
 
     name: str
@@ -37,14 +37,14 @@ class Level(NamedTuple):
 
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"})  # abm is the kernel's word for lzcnt
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
-LEVELS: dict[str, tuple[Level, ...]] = {  # by platform.machine(), the least level first
+LEVELS: dict[str, tuple[CpuLevel, ...]] = {  # by platform.machine(), the least level first
     "x86_64": (
-        Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
-        Level("x86-64-v4", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _V4),
+        CpuLevel("x86-64-v3", ("-march=x86-64-v3",), _V3),
+        CpuLevel("x86-64-v4", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _V4),
     ),
     "aarch64": (
-        Level("aarch64-neon", ("-march=armv8-a",), frozenset({"asimd"})),
-        Level("aarch64-dotprod", ("-march=armv8.2-a+dotprod+fp16",), frozenset({"asimd", "asimddp", "asimdhp", "fphp"})),
+        CpuLevel("aarch64-neon", ("-march=armv8-a",), frozenset({"asimd"})),
+        CpuLevel("aarch64-dotprod", ("-march=armv8.2-a+dotprod+fp16",), frozenset({"asimd", "asimddp", "asimdhp", "fphp"})),
     ),
 }
 
@@ -53,7 +53,7 @@ class BuildError(RuntimeError):
     """No compiler was found, or it failed. The text is one sentence, followed by what the compiler printed, if it ran."""
 
 
-def levels() -> tuple[Level, ...]:
+def levels() -> tuple[CpuLevel, ...]:
     """The levels of this machine's architecture, the least first; none where the native engine does not run."""
     return LEVELS.get(platform.machine(), ()) if sys.platform == "linux" else ()
 

@@ -10,22 +10,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.engines.buffers import dense, new_buffer, pointer
 from skipstone.engines.eager.patches import changed
-from skipstone.engines.engine import ChainEnd, ChainStart, Warps
-from skipstone.engines.host import CPU
+from skipstone.engines.engine import ChainEnd, ChainStart, WarperInputs
+from skipstone.engines.greedy_tokens import top_k_tokens
+from skipstone.engines.host_transfer import CPU
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.native import library, threads
-from skipstone.engines.native.structs import BAD_LAYER, SKIP_ATTENTION, SKIP_MLP, NativeError, Pass, Shortlist, Store, declare
-from skipstone.engines.native.weights import TYPES, Weights, unsupported
-from skipstone.engines.picks import largest
+from skipstone.engines.native.structs import (
+    BAD_LAYER,
+    SKIP_ATTENTION,
+    SKIP_MLP,
+    NativeError,
+    PassStruct,
+    ShortlistStruct,
+    StoreStruct,
+    declare,
+)
+from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.facts import Facts
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet, Tree
-from skipstone.models.weight_version import Values, keep_version, model_version
+from skipstone.models.weight_version import TensorValues, keep_version, model_version
 
 MAX_SKIP_SETS = 256  # whose bits are kept: a request may name any
-MOST_LARGEST = 100  # logits that `largest` looks for by itself
+MOST_LARGEST = 100  # logits that `top_k_tokens` looks for by itself
 
 
 def why_not(model: Any, facts: Facts) -> str | None:
@@ -62,7 +71,7 @@ class NativeEngine:
         self.version = model_version(model).weights
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # of the weights that are given up; it stays the model's
-        self._weights = Weights(self._library, model, facts, quantize, keep_weights)
+        self._weights = NativeWeights(self._library, model, facts, quantize, keep_weights)
         if not keep_weights:
             keep_version(model)
         self._model = ctypes.addressof(self._weights.model)
@@ -78,13 +87,13 @@ class NativeEngine:
         shape = self._weights.model
         self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
         self._padded = -(-shape.head_size // 16) * 16  # numbers of a head in the store: whole vectors
-        self._pass = Pass()
+        self._pass = PassStruct()
         self._pass_address = ctypes.addressof(self._pass)
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
-        self._warps: tuple[Warps | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest, and their addresses
+        self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest, and their addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
@@ -146,7 +155,7 @@ class NativeEngine:
 
     def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
         """As in `Engine`."""
-        rows, width = len(start.most), max(start.most)
+        rows, width = len(start.max_drafts), max(start.max_drafts)
         roots = dense(start.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
         if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
@@ -174,7 +183,7 @@ class NativeEngine:
             self._skipped(start.skip),
             root_ids,
             numbers(*start.bases),
-            numbers(*start.most),
+            numbers(*start.max_drafts),
             width,
             thresholds,
             ends,
@@ -233,7 +242,7 @@ class NativeEngine:
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
         if count > MOST_LARGEST:
-            return largest(logits, count)
+            return top_k_tokens(logits, count)
         logits = dense(logits)
         data = pointer("logits", logits, logits.shape, torch.float32)
         tokens, target = new_buffer((*logits.shape[:-1], count), torch.int64)
@@ -241,7 +250,7 @@ class NativeEngine:
         self._library.sk_largest(data, rows, size, size, count, target, self.threads)
         return tokens
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
         """As in `Engine`."""
         rows, vocabulary = logits.shape
         logits, one = dense(logits, free=1), (rows,)
@@ -258,7 +267,7 @@ class NativeEngine:
         )
         return tokens
 
-    def _warps_pointers(self, warps: Warps, shape: tuple[int]) -> tuple[int, ...]:
+    def _warps_pointers(self, warps: WarperInputs, shape: tuple[int]) -> tuple[int, ...]:
         """The addresses of the settings of all rows, which are checked once for each set of rows."""
         if self._warps[0] is not warps or self._warps[1] != shape:
             temperature = pointer("temperature", warps.temperature, shape, torch.float32)
@@ -336,7 +345,7 @@ class NativeEngine:
                     pointers[start + index] = pointer("keys and values", buffer, size, dtype)
             first = ctypes.addressof(pointers)
             values, slots = first + 8 * self._depth, store.capacity + 1
-            told = Store(keys=first, values=values, rows=store.rows, slots=slots, type=TYPES[dtype])
+            told = StoreStruct(keys=first, values=values, rows=store.rows, slots=slots, type=TYPES[dtype])
             view = store.engine_view = (ctypes.addressof(told), told, pointers, self._weights)
         return view[0]
 
@@ -345,7 +354,7 @@ class NativeEngine:
         known = self._transforms.get(weight)
         if known is None or not known[0].are_in([weight]):
             size = self._weights.model.head.inputs
-            known = self._transforms[weight] = Values([weight]), *self._weights.packed_square(weight, size)
+            known = self._transforms[weight] = TensorValues([weight]), *self._weights.packed_square(weight, size)
         return ctypes.addressof(known[1])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:
@@ -357,7 +366,7 @@ class NativeEngine:
             own = ids.clone(memory_format=torch.contiguous_format)  # what is kept under the list must not keep the list alive
             told = pointer("shortlist", own, (len(ids),), torch.int64)
             matrix, rows = self._weights.rows_of_head(own)
-            known = self._shortlists[ids] = Shortlist(matrix, told), own, rows
+            known = self._shortlists[ids] = ShortlistStruct(matrix, told), own, rows
         return ctypes.addressof(known[0])
 
     def _skipped(self, skip: SkipSet | None) -> Any:
@@ -388,6 +397,10 @@ def _survival(start: ChainStart, width: int) -> Any:
     if start.thresholds is None:
         raise ValueError("survivals are products of probabilities, which thresholds ask for")
     rule = start.survival
-    least = [*rule.least[:width], *[math.inf] * (width - len(rule.least))]
-    beside = [*rule.beside[:width], *[math.inf] * (width - len(rule.beside))] if rule.beside else least
-    return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *least, *beside)
+    min_survival = [*rule.min_survival[:width], *[math.inf] * (width - len(rule.min_survival))]
+    min_survival_shared = (
+        [*rule.min_survival_shared[:width], *[math.inf] * (width - len(rule.min_survival_shared))]
+        if rule.min_survival_shared
+        else min_survival
+    )
+    return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *min_survival, *min_survival_shared)

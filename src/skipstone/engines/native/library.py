@@ -19,7 +19,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-class Found(NamedTuple):
+class LibrarySearchResult(NamedTuple):
     """What a search came to: a library, or one sentence why there is none."""
 
     library: ctypes.CDLL | None
@@ -54,7 +54,7 @@ def features() -> frozenset[str]:
     return next((frozenset(words.split()) for key, _, words in named if key.strip() in ("flags", "Features")), frozenset())
 
 
-def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> Found:
+def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> LibrarySearchResult:
     """Look for a library in a folder: of the level `wanted`, or of the best level that a CPU with these features has.
 
     ValueError where no level is named `wanted`, or the CPU lacks something that it needs.
@@ -62,28 +62,32 @@ def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> Found:
     levels = build.levels()
     if not levels:
         here = f"{sys.platform} on {platform.machine()}"
-        return Found(None, f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}")
+        return LibrarySearchResult(
+            None, f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}"
+        )
     if wanted:
         levels = (_named(wanted, cpu),)
     able = [level.name for level in reversed(levels) if level.features <= cpu]
     if not able:
         lacking = ", ".join(sorted(levels[0].features - cpu))
-        return Found(None, f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}")
+        return LibrarySearchResult(
+            None, f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}"
+        )
     path = next((path for path in (folder / build.name_of(name) for name in able) if path.exists()), None)
-    return Found(None, _not_built(folder)) if path is None else _open(path)
+    return LibrarySearchResult(None, _not_built(folder)) if path is None else _open(path)
 
 
 @functools.cache
-def _search() -> Found:
+def _search() -> LibrarySearchResult:
     return find(build.HERE, features(), os.environ.get(VARIABLE))
 
 
-def _found() -> Found:
+def _found() -> LibrarySearchResult:
     with _LOCK:
         return _search()
 
 
-def _named(wanted: str, cpu: frozenset[str]) -> build.Level:
+def _named(wanted: str, cpu: frozenset[str]) -> build.CpuLevel:
     known = {level.name: level for level in build.levels()}
     if wanted not in known:
         raise ValueError(f"{VARIABLE} is {wanted!r}, and the levels of {platform.machine()} are {', '.join(known)}")
@@ -92,20 +96,20 @@ def _named(wanted: str, cpu: frozenset[str]) -> build.Level:
     return known[wanted]
 
 
-def _open(path: Path) -> Found:
+def _open(path: Path) -> LibrarySearchResult:
     """Load a library and ask it what it was built from."""
     try:
         library = ctypes.CDLL(str(path))
         library.sk_level.restype = ctypes.c_char_p
         library.sk_source_hash.restype = ctypes.c_char_p
     except OSError as error:
-        return Found(None, f"the native engine cannot be loaded: {error}")
+        return LibrarySearchResult(None, f"the native engine cannot be loaded: {error}")
     except AttributeError:  # a function that says what it was built from is not there
-        return Found(None, STALE)
+        return LibrarySearchResult(None, STALE)
     csrc = path.parent / build.CSRC.name
     if library.sk_abi() != ABI or (csrc.is_dir() and library.sk_source_hash().decode() != build.source_hash(csrc)):
-        return Found(None, STALE)
-    return Found(library, None)
+        return LibrarySearchResult(None, STALE)
+    return LibrarySearchResult(library, None)
 
 
 def _not_built(folder: Path) -> str:

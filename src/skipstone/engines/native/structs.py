@@ -8,17 +8,17 @@ ROTARY_TABLES = 4  # most rotary tables of a model
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # bits of a layer's entry in a skip set
 
 
-class Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """A weight matrix in panels. bias: float32 [outputs]. type: see `weights.TYPES`."""
 
     _fields_ = [(name, c_void_p) for name in ("panels", "bias")] + [(name, c_int64) for name in ("outputs", "inputs", "type")]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """One decoder layer; pointers are null for what it does not have."""
 
     _fields_ = (
-        [(name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        [(name, MatrixStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")]
         + [
             (name, c_void_p)
             for name in (
@@ -35,7 +35,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     """The sizes of a model, its layers, and what surrounds them."""
 
     _fields_ = (
@@ -43,7 +43,13 @@ class Model(ctypes.Structure):
             (name, c_int64)
             for name in ("hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings")
         ]
-        + [("layers", c_void_p), ("head", Matrix), ("embedding", c_void_p), ("embedding_type", c_int64), ("norm", c_void_p)]
+        + [
+            ("layers", c_void_p),
+            ("head", MatrixStruct),
+            ("embedding", c_void_p),
+            ("embedding_type", c_int64),
+            ("norm", c_void_p),
+        ]
         + [
             (name, c_float)
             for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")
@@ -51,25 +57,25 @@ class Model(ctypes.Structure):
     )
 
 
-class Shortlist(ctypes.Structure):
+class ShortlistStruct(ctypes.Structure):
     """Some rows of the LM head, and the ids that they stand for, int64 [head.outputs], ascending."""
 
-    _fields_ = [("head", Matrix), ("ids", c_void_p)]
+    _fields_ = [("head", MatrixStruct), ("ids", c_void_p)]
 
 
-class Store(ctypes.Structure):
+class StoreStruct(ctypes.Structure):
     """Where the keys and values of all layers are: arrays of pointers, one a layer."""
 
     _fields_ = [("keys", c_void_p), ("values", c_void_p), ("rows", c_int64), ("slots", c_int64), ("type", c_int64)]
 
 
-class Rotary(ctypes.Structure):
+class RotaryStruct(ctypes.Structure):
     """cos and sin [positions, size]."""
 
     _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64), ("size", c_int64)]
 
 
-class Pass(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """Which tokens take part in a pass; strides count elements."""
 
     _fields_ = [
@@ -91,7 +97,7 @@ class Pass(ctypes.Structure):
         ("column_positions", c_void_p),
         ("column_positions_stride", c_int64),
         ("seen", c_void_p),
-        ("rotary", Rotary * ROTARY_TABLES),
+        ("rotary", RotaryStruct * ROTARY_TABLES),
     ]
 
 
@@ -160,7 +166,7 @@ def declare(library: Any) -> Any:
     library.sk_sizes.restype, library.sk_sizes.argtypes = None, [pointer]
     sizes = (c_int64 * 6)()
     library.sk_sizes(ctypes.addressof(sizes))
-    own = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Store, Pass, Shortlist)]
+    own = [ctypes.sizeof(kind) for kind in (MatrixStruct, LayerStruct, ModelStruct, StoreStruct, PassStruct, ShortlistStruct)]
     if list(sizes) != own:
         raise ValueError(f"the native library's structs have {list(sizes)} bytes, expected {own}")
     return library

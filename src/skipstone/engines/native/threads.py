@@ -29,14 +29,14 @@ def cores() -> int:
     return min(found, MOST)
 
 
-def fastest(run: Callable[[int], None], most: int) -> int:
-    """The number of threads that does one and the same work soonest: `most`, half of it, or one.
+def fastest(run: Callable[[int], None], max_threads: int) -> int:
+    """The number of threads that does one and the same work soonest: `max_threads`, half of it, or one.
 
     run: does the work on so many threads. They take turns. Of nearly equal ones the largest is taken.
     """
-    numbers = sorted({1, max(1, most // 2), most})
+    numbers = sorted({1, max(1, max_threads // 2), max_threads})
     if len(numbers) == 1:
-        return most
+        return max_threads
     least = dict.fromkeys(numbers, float("inf"))
     began = time.perf_counter()
     for turn in range(ROUNDS):

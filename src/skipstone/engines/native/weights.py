@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from skipstone.engines.buffers import dense, pointer
-from skipstone.engines.native.structs import BAD_WEIGHT, Layer, Matrix, Model, NativeError
+from skipstone.engines.native.structs import BAD_WEIGHT, LayerStruct, MatrixStruct, ModelStruct, NativeError
 from skipstone.models.facts import Facts
 from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
 from skipstone.models.quantised import kernel
-from skipstone.models.weight_version import Values
+from skipstone.models.weight_version import TensorValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes that weights may be stored in."""
@@ -36,7 +36,7 @@ TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATION
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LayerVariant:
     """What a family's layer has beyond a Llama's: names of its norms, and flags.
 
     before_attention, after_attention, before_mlp, after_mlp: the layer's norms, None where it has none. norm_offset: what the
@@ -54,36 +54,36 @@ class Recipe:
     activation: str = "act_fn"
 
 
-_LLAMA = Recipe()
-_FOUR_NORMS = Recipe(
+_LLAMA = LayerVariant()
+_FOUR_NORMS = LayerVariant(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
     norm_offset=1.0,
 )
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, LayerVariant] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": Recipe(query_norm="head"),
+    "qwen3": LayerVariant(query_norm="head"),
     "smollm3": _LLAMA,
     "granite": _LLAMA,
-    "olmo2": Recipe(
+    "olmo2": LayerVariant(
         before_attention=None,
         after_attention="post_attention_layernorm",
         before_mlp=None,
         after_mlp="post_feedforward_layernorm",
         query_norm="whole",
     ),
-    "phi3": Recipe(fused=True, activation="activation_fn"),
-    "gemma": Recipe(norm_offset=1.0),
+    "phi3": LayerVariant(fused=True, activation="activation_fn"),
+    "gemma": LayerVariant(norm_offset=1.0),
     "gemma2": _FOUR_NORMS,
     "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
 }
 """The families that the native engine knows, by transformers' model type."""
 
 
-class Chunks:
+class PanelMemory:
     """Memory for panels, zeros at first, in huge pages where the system has them. What the CPU fetches ahead ends with its
     page, and a page of 2 MB ends seldom. It lives as long as its tensors."""
 
@@ -102,7 +102,7 @@ class Chunks:
         return taken
 
 
-class Release:
+class MemoryRelease:
     """Gives the memory of weights back to the system as soon as nobody reads them.
 
     A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back by
@@ -143,7 +143,7 @@ class Panels:
     memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
     """
 
-    def __init__(self, library: Any, matrices: list[Matrix], memory: list[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, library: Any, matrices: list[MatrixStruct], memory: list[Tensor], dtype: torch.dtype) -> None:
         self._library, self.matrices, self._memory, self._dtype = library, matrices, memory, dtype
         self.type = matrices[0].type
 
@@ -151,11 +151,11 @@ class Panels:
         """The weight, plain: as it was stored, or what its codes stand for, rounded to its dtype."""
         return torch.cat([self._rows(matrix).to(self._dtype) for matrix in self.matrices])
 
-    def _rows(self, matrix: Matrix) -> Tensor:
+    def _rows(self, matrix: MatrixStruct) -> Tensor:
         """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
         ids = torch.arange(matrix.outputs, dtype=torch.int64, device="cpu")
         rows = torch.empty((matrix.outputs, matrix.inputs), dtype=torch.float32, device="cpu")
-        model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
+        model = ModelStruct(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
         model.embedding_scale = model.embedding_multiplier = 1.0
         told = pointer("ids", ids, (matrix.outputs,), torch.int64)
         written = pointer("rows", rows, (matrix.outputs, matrix.inputs), torch.float32)
@@ -163,7 +163,7 @@ class Panels:
         return rows
 
 
-class Weights:
+class NativeWeights:
     """A model's weights in panels. They live as long as this object.
 
     model: the struct that the C ABI takes. bytes: of the panels. rotary_kinds: layer types that have a rotary table of their
@@ -173,7 +173,7 @@ class Weights:
 
     def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
-        self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
+        self._chunks, self._facts, self._releases = PanelMemory(), facts, None if keep_weights else MemoryRelease()
         self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # of modules: names and values of those that were read
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
@@ -182,7 +182,7 @@ class Weights:
         attention = getattr(first, family.attention)
         head_size = attention.head_dim
         kv_heads = config.num_key_value_heads
-        layers = (Layer * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
+        layers = (LayerStruct * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
         tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
@@ -190,8 +190,8 @@ class Weights:
         self._kept.append(rows)
         norm = submodule(facts.decoder, family.leaving[0])
         self._embedding_buffers = embedding._buffers
-        self._scales = Values(self._embedding_scales())
-        self.model = Model(
+        self._scales = TensorValues(self._embedding_scales())
+        self.model = ModelStruct(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
             kv_heads=kv_heads,
@@ -231,7 +231,7 @@ class Weights:
         self._attributes.append((attributes, name, attributes[name]))
         return default if attributes[name] is None else float(attributes[name])
 
-    def _layer(self, facts: Facts, index: int, config: Any) -> Layer:
+    def _layer(self, facts: Facts, index: int, config: Any) -> LayerStruct:
         layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
         attention, mlp = getattr(layer, facts.family.attention), layer.mlp
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
@@ -245,7 +245,7 @@ class Weights:
         source = facts.family.rotary[index]
         norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
         before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
-        return Layer(
+        return LayerStruct(
             q=q,
             k=k,
             v=v,
@@ -268,17 +268,17 @@ class Weights:
             residual=self._number(layer, "residual_multiplier", 1.0),
         )
 
-    def rows_of_head(self, ids: Tensor) -> tuple[Matrix, list[Tensor]]:
+    def rows_of_head(self, ids: Tensor) -> tuple[MatrixStruct, list[Tensor]]:
         """Some rows of the LM head, bit for bit as they are in it, and what must live as long as they do. ids: [S] int64. The
         first rows are the head's own panels, others a copy. ValueError for ids that the head does not have."""
         head = self.model.head
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
             raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
         if torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu")):
-            return Matrix(head.panels, head.bias, len(ids), head.inputs, head.type), []
+            return MatrixStruct(head.panels, head.bias, len(ids), head.inputs, head.type), []
         size = self._library.sk_packed_bytes(head.type, len(ids), head.inputs)
         panels, bias = self._chunks.take(size), self._facts.head.bias
-        rows = Matrix(pointer("panels", panels, (size,), torch.uint8), None, len(ids), head.inputs, head.type)
+        rows = MatrixStruct(pointer("panels", panels, (size,), torch.uint8), None, len(ids), head.inputs, head.type)
         self._library.sk_take(ctypes.addressof(head), pointer("ids", ids, (len(ids),), torch.int64), len(ids), rows.panels)
         if bias is None:
             return rows, [panels]
@@ -286,20 +286,20 @@ class Weights:
         rows.bias = pointer("bias", own, (len(ids),), torch.float32)
         return rows, [panels, own]
 
-    def packed_square(self, weight: Tensor, size: int) -> tuple[Matrix, list[Tensor]]:
+    def packed_square(self, weight: Tensor, size: int) -> tuple[MatrixStruct, list[Tensor]]:
         """Somebody else's matrix [size, size] in float32 panels, and what must live as long as they do."""
         kind, values = TYPES[torch.float32], dense(weight.detach().float())
         data = pointer("transform", values, (size, size), torch.float32)
         count = self._library.sk_packed_bytes(kind, size, size)
         panels = torch.empty(count, dtype=torch.uint8, device="cpu")
-        packed = Matrix(pointer("panels", panels, (count,), torch.uint8), None, size, size, kind)
+        packed = MatrixStruct(pointer("panels", panels, (count,), torch.uint8), None, size, size, kind)
         self._library.sk_pack(kind, data, size, size, size, packed.panels)
         return packed, [panels]
 
-    def _matrix(self, module: Any, quantize: str | None) -> Matrix:
+    def _matrix(self, module: Any, quantize: str | None) -> MatrixStruct:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 
-    def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[Matrix]:
+    def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[MatrixStruct]:
         """A module's weight as matrices of so many outputs each, quantised or as it is stored, with their biases.
 
         ValueError for weights that cannot be quantised, or were, otherwise, and given up.
@@ -322,7 +322,7 @@ class Weights:
         self._kept.append(panels)
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
         return [
-            Matrix(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
+            MatrixStruct(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
             for one, bias in zip(panels.matrices, biases, strict=True)
         ]
 
@@ -339,7 +339,7 @@ class Weights:
                 self._library.sk_pack(kind, *shape)
             else:
                 self._quantized(kind, TYPES[part.dtype], shape, quantize)
-            made.append(Matrix(panels, None, outputs, inputs, kind))
+            made.append(MatrixStruct(panels, None, outputs, inputs, kind))
             self.bytes += size
         return Panels(self._library, made, memory, weight.dtype)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import cut
+from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
 from skipstone.export.gguf.vocabulary import Vocabulary
-from skipstone.export.layers import Kept
 from skipstone.utils.extras import installed
 from skipstone.utils.files import hidden_folder, publish
 
@@ -32,7 +32,7 @@ def stored_type(model: Any, asked: str | None) -> str:
     return kind
 
 
-def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: Kept, folder: Path, kind: str, name: str) -> None:
+def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: DraftLayers, folder: Path, kind: str, name: str) -> None:
     """Write a model and the draft of the layers that are kept as TARGET and DRAFT in a folder that is whole or not there.
 
     kind: one of TYPES. name: what the model is called. FileExistsError where the folder is there. ValueError for a model that

@@ -10,14 +10,14 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from skipstone import __version__
 from skipstone.assets import NANO
 from skipstone.engines.loading import BUNDLED
-from skipstone.export.hub.about import TEXT, UNRECORDED, About, Table
+from skipstone.export.hub.provenance import TEXT, UNRECORDED, Provenance, Table
 from skipstone.models.fetching import HubName, hub_name
 
 README = "README.md"
 MARK = "<!-- `skipstone push` wrote this card and writes it anew. Without this line it leaves your card as it is. -->"
 
 
-def written(about: About, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
+def written(about: Provenance, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
     """A card. repo: ORG/NAME, or ORG/NAME@BRANCH. digests: file -> (bytes, SHA-256). licence: that somebody has chosen for the
     repository; None for that of the base model, where a card of it lies on this machine."""
     base = None if about.base is None else on_hub(about.base)
@@ -44,7 +44,7 @@ def written(about: About, repo: str, digests: Mapping[str, tuple[int, str]], lic
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def use(about: About, repo: str) -> str:
+def use(about: Provenance, repo: str) -> str:
     """Three lines of Python that decode with what is in a repository."""
     loads, method = about.loads.format(repo=repo), about.method.format(repo=repo)
     given = ", ".join([TEXT, *([f'"{method}"'] if method else []), "tokenizer=tokenizer", "max_new_tokens=64"])
@@ -90,7 +90,7 @@ def _cached(meant: HubName, file: str) -> Any:
     return try_to_load_from_cache(meant.repo, file, revision=meant.revision)
 
 
-def _facts(about: About, base: HubName | None) -> Table:
+def _facts(about: Provenance, base: HubName | None) -> Table:
     revision = about.revision or (None if base is None else base.revision)
     of = {} if about.base is None else {"base model": about.base.partition("@")[0]}
     if base is not None or revision is not None:

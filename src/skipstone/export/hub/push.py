@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 
 from skipstone import __version__
 from skipstone.export.hub.card import MARK, README, licence_in, written
-from skipstone.export.hub.parcel import INDEX, MARKS, MODEL, Parcel, parcel_of
+from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, parcel_of
 from skipstone.models.fetching import HTTP_ERROR, expect_repository, why
 
 
@@ -51,7 +51,7 @@ def push(
         raise OSError(f"the push to {repo_id} failed: {why(repo_id, error)}{new}") from error
 
 
-def card_of(parcel: Parcel, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:
+def card_of(parcel: UploadContents, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:
     """The README.md that goes with a parcel: the user's own where there is one, else one that is written from the records.
     licence: that the repository has already."""
     own = parcel.files.get(README)
@@ -92,7 +92,7 @@ def _there(hub: HfApi, repo_id: str, revision: str | None) -> Repository | None:
     return Repository(bool(found.private), files, card)
 
 
-def _check(there: Repository | None, repo_id: str, parcel: Parcel, private: bool) -> None:
+def _check(there: Repository | None, repo_id: str, parcel: UploadContents, private: bool) -> None:
     """ValueError where a repository is not one that these files go to."""
     if there is None:
         return
@@ -104,7 +104,7 @@ def _check(there: Repository | None, repo_id: str, parcel: Parcel, private: bool
 
 
 def _changes(
-    there: Repository | None, repo_id: str, parcel: Parcel, revision: str | None, say: Callable[[str], None]
+    there: Repository | None, repo_id: str, parcel: UploadContents, revision: str | None, say: Callable[[str], None]
 ) -> list[Any]:
     """What the commit changes: files that come, and those of an earlier push that nobody would read but by mistake."""
     added = {name: content for name, content in parcel.files.items() if name != README}

@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 
 from skipstone import methods
 from skipstone.decoding.settings import settings_of
-from skipstone.engines.choose_engine import Setup
+from skipstone.engines.choose_engine import EngineOptions
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
 from skipstone.lab.bench.peers import PEERS
-from skipstone.lab.tasks import protocols, sets
+from skipstone.lab.tasks import data_sets, protocols
 from skipstone.lab.tasks.protocols import USUAL, TaskSettings
 from skipstone.lab.tasks.task import Task
-from skipstone.lab.timing.measure import Engine, Skipstone
+from skipstone.lab.timing.measure import GenerationBackend, MethodBackend
 from skipstone.methods import METHODS
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.utils.settings_files import Part, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
 
 Wish = dict[str, Any]
 KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
@@ -42,7 +42,7 @@ LOOKUPS = (3, 5, 10)  # draft tokens a step of prompt lookup
 USUAL_METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
 
 
-class TaskOptions(Part):
+class TaskOptions(SettingsPart):
     """How a task is to be asked, as in `TaskSettings`. None leaves it to the task's protocol, and where it has none to the
     usual."""
 
@@ -64,7 +64,7 @@ class PlannedTask(TaskOptions):
     task: str
 
 
-class Plan(TaskOptions):
+class BenchPlan(TaskOptions):
     """A whole benchmark; its own options hold for all tasks that say nothing else."""
 
     models: tuple[str, ...] = ()  # folders or hub ids, none for the bundled model
@@ -118,24 +118,24 @@ class Plan(TaskOptions):
     @field_validator("engine")
     @classmethod
     def _engine(cls, value: str) -> str:
-        Setup(engine=value)
+        EngineOptions(engine=value)
         return value
 
     @field_validator("quantize")
     @classmethod
     def _quantize(cls, value: str) -> str:
-        Setup(quantize=value)
+        EngineOptions(quantize=value)
         return value
 
 
-def read(path: Path | None, given: dict[str, Any]) -> Plan:
+def read(path: Path | None, given: dict[str, Any]) -> BenchPlan:
     """A plan from a file, with what flags say on top. ValueError names what is unknown, missing or impossible."""
     values = {**(mapping(path) if path is not None else {}), **given}
     over = {name: value for name, value in given.items() if name in TaskOptions.model_fields}
     if path is not None and over and isinstance(values.get("tasks"), list):  # a task's own say would hide the flag's
         values["tasks"] = [{**({"task": one} if isinstance(one, str) else one), **over} for one in values["tasks"]]
     try:
-        plan = Plan.model_validate(values)
+        plan = BenchPlan.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}" if path is not None else first_fault(error)) from error
     resolved(plan)
@@ -144,7 +144,7 @@ def read(path: Path | None, given: dict[str, Any]) -> Plan:
     return plan
 
 
-def settings(plan: Plan, asked: PlannedTask) -> TaskSettings:
+def settings(plan: BenchPlan, asked: PlannedTask) -> TaskSettings:
     """How a task is asked: by its own options, else the plan's, else its protocol, else as usual. ValueError where that is
     impossible."""
     own, shared = (one.model_dump(include=set(TaskOptions.model_fields), exclude_none=True) for one in (asked, plan))
@@ -158,19 +158,19 @@ def settings(plan: Plan, asked: PlannedTask) -> TaskSettings:
     return found
 
 
-def chooses(plan: Plan) -> bool:
+def chooses(plan: BenchPlan) -> bool:
     """Whether settings are to be found by measurement."""
     return plan.tune or any(
         offered(KINDS[wish["method"]], key, value) for wish in plan.methods for key, value in wish.items() if key != "method"
     )
 
 
-def resolved(plan: Plan) -> list[tuple[Task, TaskSettings]]:
+def resolved(plan: BenchPlan) -> list[tuple[Task, TaskSettings]]:
     """Every task of a plan with how it is asked, and scored as its protocol wants."""
     found = []
     for asked in plan.tasks:
-        task, how = sets.named(asked.task), settings(plan, asked)
-        found.append((replace(task, score=sets.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
+        task, how = data_sets.named(asked.task), settings(plan, asked)
+        found.append((replace(task, score=data_sets.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
     return found
 
 
@@ -191,12 +191,12 @@ def label(wish: Wish) -> str:
 
 
 @dataclass(frozen=True)
-class Entrant:
+class MethodEntry:
     """One method in the table."""
 
     label: str  # what the table calls it
     method: str
-    candidates: tuple[Engine, ...]  # its engine, or those that are to be chosen from
+    candidates: tuple[GenerationBackend, ...]  # its engine, or those that are to be chosen from
     sampled: bool = True  # it takes part at a temperature too
     lossless: bool = True  # its text is the model's own
 
@@ -206,7 +206,7 @@ class Entrant:
         return {"method": self.method, "settings": settings, "lossless": self.lossless}
 
 
-def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple[list[Entrant], dict[str, str]]:
+def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple[list[MethodEntry], dict[str, str]]:
     """(who takes part, label -> why a peer cannot). tune: what a wish leaves open is a choice among the usual values.
 
     ValueError for settings that do not fit the model.
@@ -226,7 +226,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
             for engine in engines:
                 engine.check(model)
         else:
-            engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in every]
+            engines = [MethodBackend(resolve_for(model, {"method": name, **one})) for one in every]
             for engine in engines:
                 engine.method.check(runner)
             if len(engines) > 1 and not all(engine.lossless for engine in engines):
@@ -235,7 +235,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
                     "own with a label=..."
                 )
         sampled, lossless = all(getattr(one, "sampled", True) for one in engines), all(one.lossless for one in engines)
-        found.append(Entrant(label(wish), name, tuple(engines), sampled, lossless))
+        found.append(MethodEntry(label(wish), name, tuple(engines), sampled, lossless))
     return found, refused
 
 

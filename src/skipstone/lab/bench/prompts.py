@@ -15,22 +15,24 @@ from transformers import PreTrainedModel
 
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.bench.journal import Journal, Line
-from skipstone.lab.bench.plan import Plan, chooses
-from skipstone.lab.tasks.dialogue import Conversation, Reader, Said, digest
+from skipstone.lab.bench.plan import BenchPlan, chooses
+from skipstone.lab.bench.run_file import Line, RunFile
+from skipstone.lab.tasks.dialogue import PromptBuilder, Said, TaskConversation, digest
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.tasks.task import Task, prompt_of, tabbed, untabbed
-from skipstone.lab.timing.measure import Engine, Measurement, measure, options_for
+from skipstone.lab.timing.measure import GenerationBackend, Measurement, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
 CHUNK = 256  # positions whose logits exist at once
 NOT_HOW = ("num_prompts", "skip_looping", "ours")  # settings of a task that do not change how a prompt is asked
 
-Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
+Both = tuple[
+    list[TaskConversation], list[TaskConversation]
+]  # prompts to choose settings on, and prompts to report; none is in both
 
 
-def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | None) -> Both:
+def conversations(task: Task, settings: TaskSettings, plan: BenchPlan, data: Path | None) -> Both:
     """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. With `skip_looping` the
     prompts to report are all but those to choose settings on, in the order in which they are to be tried; what takes the place
     of a prompt may be of another category. ValueError where there are too few."""
@@ -47,10 +49,10 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
             "num_prompts or tune_prompts, or say which settings to take"
         )
 
-    def made(place: int) -> Conversation:
+    def made(place: int) -> TaskConversation:
         turns = prompt_of(task, records[place], shown)
         turns = tuple(map(tabbed, turns) if settings.tabs else turns)
-        return Conversation(f"{task.name} {place}", turns, record=records[place])
+        return TaskConversation(f"{task.name} {place}", turns, record=records[place])
 
     tried = places[:wanted] + places[wanted + tuned :] if settings.skip_looping else sorted(places[:wanted])
     return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in tried]
@@ -86,8 +88,8 @@ class TaskRun:
     number: int  # the task's place in the plan, for the same task may stand there twice
     task: Task
     settings: TaskSettings
-    reader: Reader
-    plan: Plan
+    reader: PromptBuilder
+    plan: BenchPlan
 
     def key(self) -> dict[str, Any]:
         """What its lines begin with. question: a hash of how it is asked."""
@@ -104,7 +106,7 @@ class TaskRun:
         """How many of some prompts are to be reported: all, but for `skip_looping`, which draws more than are asked for."""
         return min(prompts, reported(self.settings, prompts)) if self.settings.skip_looping else prompts
 
-    def lines(self, journal: Journal, kind: str) -> list[Line]:
+    def lines(self, journal: RunFile, kind: str) -> list[Line]:
         """Its lines of a kind."""
         key = self.key()
         return [line for line in journal.lines_of(kind) if all(line[name] == value for name, value in key.items())]
@@ -113,7 +115,7 @@ class TaskRun:
         """Options of `model.generate` for its calls."""
         return options_for(max_new_tokens, self.settings.temperature, self.settings.top_p)
 
-    def answers(self, asked: Sequence[Conversation], most: int) -> list[tuple[Tensor, Tensor]]:
+    def answers(self, asked: Sequence[TaskConversation], most: int) -> list[tuple[Tensor, Tensor]]:
         """(prompt [T], answer [A]) int64 of conversations of one turn whose record holds an answer, at most `most` positions
         together."""
         found = []
@@ -126,7 +128,7 @@ class TaskRun:
 
 
 @dataclass
-class Answers:
+class PromptAnswers:
     """What one engine gave for one prompt, over all turns and samples."""
 
     measurements: list[Measurement] = field(default_factory=list)
@@ -170,12 +172,14 @@ def added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {name: added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
-def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation, index: int, run: TaskRun) -> Line:
+def ask(
+    model: PreTrainedModel, engines: Mapping[str, GenerationBackend], one: TaskConversation, index: int, run: TaskRun
+) -> Line:
     """Every engine on one prompt, in rotating order, so that a machine that slows down slows all of them.
 
     The answer that a second turn follows is the first engine's, for all: they are asked the same.
     """
-    answers = {label: Answers() for label in engines}
+    answers = {label: PromptAnswers() for label in engines}
     labels = list(engines)
     options = run.options(run.settings.max_new_tokens)
     lengths, cut = [], 0
@@ -213,7 +217,7 @@ def calm(line: Line) -> bool:
     return all(row["repeated_share"] < LOOPING for row in line["rows"].values())
 
 
-def looping(model: PreTrainedModel, plain: Engine, one: Conversation, index: int, run: TaskRun) -> Line | None:
+def looping(model: PreTrainedModel, plain: GenerationBackend, one: TaskConversation, index: int, run: TaskRun) -> Line | None:
     """The line of a prompt that is left out, because at least LOOPING of what plain greedy decoding says over all turns is a
     repetition; None for one that is to be asked."""
     options, said = options_for(run.settings.max_new_tokens, 0.0, 1.0), list[Said]()
@@ -229,7 +233,7 @@ def looping(model: PreTrainedModel, plain: Engine, one: Conversation, index: int
     return {"kind": "looping", **run.key(), "index": index, "digest": one.digest, "repeated_share": share}
 
 
-def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
+def _weigh(model: PreTrainedModel, answers: dict[str, PromptAnswers]) -> None:
     """How likely the target finds every engine's texts; the same text is asked for once."""
 
     @cache
@@ -260,7 +264,7 @@ def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) ->
     return float(total)
 
 
-def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None:
+def _score(answers: dict[str, PromptAnswers], one: TaskConversation, run: TaskRun) -> None:
     """Scores of every sample's last turn. The same text is scored once: lossless engines all say the same."""
     score = run.task.score
     if score is None or (score.executes and not run.plan.allow_code_execution):

@@ -20,21 +20,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.engines.exits import ExitTally, layer_states
+from skipstone.engines.exit_statistics import ExitTally, layer_states
 from skipstone.engines.loading import BUNDLED, load, look_up, usable
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
-from skipstone.hf.defaults import neutral_defaults
-from skipstone.lab.bench import predictions
-from skipstone.lab.bench.journal import Journal, check
-from skipstone.lab.bench.plan import BASELINE, Entrant, Plan, line_up, resolved
+from skipstone.hf.generation_defaults import neutral_defaults
+from skipstone.lab.bench import speedup_predictions
+from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, line_up, resolved
 from skipstone.lab.bench.prompts import Both, TaskRun, ask, calm, conversations, fingerprint, looping
+from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
-from skipstone.lab.tasks.dialogue import Conversation, Reader
+from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.tasks.task import Task
 from skipstone.lab.timing import machine
-from skipstone.lab.timing.costs import costs_of
-from skipstone.lab.timing.measure import Engine, Skipstone, measure, warm_up
+from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, warm_up
+from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
 
 Say = Callable[[str], None]  # tells a user what is being done
@@ -44,7 +44,7 @@ MOST_TRIALS = 20  # best candidates whose speeds are written down
 
 
 @dataclass
-class Subject:
+class BenchModel:
     """A model under test."""
 
     name: str
@@ -53,7 +53,7 @@ class Subject:
     synthetic: dict[str, Any] | None = None  # what is synthetic of it
 
 
-def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
+def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
     """Measure what is not in the file yet. Returns its path. fresh: whatever the file holds.
 
     ValueError and OSError where the plan cannot be run, before anything of the model in question is measured, and where the
@@ -69,12 +69,12 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(both) for both in asked]}
     for name in plan.models:
         look_up(name)
-    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+    with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         check(path, journal.lines)
         if (begun := journal.other_code()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = Subject(
+            subject = BenchModel(
                 name or BUNDLED, *load(name, dtype=plan.dtype, device=device, engine=plan.engine, quantize=plan.quantize)
             )
             entrants = enter(journal, subject, plan, say)
@@ -83,7 +83,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
                 limit = min(room, settings.prompt_tokens or room)
                 if limit < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
-                reader = Reader(subject.tokenizer, settings.chat, limit)
+                reader = PromptBuilder(subject.tokenizer, settings.chat, limit)
                 task_run = TaskRun(subject.name, number, task, settings, reader, plan)
                 measure_task(journal, subject.model, task_run, entrants, both, say)
                 if plan.perplexity:
@@ -92,7 +92,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     return path
 
 
-def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
+def check_scores(plan: BenchPlan, tasks: Sequence[Task], say: Say) -> None:
     """ValueError where code is allowed to run and no task does; ImportError for a score whose package is missing. Tasks that
     would run code without leave are measured, not scored."""
     for task in tasks:
@@ -115,7 +115,7 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
         )
 
 
-def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entrant]:
+def enter(journal: RunFile, subject: BenchModel, plan: BenchPlan, say: Say) -> list[MethodEntry]:
     """Who takes part on a model; a line about the model, where the file has none, after its ceiling was said."""
     entrants, refused = line_up(plan.methods, subject.model, plan.tune)
     if not entrants:
@@ -145,15 +145,15 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
     return entrants
 
 
-def priced(entrants: Sequence[Entrant], runner: ModelRunner, say: Say) -> dict[str, Any]:
+def priced(entrants: Sequence[MethodEntry], runner: ModelRunner, say: Say) -> dict[str, Any]:
     """What decoding costs on the model, and every candidate's drafter, as the model's line says it; nothing where no
     candidate's speed-up follows from costs, or none can be measured."""
-    ours = {entrant.label: [one.method for one in entrant.candidates if isinstance(one, Skipstone)] for entrant in entrants}
-    drafters = {label: [predictions.described(one, runner) for one in own] for label, own in ours.items()}
+    ours = {entrant.label: [one.method for one in entrant.candidates if isinstance(one, MethodBackend)] for entrant in entrants}
+    drafters = {label: [speedup_predictions.described(one, runner) for one in own] for label, own in ours.items()}
     drafters = {label: own for label, own in drafters.items() if any(own)}
     if not drafters:
         return {}
-    every = (predictions.draft_model(method, runner) for own in ours.values() for method in own)
+    every = (speedup_predictions.draft_model(method, runner) for own in ours.values() for method in own)
     models = {id(one): one for one in every if one is not None}
     try:
         found = costs_of(runner, (1,), [*models.values()])
@@ -165,7 +165,7 @@ def priced(entrants: Sequence[Entrant], runner: ModelRunner, say: Say) -> dict[s
 
 
 def measure_task(
-    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrants: Sequence[Entrant], both: Both, say: Say
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entrants: Sequence[MethodEntry], both: Both, say: Say
 ) -> None:
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     (spare, report), settings = both, task_run.settings
@@ -184,7 +184,7 @@ def measure_task(
         engines = {entrant.label: _chosen(journal, model, task_run, entrant, spare) for entrant in taking}
         longest = max((task_run.reader.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
-        plain = Skipstone(resolve_for(model, {"method": BASELINE}))
+        plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
         with progress(f"{task_run.model}, {task_run.task.name}", wanted - counted) as step:
             for index, one in enumerate(report):
                 if counted == wanted:
@@ -204,7 +204,7 @@ def measure_task(
 
 
 def measure_exits(
-    journal: Journal, model: PreTrainedModel, task_run: TaskRun, report: Sequence[Conversation], say: Say
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, report: Sequence[TaskConversation], say: Say
 ) -> None:
     """How well every exit predicts the task's answers, where it has answers; one line."""
     if task_run.lines(journal, "exits"):
@@ -237,8 +237,8 @@ def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]]
 
 
 def _chosen(
-    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrant: Entrant, spare: Sequence[Conversation]
-) -> Engine:
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entrant: MethodEntry, spare: Sequence[TaskConversation]
+) -> GenerationBackend:
     """An entrant with its settings: as the file has them, or chosen now, on spare prompts."""
     if len(entrant.candidates) == 1:
         return entrant.candidates[0]
@@ -272,11 +272,11 @@ def _chosen(
 
 
 @dataclass
-class Trial:
+class CandidateRun:
     """One candidate and what it has done so far."""
 
     number: int
-    engine: Engine
+    engine: GenerationBackend
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -300,11 +300,13 @@ def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
     return plan
 
 
-def tune(candidates: Sequence[Engine], prompts: int, seed: int, call: Callable[[int, int], tuple[int, float]]) -> list[Trial]:
+def tune(
+    candidates: Sequence[GenerationBackend], prompts: int, seed: int, call: Callable[[int, int], tuple[int, float]]
+) -> list[CandidateRun]:
     """All candidates, best first: the fastest of those that saw the most prompts. A single one is left untried. call: of a
     candidate's number and a prompt's, gives tokens and seconds."""
     rng = random.Random(seed)
-    trials = [Trial(number, engine) for number, engine in enumerate(candidates)]
+    trials = [CandidateRun(number, engine) for number, engine in enumerate(candidates)]
     for count, span in rungs(len(trials), prompts):
         running = trials[:count]
         for index in span:

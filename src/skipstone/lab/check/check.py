@@ -29,16 +29,16 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.engines.choose_engine import attach
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import CPU, left_padded, on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import CPU, left_padded, on_device
+from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.turns import lock_of
 from skipstone.hf import api
-from skipstone.hf.call import token_tensor
-from skipstone.hf.defaults import neutral_defaults
-from skipstone.lab.check import laws
-from skipstone.lab.check.bits import Bits, Comparison
-from skipstone.lab.check.kernels import measured, spread, stored_spread
+from skipstone.hf.generate_call import token_tensor
+from skipstone.hf.generation_defaults import neutral_defaults
+from skipstone.lab.check import distribution_tests
+from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
+from skipstone.lab.check.kernel_invariance import measured, spread, stored_spread
 from skipstone.models.quantised import kernels
 from skipstone.models.torch_defaults import stable_defaults
 
@@ -55,7 +55,7 @@ ROUNDING = 30  # units in the last place by which a stored key or value may diff
 
 
 @dataclass(frozen=True)
-class Scale:
+class CheckScale:
     """How much is tested."""
 
     max_new_tokens: int = 64  # of a greedy text
@@ -64,7 +64,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class ScoredDifference:
     """The first token in which two texts of one prompt differ. Gaps are in units of the scores (logits)."""
 
     prompt: int  # which of several prompts, as the caller numbers them
@@ -91,13 +91,13 @@ class Divergence:
 
 
 @dataclass
-class Finding:
+class ProbeResult:
     """What one probe compared, and what it found."""
 
     name: str
     tested: int = 0  # comparisons
     unit: str = ""  # what was compared, where it is not texts, steps or draws
-    ties: list[Divergence] = field(default_factory=list)
+    ties: list[ScoredDifference] = field(default_factory=list)
     bugs: list[str] = field(default_factory=list)
     note: str = ""
     drafted: int = 0  # draft tokens: only texts with drafts accepted and rejected prove anything
@@ -110,13 +110,13 @@ class Finding:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """All probes of a method on a model."""
 
     method: dict[str, Any]
     dtype: str
     device: str
-    findings: list[Finding]
+    findings: list[ProbeResult]
 
     @property
     def passed(self) -> bool:
@@ -138,7 +138,7 @@ def _own_turn(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-class Judge:
+class TieDetector:
     """Tells ties from bugs on one model. A copy of it in the next wider dtype is made when it is first needed.
 
     context: of a model, in which its scores are computed."""
@@ -163,7 +163,7 @@ class Judge:
 
     def compare(
         self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
-    ) -> Divergence | None:
+    ) -> ScoredDifference | None:
         """Where two greedy texts part, and whether rounding explains it; None for equal texts.
 
         prompt: [T] int64. expected, found: new token ids. options: of `model.generate`, those that change scores.
@@ -176,7 +176,7 @@ class Judge:
         position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         exact = ModelRunner(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
-            return Divergence(number, position, one, other, texts=texts)
+            return ScoredDifference(number, position, one, other, texts=texts)
         before = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
         scores = self._next_scores(self.model, before, options or {})  # [V]
         precise = scores if self.quantised else self._next_scores(self.precise, before, options or {})
@@ -189,7 +189,7 @@ class Judge:
         unit = torch.finfo(self.model.dtype).eps * float(precise[best[0]].abs())
         margin = float((precise[one] - precise[other]).abs())
         gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
-        return Divergence(number, position, one, other, margin, gap, SPREAD * rounding + 2 * unit, texts)
+        return ScoredDifference(number, position, one, other, margin, gap, SPREAD * rounding + 2 * unit, texts)
 
     def _next_scores(self, model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
         """[V] float64 on the CPU: the scores of the token after ids [1, T], processors applied, as plain decoding has them."""
@@ -203,32 +203,32 @@ class Judge:
 class Checker:
     """A model and a method under test."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
+    def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: CheckScale) -> None:
         """prompts: [T] ids each, of any integer dtype, at least two of different texts. ValueError where a prompt is too long
         for the model, or the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
         self.prompts = [token_tensor(prompt).cpu() for prompt in prompts]
-        self.judge = Judge(model, _own_turn)
+        self.judge = TieDetector(model, _own_turn)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
-        self.finding = Finding("")  # of the probe that runs
+        self.finding = ProbeResult("")  # of the probe that runs
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         runner, longest = ModelRunner(model), max(map(len, self.prompts))
         self._quantize = runner.engine.quantize
         method.check(runner)
-        laws.ready()
+        distribution_tests.ready()
         most = max(scale.max_new_tokens, SAMPLED, AUDITED * (BATCH + 1))
         if longest + most > runner.max_positions:
             raise ValueError(
                 f"a prompt of {longest} tokens + {most} new ones is more than the model's {runner.max_positions} positions"
             )
 
-    def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
+    def run(self, told: Callable[[ProbeResult], None] = lambda _: None) -> CheckReport:
         """All probes, one after the other. told: called after each. That the method fails altogether is a bug, too."""
         findings = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that speculation does not pay is no question here
             for title, probe in self._probes():
-                findings.append(finding := Finding(title))
+                findings.append(finding := ProbeResult(title))
                 self.finding = finding
                 try:
                     probe()
@@ -239,7 +239,7 @@ class Checker:
                     finding.bugs.append(f"{type(error).__name__}: {error}")
                 told(finding)
         named = {"method": self.method.name, **self.method.settings}
-        return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
+        return CheckReport(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
 
     @property
     def _exact(self) -> bool:
@@ -267,14 +267,14 @@ class Checker:
 
     def _bits(self) -> list[tuple[str, Callable[[], None]]]:
         """A probe for every claim that the engine makes; one, which finds no bugs, where it makes none."""
-        bits = Bits(ModelRunner(self.model), self.prompts)
+        bits = BatchInvarianceCheck(ModelRunner(self.model), self.prompts)
         if not bits.promised:
             name = bits.runner.engine.name
             return [(f"the bits of a token beside others, of which {name} promises nothing", partial(self.rounded, bits))]
         return [(title, partial(self.promised, claim)) for title, claim in bits.claims()]
 
     @torch.inference_mode()
-    def promised(self, claim: Callable[[], Comparison]) -> None:
+    def promised(self, claim: Callable[[], LogitsComparison]) -> None:
         """Logits that must have the same bits."""
         found = claim()
         self.finding.tested, self.finding.unit = found.logits, "logits"
@@ -282,7 +282,7 @@ class Checker:
             self.finding.bugs.append(fault)
 
     @torch.inference_mode()
-    def rounded(self, bits: Bits) -> None:
+    def rounded(self, bits: BatchInvarianceCheck) -> None:
         """Logits that may differ by rounding: by how much."""
         found = bits.difference()
         self.finding.tested, self.finding.unit = found.logits, "logits"
@@ -365,7 +365,7 @@ class Checker:
         prompt, count, finding = self.prompts[0], self.scale.samples, self.finding
         mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count))
         other = range(self.scale.seed + count, self.scale.seed + 2 * count)
-        sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other))
+        sample = distribution_tests.compare(mine, self._sampled("autoregressive", prompt, settings, other))
         exact = self._drawn(prompt, mine, settings).law()
         finding.tested = count
         kinds = (sample, "two-sample tests", "plain sampling's"), (exact, "exact ones", "the model's own")
@@ -375,14 +375,14 @@ class Checker:
                 finding.bugs.append(f"{law.where}: the law differs from {whose}, p = {law.p_value:.2g}")
 
     @torch.inference_mode()
-    def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> laws.Drawn:
+    def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> distribution_tests.TokenSample:
         """All tokens of some texts against their laws, by the model's own forward (the engine's, where it has quantised the
         weights) and transformers' warpers."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
         runner = ModelRunner(self.model)
-        drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
+        drawn = distribution_tests.TokenSample(rare=distribution_tests.RARE if self._exact else distribution_tests.ROUNDED)
         for start in range(0, len(texts), HELD):
             new = on_device(texts[start : start + HELD], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
@@ -446,7 +446,7 @@ class Checker:
             session = self.method.start(runner, len(requests), capacity)
         decoder, own = DecodingLoop(session), session.drafter.propose_draft
 
-        def draft(limit: list[int], stop_rule: Survival | None = None) -> Draft:
+        def draft(limit: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
             found = own(limit, stop_rule)
             found.check()
             deepest = found.valid.sum(1).tolist() if found.parents is None else []

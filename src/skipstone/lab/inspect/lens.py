@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.engines.exits import layer_states
+from skipstone.engines.exit_statistics import layer_states
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
-from skipstone.hf.defaults import neutral_defaults
+from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.utils.extras import installed
@@ -32,7 +32,7 @@ SHOWN = 40  # tokens across one heat map
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExitForecast:
     """What LayerSkip would bring with an exit layer, at its best draft length."""
 
     exit_layer: int
@@ -53,11 +53,11 @@ class Lens:
     similarity: list[float]  # [L], mean cosine of what enters a layer and what leaves it
     breaks: list[int]  # where prompts begin in n
     costs: PassTimes
-    expected: list[Expected]
+    expected: list[ExitForecast]
 
 
 @dataclass(frozen=True)
-class Reading:
+class LensReading:
     """k exits and the last layer over n tokens."""
 
     probability: list[list[float]]  # [k + 1][n], of the generated token
@@ -70,8 +70,8 @@ class HeadLens:
     """The lens through AdaDecode's exit heads beside the model's own (AdaDecode, Figure 3)."""
 
     layers: list[int]  # of every exit, and L
-    own: Reading  # by the model's LM head
-    trained: Reading  # by the exit heads
+    own: LensReading  # by the model's LM head
+    trained: LensReading  # by the exit heads
 
 
 def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int) -> Lens:
@@ -112,7 +112,7 @@ def _seen(runner: ModelRunner, prompt: Tensor, new: Tensor) -> tuple[Tensor, Ten
     return torch.stack(best).cpu(), torch.stack(values).cpu(), torch.stack(cosines).cpu()
 
 
-def expectations(agreement: Sequence[float], costs: PassTimes) -> list[Expected]:
+def expectations(agreement: Sequence[float], costs: PassTimes) -> list[ExitForecast]:
     """For every exit layer E < L the best draft length and the speed-up that its agreement allows, were agreement the same at
     every token: (1 - a^(d+1)) / (1 - a) tokens a step (Leviathan et al., arXiv 2211.17192, Eq. 1), for d passes of layers[:E]
     with the head and one scoring pass of the remaining layers over d + 1 tokens."""
@@ -126,7 +126,7 @@ def expectations(agreement: Sequence[float], costs: PassTimes) -> list[Expected]
             scoring = whole * (depth - exit_layer) / depth + costs.head
             speed_ups.append((tokens * costs.plain / (drafting + scoring), length))
         speed_up, length = max(speed_ups)
-        found.append(Expected(exit_layer, same, length, speed_up))
+        found.append(ExitForecast(exit_layer, same, length, speed_up))
     return found
 
 
@@ -153,10 +153,10 @@ def _figures(logits: Sequence[Tensor], new: Tensor) -> Tensor:
     return torch.stack([probability, divergence, (said.argmax(-1) == said[-1].argmax(-1)).double()]).cpu()
 
 
-def _reading(parts: Sequence[Tensor]) -> Reading:
+def _reading(parts: Sequence[Tensor]) -> LensReading:
     """parts: [3, k + 1, n] of every text."""
     probability, divergence, agreement = torch.cat([*parts], 2)
-    return Reading(probability.tolist(), divergence.mean(-1).tolist(), agreement.mean(-1).tolist())
+    return LensReading(probability.tolist(), divergence.mean(-1).tolist(), agreement.mean(-1).tolist())
 
 
 # -------------------------------------------------------------------------------------------------- pictures

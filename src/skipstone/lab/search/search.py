@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.stats import Stats
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.defaults import neutral_defaults
-from skipstone.lab.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
+from skipstone.hf.generation_defaults import neutral_defaults
+from skipstone.lab.timing.measure import MethodBackend, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.drafting.layer_sets import MOST_DRAFTS, Costs, LayerMask, Objective, Space
+from skipstone.methods.drafting.layer_sets import MOST_DRAFTS, LayerMask, LayerSetSpace, SearchObjective, SkipCosts
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
@@ -39,7 +39,7 @@ WIDEST = 26  # tokens of the widest scoring pass whose cost is interpolated
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayerSetResult:
     """One layer set that was tried."""
 
     kind: str  # "judged" by its matchness, or "decoded" with
@@ -52,16 +52,16 @@ class Trial:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Everything that was tried."""
 
-    trials: list[Trial]
+    trials: list[LayerSetResult]
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> LayerSetResult | None:
         """The set that was decoded with at the highest mean speed, LUCK / sqrt(n) taken off for n decodings: not the luckiest
         one. Its last trial, with that mean."""
-        sets: dict[tuple[Any, ...], list[Trial]] = {}
+        sets: dict[tuple[Any, ...], list[LayerSetResult]] = {}
         for one in self.trials:
             if one.speed is not None:
                 sets.setdefault((*one.attention, None, *one.mlp), []).append(one)
@@ -73,7 +73,7 @@ class Found:
     def curve(self) -> list[tuple[float, float]]:
         """(seconds, best speed so far)."""
         ends = [number for number, one in enumerate(self.trials, 1) if one.speed is not None]
-        found = [(self.trials[end - 1].seconds, Found(self.trials[:end]).best) for end in ends]
+        found = [(self.trials[end - 1].seconds, SearchResult(self.trials[:end]).best) for end in ends]
         return [(seconds, best.speed or 0.0) for seconds, best in found if best is not None]
 
 
@@ -94,27 +94,27 @@ def search(
     settings: SearchSettings,
     budget: float,
     path: Path,
-    done: Callable[[Found, float], None] = lambda *_: None,
-) -> Found:
+    done: Callable[[SearchResult, float], None] = lambda *_: None,
+) -> SearchResult:
     """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
     was found and the seconds spent. ValueError for a model of too few layers or one that cannot skip any, and for another
     search's file."""
     runner = ModelRunner(model)
     SelfSpeculative.check_states(runner)
-    space = Space.of(runner)
+    space = LayerSetSpace.of(runner)
     for ratio in settings.ratios:
         LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
     key = _key(model, settings)
     with neutral_defaults(model), LineFile(path) as file:
         known = _read(path, key)
-        found = Found(known)
+        found = SearchResult(known)
         begun = time.perf_counter() - (known[-1].seconds if known else 0.0)
         if known:
             file.go_on()
         else:
             file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
-        judged = [_Text(runner, model, text, settings.tokens) for text in settings.texts]
-        objective = Objective(_costs(runner, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
+        judged = [_SearchText(runner, model, text, settings.tokens) for text in settings.texts]
+        objective = SearchObjective(_costs(runner, len(settings.texts[0])), max_drafts=min(settings.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
         for trial in known:
             skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
@@ -130,13 +130,15 @@ def search(
             speed, acceptance = _decoded(model, settings, skip) if decode else (None, None)
             kind = "decoded" if decode else "judged"
             spent = time.perf_counter() - begun
-            found.trials.append(Trial(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance))
+            found.trials.append(
+                LayerSetResult(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance)
+            )
             file.add(asdict(found.trials[-1]))
             done(found, spent)
     return found
 
 
-def _most_promising(learner: LinearThompson, space: Space, settings: SearchSettings) -> LayerMask:
+def _most_promising(learner: LinearThompson, space: LayerSetSpace, settings: SearchSettings) -> LayerMask:
     """Of every size the best by what is known, and of those the one of most worth."""
     sets = []
     for ratio in settings.ratios:
@@ -153,11 +155,11 @@ def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
     return {"kind": "search", "model": fingerprint(model), **place, **asked, **lists}
 
 
-def _read(path: Path, key: dict[str, Any]) -> list[Trial]:
+def _read(path: Path, key: dict[str, Any]) -> list[LayerSetResult]:
     """The trials of a file that was begun with the same key."""
     try:
         first, *rest = read_lines(path) or [key]
-        trials = [Trial(**one) for one in rest]
+        trials = [LayerSetResult(**one) for one in rest]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no file of trials: {error}") from error
     if first != key:
@@ -165,12 +167,12 @@ def _read(path: Path, key: dict[str, Any]) -> list[Trial]:
     return trials
 
 
-class _Text:
+class _SearchText:
     """A text that the model wrote, with the keys and values of its prompt."""
 
     @torch.inference_mode()
     def __init__(self, runner: ModelRunner, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
-        written = measure(model, Skipstone(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
+        written = measure(model, MethodBackend(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
         self.runner, self.begin = runner, len(prompt) - 1  # of the first pass that is judged
         self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(runner.device)  # [1, T + n]
         self.store = store_for(runner, self.ids.shape[1])
@@ -185,7 +187,7 @@ class _Text:
 
 
 @torch.inference_mode()
-def _costs(runner: ModelRunner, length: int) -> Costs:
+def _costs(runner: ModelRunner, length: int) -> SkipCosts:
     """Of sublayers, by passes without any attention and without any MLP, and of scoring passes."""
     timed = TimedPasses(runner, length)
     times = measure_passes(timed)
@@ -197,14 +199,14 @@ def _costs(runner: ModelRunner, length: int) -> Costs:
     )
     known = {1: 1.0} | {drafts + 1: max((seconds + times.head) / times.plain, 1.0) for drafts, seconds in times.rows.items()}
     scoring = np.interp(range(1, WIDEST + 1), sorted(known), [known[tokens] for tokens in sorted(known)])
-    return Costs(attention, mlp, tuple(scoring.tolist()))
+    return SkipCosts(attention, mlp, tuple(scoring.tolist()))
 
 
 def _decoded(model: PreTrainedModel, settings: SearchSettings, skip: SkipSet) -> tuple[float, float]:
     """(speed over plain decoding, acceptance rate) with a set; both take turns text by text."""
     layers = tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
     method = SelfSpeculative(*layers, None, settings.drafts, settings.threshold)
-    engines = [Skipstone(Autoregressive()), Skipstone(method)]
+    engines = [MethodBackend(Autoregressive()), MethodBackend(method)]
     totals = {engine: [0, 0.0] for engine in engines}  # tokens, seconds
     stats = Stats()
     for index, text in enumerate(settings.texts):

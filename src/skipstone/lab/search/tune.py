@@ -13,7 +13,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import generation
-from skipstone.hf.call import prepare_call
+from skipstone.hf.generate_call import prepare_call
 from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import Learned
 from skipstone.methods.layerskip import LayerSkip
@@ -28,7 +28,7 @@ PAYS = 1.05
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateReport:
     """What is known of one way to draft. rate: its speed-up over plain decoding. acceptance: of its drafts, on average; None
     for what has none of its own. draft_step: in plain steps. turns: that it drafted in."""
 
@@ -40,10 +40,10 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What a run came to. speed_up: of all of it over plain decoding. texts: decoded. stats: of all."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidateReport, ...]
     speed_up: float
     plain_seconds: float
     texts: int
@@ -61,7 +61,7 @@ def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]
 
 def tune(
     model: PreTrainedModel, prompts: Sequence[Tensor], more: Sequence[Method], seconds: float, options: dict[str, Any]
-) -> Iterator[Tuned]:
+) -> Iterator[TuningResult]:
     """Decode prompts [T] again and again until the time is over, once at least; yields what is known after every text.
 
     more: candidates beside the usual ones. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
@@ -83,22 +83,22 @@ def tune(
             return
 
 
-def told(learned: Learned, stats: Stats, texts: int, identities: dict[str, str]) -> Tuned:
+def told(learned: Learned, stats: Stats, texts: int, identities: dict[str, str]) -> TuningResult:
     """What is known by now. identities: of the drafters, as in a saved profile."""
     policy, kinds = learned.policies[1], learned.kinds
     rates, costs = policy.rates(), policy.costs
-    found = [Candidate("prompt_lookup", policy.lookups[0] / policy.lookups[1], None, None, kinds.get(LOOKUP, 0))]
+    found = [CandidateReport("prompt_lookup", policy.lookups[0] / policy.lookups[1], None, None, kinds.get(LOOKUP, 0))]
     for name, one in policy.drafters.items():
         draft_step = costs.schedules[name].value if name in costs.schedules else costs.of(name).draft_step
         own = (None, None) if name == RECYCLE else (one.acceptance.mean, draft_step)
-        found.append(Candidate(name, rates.get(name, 1.0), *own, kinds.get(name, 0)))
+        found.append(CandidateReport(name, rates.get(name, 1.0), *own, kinds.get(name, 0)))
     found.sort(key=lambda one: -one.rate)
     plain = costs.plain.value
     speed_up = stats.tokens * plain / stats.seconds if stats.seconds else 1.0
-    return Tuned(tuple(found), speed_up, plain, texts, stats, policy, identities)
+    return TuningResult(tuple(found), speed_up, plain, texts, stats, policy, identities)
 
 
-def recommendation(found: Tuned) -> str:
+def recommendation(found: TuningResult) -> str:
     """What to do, in a sentence."""
     best = max(found.candidates, key=lambda one: one.rate * (one.turns > 0), default=None)
     exits = [one for one in found.candidates if one.name.startswith("layerskip") and one.acceptance is not None]

@@ -28,16 +28,16 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.loading import usable
 from skipstone.hf import api
-from skipstone.lab.bench.journal import Journal
-from skipstone.lab.bench.plan import Plan, resolved
+from skipstone.lab.bench.plan import BenchPlan, resolved
 from skipstone.lab.bench.prompts import TaskRun
 from skipstone.lab.bench.report.report import calibrated
-from skipstone.lab.bench.run import Say, Subject, enter, measure_task
-from skipstone.lab.tasks.dialogue import Conversation, Reader
-from skipstone.lab.tasks.task import Source, Task
+from skipstone.lab.bench.run import BenchModel, Say, enter, measure_task
+from skipstone.lab.bench.run_file import RunFile
+from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
+from skipstone.lab.tasks.task import DatasetLocation, Task
 from skipstone.lab.timing import machine
-from skipstone.lab.timing.statistics import LOOPING, Estimate, rate, repeated_share
-from skipstone.methods.drafting.layer_sets import Space
+from skipstone.lab.timing.statistics import LOOPING, IntervalEstimate, rate, repeated_share
+from skipstone.methods.drafting.layer_sets import LayerSetSpace
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import SkipSet
 
@@ -80,7 +80,7 @@ NAMED: dict[str, dict[str, Any]] = {  # shapes of real models
 
 
 @dataclass(frozen=True)
-class Shape:
+class SurrogateShape:
     """A surrogate."""
 
     name: str  # as it was asked for
@@ -100,7 +100,7 @@ class Shape:
             raise ValueError("--agreement goes with --exit-layer or --skip-ratio: what is to agree, and how often")
         if self.exit_layer is not None and not 1 <= self.exit_layer < depth:
             raise ValueError(f"--exit-layer must lie between 1 and {depth - 1} for {depth} layers, found {self.exit_layer}")
-        if self.skip_ratio is not None and not 0 < Space(depth).count(self.skip_ratio) < Space(depth).size:
+        if self.skip_ratio is not None and not 0 < LayerSetSpace(depth).count(self.skip_ratio) < LayerSetSpace(depth).size:
             raise ValueError(f"--skip-ratio must leave out some of the sublayers and not all, found {self.skip_ratio}")
         if self.agreement is not None and not 0.0 < self.agreement < 1.0:
             raise ValueError(f"--agreement must lie between 0 and 1, found {self.agreement}")
@@ -117,7 +117,7 @@ class Shape:
             deeper = frozenset(range(self.exit_layer, depth))
             return SkipSet(deeper, deeper)
         assert self.skip_ratio is not None
-        space = Space(depth)
+        space = LayerSetSpace(depth)
         return space.to_skip_set(space.uniform(space.count(self.skip_ratio)))
 
     @property
@@ -135,15 +135,15 @@ class Shape:
 
 def parse(
     text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None, sure: float = 0.0
-) -> Shape:
+) -> SurrogateShape:
     """A name, with `,layers=16` for fewer layers of it; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
     ValueError names the wrong or missing key."""
     asked = (exit_layer, agreement, skip_ratio, sure)
     named, comma, layers = text.partition(",layers=")
     if named in NAMED and (not comma or (layers.isdecimal() and int(layers) > 0)):
-        return Shape(text, NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {}), *asked)
+        return SurrogateShape(text, NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {}), *asked)
     if text.endswith(".json"):
-        return Shape(text, _from_file(Path(text)), *asked)
+        return SurrogateShape(text, _from_file(Path(text)), *asked)
     values = {"vocab": 4096}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -161,7 +161,7 @@ def parse(
     layers, hidden, vocab = values["layers"], values["hidden"], values["vocab"]
     more = {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": 2048}
     config = _llama(vocab, hidden, round(8 / 3 * hidden), layers, hidden // HEAD_DIM, **more)
-    return Shape(text, config, *asked)
+    return SurrogateShape(text, config, *asked)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibratedSurrogate:
     """A surrogate, and what it measures like on contexts that the calibration did not see; intervals are over contexts."""
 
     model: LlamaForCausalLM
-    shape: Shape
+    shape: SurrogateShape
     factor: float  # of the output projections that are no part of what agrees
-    agreement: Estimate  # realised
-    overlap: Estimate  # mean of sum(min(p, q)), the acceptance that sampling at T = 1 would have
-    alone: Estimate
+    agreement: IntervalEstimate  # realised
+    overlap: IntervalEstimate  # mean of sum(min(p, q)), the acceptance that sampling at T = 1 would have
+    alone: IntervalEstimate
     """How often the whole chooses in passes of one token what it chooses in one pass over all: about as often as a draft can be
     expected to agree in this dtype on this machine."""
 
@@ -209,7 +209,7 @@ class Calibrated:
 
 
 def calibrate(
-    shape: Shape,
+    shape: SurrogateShape,
     seed: int,
     *,
     sequences: int = CONTEXTS,
@@ -217,7 +217,7 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
-) -> Calibrated:
+) -> CalibratedSurrogate:
     """Build a surrogate and scale the rest of its sublayers until its part agrees with the whole at the wanted rate.
 
     sequences, length: contexts of each measurement; the one reported uses twice as many, from other seeds. ValueError
@@ -242,10 +242,12 @@ def calibrate(
         raise ValueError(
             f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
         )
-    return Calibrated(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
+    return CalibratedSurrogate(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
 
 
-def build(shape: Shape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> LlamaForCausalLM:
+def build(
+    shape: SurrogateShape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> LlamaForCausalLM:
     """A random Llama whose logits are those of a model that is neither sure nor clueless, drawn on the CPU in its dtype."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config.tie_word_embeddings = config.tie_word_embeddings and not shape.sure
@@ -274,7 +276,7 @@ def _make_sure(model: Any, share: float) -> None:
         head[following] = (head[following].float() + SURENESS / along.shape[-1] ** 0.5 * along).to(head.dtype)
 
 
-def plain(shape: Shape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+def plain(shape: SurrogateShape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
     """Random weights of a shape as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
     with torch.random.fork_rng(devices=[]):
@@ -304,7 +306,7 @@ def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - OPENING, **options).sequences
 
 
-def _mean(sums: list[float], tokens: int) -> Estimate:
+def _mean(sums: list[float], tokens: int) -> IntervalEstimate:
     """The mean over the tokens of contexts, with its interval over contexts. sums: of each context."""
     return rate(sums, [float(tokens)] * len(sums)).estimate()
 
@@ -314,7 +316,7 @@ def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
 
 
 @torch.inference_mode()
-def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate, Estimate]:
+def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[IntervalEstimate, IntervalEstimate]:
     """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
     the tokens that follow the random start; bootstrap over contexts."""
     same, overlap, count = [], [], ids.shape[1] - OPENING
@@ -330,7 +332,7 @@ def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate,
 
 
 @torch.inference_mode()
-def measure_alone(model: Any, ids: Tensor) -> Estimate:
+def measure_alone(model: Any, ids: Tensor) -> IntervalEstimate:
     """How often a model chooses for contexts [S, T] in passes of one token what it chooses in one pass over each, after the
     random start."""
     same = []
@@ -342,24 +344,30 @@ def measure_alone(model: Any, ids: Tensor) -> Estimate:
     return _mean(same, ids.shape[1] - OPENING)
 
 
-def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
+def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[TaskConversation]:
     """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
     rows = contexts(model, count, length, seed).cpu()
     shares = [repeated_share(row[:OPENING].tolist(), row[OPENING:].tolist()) for row in rows]
     if (mean := sum(shares) / len(shares)) >= LOOPING:
         raise ValueError(f"the surrogate's sampled text loops (share of repeated 8-grams {mean:.2f}); use a larger vocab")
-    return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+    return [TaskConversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 
 
-def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Conversation]:
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[TaskConversation]:
     """`count` prompts of uniformly random ids."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab, (count, length), generator=generator)
-    return [Conversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+    return [TaskConversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 
 
 def run_surrogate(
-    shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
+    shape: SurrogateShape,
+    plan: BenchPlan,
+    path: Path,
+    argv: list[str],
+    say: Say = print,
+    fresh: bool = False,
+    contexts: int = CONTEXTS,
 ) -> Path:
     """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
     calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
@@ -373,7 +381,7 @@ def run_surrogate(
     more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
     wanted |= {name: value for name, value in more.items() if value is not None}
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
-    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+    with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _made(journal, shape, plan, say, contexts)
         attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
         count = plan.tune_prompts + settings.num_prompts
@@ -381,14 +389,14 @@ def run_surrogate(
             prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
         else:
             prompts = sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
-        entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
-        task = Task("synthetic", Source(None, ""), (), "none", lambda record: [])
-        task_run = TaskRun(plan.models[0], 0, task, settings, Reader(None, False, settings.prompt_tokens), plan)
+        entrants = enter(journal, BenchModel(plan.models[0], model, None, about), plan, say)
+        task = Task("synthetic", DatasetLocation(None, ""), (), "none", lambda record: [])
+        task_run = TaskRun(plan.models[0], 0, task, settings, PromptBuilder(None, False, settings.prompt_tokens), plan)
         measure_task(journal, model, task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
     return path
 
 
-def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
+def _made(journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
     """(the model, what is said of it): calibrated, as the file says or now."""
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
     device = usable(plan.device)

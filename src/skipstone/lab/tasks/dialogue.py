@@ -28,7 +28,7 @@ def digest(tokens: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TaskConversation:
     """What is asked: the user's turns, or ids as they are."""
 
     source: str  # where it comes from
@@ -45,13 +45,13 @@ class Conversation:
         return digest(self.ids.tolist() if self.ids is not None else list("\0".join(self.turns).encode()))
 
 
-class Reader:
+class PromptBuilder:
     """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: turns stand in the model's template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, chat: bool, limit: int) -> None:
         self.tokenizer, self.chat, self.limit = tokenizer, chat, limit
 
-    def ids(self, one: Conversation, said: Sequence[Said] = ()) -> Tensor:
+    def ids(self, one: TaskConversation, said: Sequence[Said] = ()) -> Tensor:
         """[T] int64: the next turn after what was said. ValueError for a prompt without a token."""
         if one.ids is not None:
             return one.ids[-self.limit :]
@@ -64,11 +64,11 @@ class Reader:
             found = [*first, *found[len(found) - max(1, self.limit - len(first)) :]]
         return torch.tensor(found)
 
-    def cuts(self, one: Conversation, said: Sequence[Said] = ()) -> bool:
+    def cuts(self, one: TaskConversation, said: Sequence[Said] = ()) -> bool:
         """Whether `ids` leaves out a beginning."""
         return len(one.ids if one.ids is not None else self._whole(one, said)) > self.limit
 
-    def _whole(self, one: Conversation, said: Sequence[Said]) -> list[int]:
+    def _whole(self, one: TaskConversation, said: Sequence[Said]) -> list[int]:
         assert self.tokenizer is not None
         return token_ids(self._prompt(one.turns[: len(said) + 1], [answer for _, answer in said]), self.tokenizer)
 

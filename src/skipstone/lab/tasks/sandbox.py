@@ -20,7 +20,7 @@ GRACE = 5.0  # seconds for the sandbox itself, beyond the program's
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What a program may use."""
 
     seconds: float = 10.0  # of wall-clock
@@ -30,11 +30,11 @@ class Limits:
     namespaces: bool = True  # whether the system is asked for namespaces of the program's own
 
 
-USUAL = Limits()
+USUAL = SandboxLimits()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """What became of a program."""
 
     passed: bool
@@ -42,7 +42,7 @@ class Outcome:
     isolated: bool  # it had namespaces of its own (no network, a file system of its own), and not limits alone
 
 
-def run(program: str, limits: Limits = USUAL) -> Outcome:
+def run(program: str, limits: SandboxLimits = USUAL) -> SandboxOutcome:
     """Execute a Python program. It passes when it runs to its last line; `sys.exit` before that is no pass. OSError where the
     sandbox itself does not work.
 
@@ -54,14 +54,14 @@ def run(program: str, limits: Limits = USUAL) -> Outcome:
         try:
             told, _ = process.communicate(program.encode(errors="replace"), timeout=limits.seconds + GRACE)
         except TimeoutExpired:
-            return Outcome(False, f"more than {limits.seconds:g} seconds", False)
+            return SandboxOutcome(False, f"more than {limits.seconds:g} seconds", False)
         finally:
             _end(process)
     try:
         verdict = json.loads(told)
     except ValueError as error:
         raise OSError(f"the sandbox does not work here: it ended with {process.returncode} and said {told!r:.80}") from error
-    return Outcome(verdict["reason"] == "passed", verdict["reason"], verdict["isolated"])
+    return SandboxOutcome(verdict["reason"] == "passed", verdict["reason"], verdict["isolated"])
 
 
 def _end(process: Popen[bytes]) -> None:

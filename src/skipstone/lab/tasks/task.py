@@ -6,14 +6,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from skipstone.utils.records import OnHub, json_lines
+from skipstone.utils.records import HubRecords, json_lines
 
 Record = dict[str, Any]  # one record of a data set, in the data set's own schema
 INDENT = " " * 4  # what one tab stands for in a program
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreRule:
     """How an output is scored."""
 
     grade: Callable[[Record, str], dict[str, float]]  # (record, output) -> figures, each between 0 and 1
@@ -22,10 +22,10 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetLocation:
     """Where records lie."""
 
-    hub: OnHub | None  # None where the hub has none
+    hub: HubRecords | None  # None where the hub has none
     file: str  # of JSON lines, in a data folder; an absolute path stands for itself
 
 
@@ -34,15 +34,15 @@ class Task:
     """One data set."""
 
     name: str
-    source: Source
+    source: DatasetLocation
     fields: tuple[str, ...]  # keys that every record must have
     licence: str
     ask: Callable[[Record], list[str]]  # record -> the user's turns
-    score: Score | None = None
+    score: ScoreRule | None = None
     answer: Callable[[Record], str | None] | None = None
     """Record -> what stands after the prompt in an example that is shown, and whose perplexity is measured; None for a record
     without an answer."""
-    examples_source: Source | None = None  # where solved examples come from; None shows none
+    examples_source: DatasetLocation | None = None  # where solved examples come from; None shows none
     keep: Callable[[Record], bool] | None = None  # which records are asked
     fault: Callable[[Record], str | None] = lambda record: None  # what is wrong with a record
     category: Callable[[Record], str | None] = lambda record: None  # the kind of its question, for tables of their own
@@ -67,7 +67,7 @@ class Task:
             raise ValueError(f"task {self.name} has no examples to show: give no shots")
         return list(islice(self._read(self.examples_source, data_dir, True), count))
 
-    def _read(self, source: Source, data_dir: Path | None, streaming: bool) -> Iterator[Record]:
+    def _read(self, source: DatasetLocation, data_dir: Path | None, streaming: bool) -> Iterator[Record]:
         if data_dir is not None or Path(source.file).is_absolute():
             path = (data_dir or Path()) / source.file
             if not path.is_file():

@@ -23,8 +23,8 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
+from skipstone.models.device_map import home
 from skipstone.models.passes import Pass, SkipSet
-from skipstone.models.placing import home
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
 MOST_SCRATCH = 64  # slots beside a text's own that drafts, trees and shadows use at most
@@ -39,7 +39,7 @@ def synchronise(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class GeneratedOutput:
     """What one call gave."""
 
     tokens: list[int]  # the new ids, without the prompt
@@ -49,7 +49,7 @@ class Emitted:
     ended_at: float | None = None  # when the last token was there, by `time.perf_counter`; None where nothing was done after it
 
 
-class Engine(Protocol):
+class GenerationBackend(Protocol):
     """Something that decodes."""
 
     @property
@@ -62,14 +62,14 @@ class Engine(Protocol):
         """Whether its text is the model's own."""
         ...
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         """Continue a prompt [1, T] under options of `model.generate`. seed: for engines with random numbers of their own;
         torch's generator is seeded by the caller."""
         ...
 
 
 @dataclass(frozen=True)
-class Skipstone:
+class MethodBackend:
     """One of our methods as an engine."""
 
     method: Method
@@ -82,7 +82,7 @@ class Skipstone:
     def lossless(self) -> bool:
         return self.method.lossless
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         stats, tokens, first_at = Stats(), [], None
         began = time.perf_counter()
         steps = api.stream(model, prompt, self.method, seed=seed, **options)
@@ -92,7 +92,7 @@ class Skipstone:
             tokens += step.tokens[0]
             if first_at is None and tokens:
                 first_at = time.perf_counter()
-        return Emitted(tokens, stats, first_at, setup)
+        return GeneratedOutput(tokens, stats, first_at, setup)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,9 @@ def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.
     return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
 
 
-def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Mapping[str, Any], seed: int) -> Measurement:
+def measure(
+    model: PreTrainedModel, engine: GenerationBackend, prompt: Tensor, options: Mapping[str, Any], seed: int
+) -> Measurement:
     """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
     it was."""
     ids = prompt[None].to(home(model))  # [1, T]
@@ -152,18 +154,18 @@ def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Map
     return Measurement(emitted.tokens, seconds, emitted.stats, first, emitted.setup_seconds, most, known, grown)
 
 
-def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
-    return (engine.method.report(model) or None) if isinstance(engine, Skipstone) else None
+def _known(engine: GenerationBackend, model: PreTrainedModel) -> dict[str, Any] | None:
+    return (engine.method.report(model) or None) if isinstance(engine, MethodBackend) else None
 
 
-def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, options: Mapping[str, Any]) -> None:
+def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt: Tensor, options: Mapping[str, Any]) -> None:
     """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
     few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Where the
     model's layers are compiled, all graphs are that one row of it may meet in such a call; a draft model's are not. Later
     garbage collections leave out what there is then: one over all of it takes as long as some hundred short steps."""
     engines = list(engines)
     few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
-    if any(isinstance(engine, Skipstone) for engine in engines):
+    if any(isinstance(engine, MethodBackend) for engine in engines):
         runner = ModelRunner(model)
         slots = len(prompt) + options["max_new_tokens"] + MOST_SCRATCH
         runner.engine.warm_up(1, slots, kv_dtype=runner.kv_dtype)

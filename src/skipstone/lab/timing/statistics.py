@@ -20,7 +20,7 @@ Column = Sequence[float] | NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A value with the interval that covers it with probability LEVEL."""
 
     value: float
@@ -57,7 +57,7 @@ def pooled(amounts: Column, costs: Column) -> float:
 
 
 @dataclass(frozen=True)
-class Rate:
+class PooledRate:
     """A pooled rate, and the same of every resample of its units (prompts, sequences).
 
     resampled: [resamples] float64. Rates over the same units with the same seed are paired: a resampled unit takes the
@@ -68,26 +68,28 @@ class Rate:
     resampled: NDArray[np.float64]
     units: int
 
-    def __truediv__(self, other: "Rate") -> "Rate":
+    def __truediv__(self, other: "PooledRate") -> "PooledRate":
         """The paired ratio of two rates. ValueError for rates over different units."""
         if self.units != other.units:
             raise ValueError(f"a paired comparison needs the same prompts on both sides, found {self.units} and {other.units}")
-        return Rate(self.value / other.value if other.value else float("nan"), self.resampled / other.resampled, self.units)
+        return PooledRate(
+            self.value / other.value if other.value else float("nan"), self.resampled / other.resampled, self.units
+        )
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> IntervalEstimate:
         """The rate with its percentile bootstrap interval."""
         low, high = np.quantile(self.resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Estimate(self.value, float(low), float(high))
+        return IntervalEstimate(self.value, float(low), float(high))
 
 
-def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Rate:
+def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> PooledRate:
     """sum(amounts) / sum(costs), and of every resample of the entries. ValueError without an entry."""
     columns = [np.asarray(column, dtype=np.float64) for column in (amounts, costs)]
     if len(amounts) > BLOCKS:  # drawn at random, and the same in both columns
         block = np.random.default_rng(seed).permutation(len(amounts)) % BLOCKS
         columns = [np.bincount(block, column, BLOCKS) for column in columns]
     sums = _resampled(len(columns[0]), seed, resamples) @ np.stack(columns, 1)
-    return Rate(pooled(amounts, costs), sums[:, 0] / sums[:, 1], len(amounts))
+    return PooledRate(pooled(amounts, costs), sums[:, 0] / sums[:, 1], len(amounts))
 
 
 def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:

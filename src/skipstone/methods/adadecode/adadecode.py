@@ -22,16 +22,16 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adadecode.chain import HeadChainDrafter
+from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
-from skipstone.methods.adadecode.tallies import Tallies
-from skipstone.methods.drafting import states
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.candidates import of_layers
-from skipstone.methods.drafting.chain import Chain
+from skipstone.methods.drafting.chain import DraftChain
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.policy.draft_length import MAX_DRAFTS
 
@@ -101,7 +101,7 @@ class AdaDecode(ShortlistMethod):
         return self.heads_for(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, None, model)
+        return method_states.method_report(self, None, model)
 
     @property
     def accepts_all_drafts(self) -> bool:
@@ -121,7 +121,7 @@ class AdaDecode(ShortlistMethod):
 
 
 @dataclass
-class Sweep:
+class LayerSweep:
     """The way of every row's newest token up the candidate layers, and the tokens that heads predicted on it.
 
     layers: of every row, the layer at which its next token was predicted, 0 where it was not. token: [B] int64, q: [B, V] or
@@ -155,7 +155,7 @@ class AdaDecodeDrafter(Drafter):
         wanted = method.exit_layers or heads.card.layers
         self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]  # (head, its layer)
         layers = [layer for _, layer in self.exits]
-        self.tallies = states.of(method, model, rows, heads, lambda: Tallies(layers))
+        self.tallies = method_states.method_state(method, model, rows, heads, lambda: AdaDecodeCounts(layers))
         # of this step
         self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
@@ -180,12 +180,12 @@ class AdaDecodeDrafter(Drafter):
         model = self.model
         return self.sampler.picks_only and self.heads.linear and model.engine.chains and model.engine_picks
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
-        chain = Chain(
+        chain = DraftChain(
             [min(self.method.num_speculative_tokens, allowed) for allowed in limits], self.view.alive, self.model.device
         )
-        forward = self.view.start_forward(chain.most, self.shortlist)
+        forward = self.view.start_forward(chain.max_drafts, self.shortlist)
         self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], forward.passes
         position = forward.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
@@ -204,7 +204,9 @@ class AdaDecodeDrafter(Drafter):
             draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
 
-    def _draft_at_once(self, chain: Chain, forward: PartialForward) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
+    def _draft_at_once(
+        self, chain: DraftChain, forward: PartialForward
+    ) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
         """What the first exit's head is sure of in one engine call, token after token, where one row is greedy.
 
         Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
@@ -214,7 +216,7 @@ class AdaDecodeDrafter(Drafter):
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
         found = forward.draft_greedily(
-            layer, None, chain.most, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
+            layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
         )
         if found is None:
             return [], None
@@ -228,7 +230,7 @@ class AdaDecodeDrafter(Drafter):
         self._predicted_at[0] += [layer] * count
         return [[layer]] * count, [] if ended else self.exits[1:]
 
-    def _add(self, chain: Chain, forward: PartialForward, sweep: Sweep) -> list[bool]:
+    def _add(self, chain: DraftChain, forward: PartialForward, sweep: LayerSweep) -> list[bool]:
         """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""
         chain.stop(on_device([layer > 0 for layer in sweep.layers], self.model.device, torch.bool))
         chain.add(sweep.token, sweep.q, sweep.confidence)
@@ -241,14 +243,16 @@ class AdaDecodeDrafter(Drafter):
         unfinished = self.sampler.unfinished(sweep.token)
         goes_on = [True] * self.view.rows if unfinished is None else unfinished.tolist()
         return [
-            layer > 0 and unended and not doubted and len(chain) < most
-            for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
+            layer > 0 and unended and not doubted and len(chain) < max_drafts
+            for layer, unended, doubted, max_drafts in zip(sweep.layers, goes_on, sweep.doubted, chain.max_drafts, strict=True)
         ]
 
-    def _sweep(self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
+    def _sweep(
+        self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
+    ) -> LayerSweep:
         """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
         a head is sure of the next token. exits: (number of the head, its layer)."""
-        sweep = Sweep([0] * self.view.rows, forward.tokens[:, -1], doubted=[False] * self.view.rows)
+        sweep = LayerSweep([0] * self.view.rows, forward.tokens[:, -1], doubted=[False] * self.view.rows)
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
             forward.advance(layer, None if climbing == self.view.alive else climbing)

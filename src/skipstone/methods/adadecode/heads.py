@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from skipstone.assets import HEADS
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import fetch, hub_name
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.models.weight_version import model_version
 from skipstone.utils.files import hidden_folder, install, write_json
-from skipstone.utils.settings_files import Part, read_json
+from skipstone.utils.settings_files import SettingsPart, read_json
 
 VERSION = 1  # of the format of a card
 WEIGHTS = "exit_heads.safetensors"
 CARD = "exit_heads.json"
 ORIGINAL = "original"  # the kind of heads that are the model's own LM head
-_LOADED: Memo["ExitHeads"] = Memo()
-_FITTED: Memo[tuple[int, "ExitHeads"]] = Memo()  # (version of the weights that were copied, the copy)
+_LOADED: PerModelCache["ExitHeads"] = PerModelCache()
+_FITTED: PerModelCache[tuple[int, "ExitHeads"]] = PerModelCache()  # (version of the weights that were copied, the copy)
 Kind = Literal["square", "low_rank", "full", "original"]
 
 
-class HeadsCard(Part):
+class HeadsCard(SettingsPart):
     """What a folder of heads is for, and how it was made.
 
     model: fingerprint of the weights; name: what the model was called. layers: E of every head, those that ran before it.

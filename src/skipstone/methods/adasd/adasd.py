@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
-from skipstone.methods.drafting import states
+from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, Variant, VerificationThreshold
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.models.generation_config import OWN_FIELD
 
@@ -90,11 +90,11 @@ class AdaSD(DraftModelMethod):
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
-        return states.known(*method._key(), model)
+        return method_states.method_report(*method._key(), model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         key, draft_model = self._key()
-        ledger = states.of(key, model, rows, draft_model, lambda: Ledger(model.device))
+        ledger = method_states.method_state(key, model, rows, draft_model, lambda: AdaSDCounts(model.device))
         return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, ledger)
 
 
@@ -102,7 +102,7 @@ class AdaSDDrafter(DraftModelDrafter):
     """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
 
     def __init__(
-        self, method: AdaSD, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
+        self, method: AdaSD, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int, ledger: AdaSDCounts
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, method.window, None)
         self.method, self.ledger = method, ledger
@@ -125,7 +125,7 @@ class AdaSDDrafter(DraftModelDrafter):
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
         self._draft_distributions, self._draft_entropies, self._distances = [], [], None
         self._entropy_limit = self.generation.value
@@ -159,7 +159,7 @@ class AdaSDDrafter(DraftModelDrafter):
         ]
         return torch.stack(places, 1)
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
         """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
         if not draft.width:
             return

@@ -17,7 +17,7 @@ MEANS = tuple(f"{what}_{of}" for what in ("entropy", "distance") for of in ("acc
 Variant = Literal["A", "B", "C"]
 
 
-class Mean:
+class RunningMean:
     """Running means of masked values, one per row. total: [B] float64, count: [B] int64."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Mean:
         return self.total / self.count.clamp(min=1)
 
 
-class GenerationThreshold(Mean):
+class GenerationThreshold(RunningMean):
     """tau_g: the mean entropy of the rejected draft tokens, in bits. Drafting stops after a token with a higher entropy."""
 
     @property
@@ -59,7 +59,7 @@ class VerificationThreshold:
 
     def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:
         self.variant = variant
-        self.accepted, self.rejected = Mean(rows, device), Mean(rows, device)
+        self.accepted, self.rejected = RunningMean(rows, device), RunningMean(rows, device)
         # [B] each: drafts that held an accepted token, drafts that held a rejected one
         self._drafts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
 
@@ -91,12 +91,12 @@ class VerificationThreshold:
         self.rejected.reset(row)
 
 
-class Ledger:
+class AdaSDCounts:
     """Counts and means over all requests, for reports. It stays on the device until `report` reads it."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps = self.drafted = self.accepted = self.overruled = 0
-        self._means = {name: Mean(1, device) for name in MEANS}
+        self._means = {name: RunningMean(1, device) for name in MEANS}
 
     @property
     def nbytes(self) -> int:

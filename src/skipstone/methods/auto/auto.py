@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.decoding.settings import setting
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto import saved_profile
@@ -29,7 +29,7 @@ from skipstone.methods.auto.candidates import candidates_of, check_candidate, us
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
-from skipstone.methods.drafting import states
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
@@ -73,7 +73,7 @@ class Auto(Method):
             saved_profile.named(self.profile, model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, None, model)
+        return method_states.method_report(self, None, model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
         return AutoDrafter(self, model, rows, capacity)
@@ -87,7 +87,7 @@ class AutoDrafter(Drafter):
         self.method, self.model = method, model
         self.candidates = candidates_of(wanted, model, rows, capacity)
         recycle = next((one for one in wanted if isinstance(one, Recycle)), None)
-        self.learned = states.of(method, model, rows, None, lambda: self._first_learned(recycle is not None))
+        self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in wanted))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = [one.drafter for one in self.candidates.values()]
@@ -236,7 +236,7 @@ class AutoDrafter(Drafter):
 
     # ------------------------------------------------------------------------------------------------- a step
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """As decided."""
         if self._left and self._is_quiet:
             self._left -= 1
@@ -298,7 +298,7 @@ class AutoDrafter(Drafter):
         if drafter is None or not thresholds or thresholds[0] > 1:
             return self._empty_draft()
         acceptance = self.learned.policy.drafters[kind].acceptance
-        rule = Survival(acceptance.slope, acceptance.offset, thresholds[1:], decision.shared[1:])
+        rule = SurvivalThresholds(acceptance.slope, acceptance.offset, thresholds[1:], decision.shared[1:])
         return drafter.propose_draft([min(one, len(thresholds)) for one in limits], rule)
 
     @property
@@ -316,7 +316,7 @@ class AutoDrafter(Drafter):
     def needs_logits(self, draft: Draft) -> bool:
         return self._keeps
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> Tensor | None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor | None:
         if self._has_schedule:
             return self.candidates[self._decision.kind].drafter.observe_scores(draft, scores, verdict)
         if self.recycle is None or not self._keeps:

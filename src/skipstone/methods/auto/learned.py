@@ -7,7 +7,7 @@ from typing import Any
 
 from skipstone.decoding.drafter import Candidate
 from skipstone.methods.auto.policy_log import PolicyLog
-from skipstone.methods.recycle import Kept
+from skipstone.methods.recycle import AdjacencyMatrix
 from skipstone.policy.choose_drafter import CHOOSE_EVERY, COPIED, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
 from skipstone.policy.cost_model import FIRST_START, TABLE, LearnedCosts, LineTime, MeanTime
 from skipstone.policy.regret_budget import RegretBudget
@@ -56,7 +56,7 @@ class Learned:
 
     policies: dict[int, Policy]
     live: int = 1
-    kept: Kept = field(default_factory=Kept)
+    kept: AdjacencyMatrix = field(default_factory=AdjacencyMatrix)
     lookups: HostWork = field(default_factory=HostWork)
     keeping: HostWork = field(default_factory=HostWork)
     steps: int = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.request import Request
 from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.prompt_lookup import Index, IndexedDrafter
+from skipstone.methods.prompt_lookup import IndexedDrafter, NgramIndex
 from skipstone.policy.acceptance import MATCH_BUCKETS
 from skipstone.policy.choose_drafter import COPIED
 from skipstone.policy.draft_length import MAX_DRAFTS
@@ -19,7 +19,7 @@ class MatchDrafter(IndexedDrafter):
     copied. judged: matches of the latest step: (tokens, right tokens of the continuation, tokens that can be told)."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
-        super().__init__(rows, lambda: Index(MATCH_LENGTHS, "recent"), looks_up=looks_up)
+        super().__init__(rows, lambda: NgramIndex(MATCH_LENGTHS, "recent"), looks_up=looks_up)
         self.uncopied = [0] * rows
         self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
         self.judged: list[tuple[int, int, int]] = []

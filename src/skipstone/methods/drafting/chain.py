@@ -14,31 +14,31 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
-from skipstone.engines import host
-from skipstone.engines.engine import Survival
-from skipstone.engines.host import on_device
+from skipstone.engines import host_transfer
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.greedy_tokens import NO_TOKEN
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.engines.picks import NO_TOKEN
-from skipstone.methods.drafting.confidence import Confidence, SurvivalRule, Threshold
+from skipstone.methods.drafting.confidence import ConfidenceRule, SurvivalRule, Threshold
 from skipstone.models.passes import SkipSet
 
 LOOK_EVERY = 4
 """Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
 
 
-class Chain:
+class DraftChain:
     """A chain under construction.
 
-    most: most draft tokens per row. alive: rows taking part. A row leaves the chain at its limit or when `stop` says so; a
-    token once drawn is always submitted.
+    max_drafts: most draft tokens per row. alive: rows taking part. A row leaves the chain at its limit or when `stop` says so;
+    a token once drawn is always submitted.
     """
 
-    def __init__(self, most: list[int], alive: list[bool], device: torch.device) -> None:
-        self.most = [count if live else 0 for count, live in zip(most, alive, strict=True)]
-        self.width = max(self.most)
-        self._all_valid_below = min((count for count, live in zip(most, alive, strict=True) if live), default=0)
-        self._most = on_device(self.most, device)  # [B]
+    def __init__(self, max_drafts: list[int], alive: list[bool], device: torch.device) -> None:
+        self.max_drafts = [count if live else 0 for count, live in zip(max_drafts, alive, strict=True)]
+        self.width = max(self.max_drafts)
+        self._all_valid_below = min((count for count, live in zip(max_drafts, alive, strict=True) if live), default=0)
+        self._most = on_device(self.max_drafts, device)  # [B]
         self._going: Tensor | None = None  # [B] bool, rows that have not stopped; None while all go on
         self._tokens: list[Tensor] = []  # one [B] per place, and so are the next three
         self._valid: list[Tensor | None] = []
@@ -84,8 +84,8 @@ class Chain:
 
     def open_rows(self) -> list[bool]:
         """Rows that will draft one more token, on the host."""
-        going = [True] * len(self.most) if self._going is None else self._going.tolist()
-        return [len(self) < most and goes for most, goes in zip(self.most, going, strict=True)]
+        going = [True] * len(self.max_drafts) if self._going is None else self._going.tolist()
+        return [len(self) < max_drafts and goes for max_drafts, goes in zip(self.max_drafts, going, strict=True)]
 
     def stop(self, *may_go_on: Tensor | None, look: bool = False) -> bool:
         """Stop the rows that one of `may_go_on` ([B] bool, None for all rows) does not let draft on. Returns whether all have
@@ -98,7 +98,7 @@ class Chain:
         if not reasons:
             return False
         going = functools.reduce(operator.and_, reasons)  # [B]
-        readable = host.readable(going)
+        readable = host_transfer.readable(going)
         if readable and bool(going.all()):
             return False
         self._going = going if self._going is None else self._going & going
@@ -127,8 +127,8 @@ class ChainDrafter(Drafter):
     A subclass says where the logits of the newest token come from (`next_logits`), and where it differs: how a token is
     proposed from them (`propose`), what is observed of them (`observe`), and what reads a drafted token (`append`, `finish`).
 
-    most: most draft tokens of a row in a step; `self.most` has one for every row. threshold: confidence below which a row
-    stops drafting.
+    max_drafts: most draft tokens of a row in a step; `self.max_drafts` has one for every row. threshold: confidence below which
+    a row stops drafting.
     """
 
     looks = True  # whether an accelerator is asked now and then if every row has stopped
@@ -136,10 +136,12 @@ class ChainDrafter(Drafter):
     shortlist: Tensor | None = None  # [S], the ids that drafts are picked from; None for all
     drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, where these draft
 
-    def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, coupled: bool) -> None:
+    def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, coupled: bool) -> None:
         self.model, self.coupled = model, coupled
-        self.most = [most] * rows
-        self.confidence = self.rule = Confidence(threshold, rows, model.device, most)  # the method's, and that of this step
+        self.max_drafts = [max_drafts] * rows
+        self.confidence = self.rule = ConfidenceRule(
+            threshold, rows, model.device, max_drafts
+        )  # the method's, and that of this step
 
     @property
     def sampler(self) -> Sampler:
@@ -148,16 +150,16 @@ class ChainDrafter(Drafter):
     def add_request(self, row: int, request: Request) -> None:
         self.confidence.reset(row)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Logits, a token, what was observed; again, until no row drafts on."""
-        view, most = self.view, [min(own, allowed) for own, allowed in zip(self.most, limits, strict=True)]
+        view, max_drafts = self.view, [min(own, allowed) for own, allowed in zip(self.max_drafts, limits, strict=True)]
         self.rule, looks = self.confidence, self.looks or stop_rule is not None
         if stop_rule is not None:
             self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
-        forward = view.start_forward(most, self.shortlist, self.drafting_model)
-        if (draft := self.draft_at_once(most, forward)) is not None:
+        forward = view.start_forward(max_drafts, self.shortlist, self.drafting_model)
+        if (draft := self.draft_at_once(max_drafts, forward)) is not None:
             return draft
-        chain = Chain(most, view.alive, self.model.device)
+        chain = DraftChain(max_drafts, view.alive, self.model.device)
         position = forward.positions[:, 0] + 1  # [B]
         path = forward.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
@@ -166,7 +168,7 @@ class ChainDrafter(Drafter):
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
             nobody = False
-            if not host.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
+            if not host_transfer.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
                 nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
@@ -182,21 +184,23 @@ class ChainDrafter(Drafter):
         None where this drafter does more with a draft than to take its likeliest token."""
         return None
 
-    def draft_at_once(self, most: list[int], forward: PartialForward) -> Draft | None:
+    def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain in one call of the engine; None where this drafter or the engine wants it token by token."""
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
         rule = self.rule
         thresholds = rule.thresholds if rule.active else None
-        chain = forward.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=rule.survival)
+        chain = forward.draft_greedily(
+            *drafter, max_drafts, thresholds, self.sampler.eos, self.transform, survival=rule.survival
+        )
         if chain is None:
             return None
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if forward.valid is None else forward.valid[:, 1:]
         exit_layer = drafter[0] if drafter[1] is None else None
         return Draft(chain.tokens, valid, forward, confidence=chain.confidence, exit_layer=exit_layer)
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Raw logits [B, V] float32 of what follows the newest token."""
         raise NotImplementedError
 
@@ -214,12 +218,12 @@ class ChainDrafter(Drafter):
         confidence = self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
-    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Hand the newest token to what drafts, the target's own forward. Returns all tokens drafted so far, [B, k]."""
         forward.append(*chain.newest)
         return forward.tokens[:, 1:]
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """The draft, its tokens in the forward that the target scores."""
         return chain.draft(forward)
 

@@ -15,29 +15,29 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
-from skipstone.engines.choose_engine import Setup, attach, attached
-from skipstone.engines.host import across, counting, on_device
+from skipstone.engines.choose_engine import EngineOptions, attach, attached
+from skipstone.engines.host_transfer import across, counting, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.fewer_bits import check_draft_quantize
+from skipstone.methods.drafting.draft_quantize import check_draft_quantize
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.models.memo import Memo
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.per_model_cache import PerModelCache
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LOADED: Memo["DraftModel"] = Memo()
+_LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
 class DraftModel(ModelRunner):
     """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. asked:
     as in `ModelRunner`."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: Setup | None = None) -> None:
-        asked = asked or Setup()
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: EngineOptions | None = None) -> None:
+        asked = asked or EngineOptions()
         super().__init__(model, asked.engine, asked.quantize, asked.kv_dtype)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
@@ -232,10 +232,12 @@ class DraftModelDrafter(ChainDrafter):
         draft_model: DraftModel,
         rows: int,
         capacity: int,
-        most: int,
+        max_drafts: int,
         threshold: Threshold,
     ) -> None:
-        super().__init__(model, rows, most=most, threshold=threshold, coupled=method.rejection_sample_method == "coupled")
+        super().__init__(
+            model, rows, max_drafts=max_drafts, threshold=threshold, coupled=method.rejection_sample_method == "coupled"
+        )
         self.draft_model = draft_model
         self.store = KVCache(rows, draft_model.depth, capacity, draft_model.kv_dtype)
         self.prompts = Prefill(draft_model, self.store)
@@ -257,10 +259,10 @@ class DraftModelDrafter(ChainDrafter):
         return self.draft_model.own_threads
 
     def validate_request(self, request: Request) -> None:
-        length, most, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
-        if length + most > limit:
+        length, new, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
+        if length + new > limit:
             raise ValueError(
-                f"prompt of {length} tokens + max_new_tokens={most} is more than the {limit} positions of the draft model "
+                f"prompt of {length} tokens + max_new_tokens={new} is more than the {limit} positions of the draft model "
                 f"{self.draft_model.name} ({self.draft_model.max_positions_source}); the target {name_of(self.model.model)} "
                 f"has {self.model.max_positions}"
             )
@@ -282,11 +284,11 @@ class DraftModelDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return self.draft_model.depth, None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """What the draft model says once it has read the newest token. The last token of a chain is never read."""
         device = self.draft_model.device
         if not len(chain):
-            self._ahead = self._ahead or self._what_is_lacking(chain.most)
+            self._ahead = self._ahead or self._what_is_lacking(chain.max_drafts)
             self._path = forward.tokens.new_empty((self.view.rows, chain.width))
         else:
             assert self._ahead is not None
@@ -295,13 +297,15 @@ class DraftModelDrafter(ChainDrafter):
             self._ahead.append(tokens, None if valid is None else across(valid, device))
         return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
 
-    def draft_at_once(self, most: list[int], forward: PartialForward) -> Draft | None:
+    def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
-        if self.one_call() is None or not self.sampler.picks_only or not any(most):
+        if self.one_call() is None or not self.sampler.picks_only or not any(max_drafts):
             return None
-        self._ahead = self._what_is_lacking([count if alive else 0 for count, alive in zip(most, self.view.alive, strict=True)])
+        self._ahead = self._what_is_lacking(
+            [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
+        )
         thresholds = self.rule.thresholds if self.rule.active else None
-        chain = self._ahead.write_on(most, thresholds, self.sampler.eos, self.rule.survival)
+        chain = self._ahead.write_on(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]
@@ -312,8 +316,8 @@ class DraftModelDrafter(ChainDrafter):
         confidence = None if chain.confidence is None else across(chain.confidence, self.model.device)
         return Draft(tokens, valid, forward, confidence=confidence)
 
-    def _what_is_lacking(self, most: list[int]) -> PartialForward:
-        """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
+    def _what_is_lacking(self, max_drafts: list[int]) -> PartialForward:
+        """What every live row lacks, one token or two, with room for a draft of at most `max_drafts` tokens a row."""
         lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
         for row in live:
             if len(self.text[row]) - lengths[row] > 2:
@@ -323,7 +327,7 @@ class DraftModelDrafter(ChainDrafter):
             lengths[row] = len(self.text[row]) - lacking
         tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.view.alive, strict=True)]
         columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
-        room = [count + lacking - 1 for count in most]
+        room = [count + lacking - 1 for count in max_drafts]
         ahead = PartialForward(self.draft_model, self.store, columns[:, 0], self.view.alive, room, self.draft_shortlist)
         if lacking > 1:
             ahead.append(columns[:, 1:])
@@ -335,12 +339,12 @@ class DraftModelDrafter(ChainDrafter):
         while self.prompts.is_pending:
             self.prompts.run(PREFILL_CHUNK)
 
-    def append(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         assert self._path is not None
         self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
         return self._path[:, : len(chain)]
 
-    def finish(self, chain: Chain, forward: PartialForward) -> Draft:
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """The target reads all tokens of the draft at once."""
         draft = chain.draft(forward)
         if draft.width:

@@ -19,7 +19,7 @@ from skipstone.models.fetching import fetch, hub_name
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import write_json
-from skipstone.utils.settings_files import Part, read_json
+from skipstone.utils.settings_files import SettingsPart, read_json
 
 LayerMask = NDArray[np.bool_]
 """A layer set, z in SWIFT: [n], n = 2 (L - 2), the attentions of layers 1 to L - 2 (counted from 0), then their MLPs. True is
@@ -29,7 +29,7 @@ UNKNOWN_SLOPE = 0.04  # plain steps that one more token in a scoring pass is tho
 
 
 @dataclass(frozen=True)
-class Space:
+class LayerSetSpace:
     """All layer sets of a model of `layers` layers. ValueError for fewer than 4: nothing sensible would be left."""
 
     layers: int
@@ -91,7 +91,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SkipCosts:
     """Costs in plain steps. attention, mlp: what leaving out one such sublayer saves. layer: what leaving out both of a layer
     saves besides. scoring: of a pass over 1, 2, ... tokens."""
 
@@ -123,14 +123,14 @@ class Costs:
         return np.array([self.score(drafts + 1) for drafts in range(1, MOST_DRAFTS + 1)])
 
 
-def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
+def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: int = MOST_DRAFTS) -> Any:
     """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): the tokens of a step of k drafts, each right with
     probability m, over its cost. It is under 1 where no draft length pays.
 
-    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. most: drafts, at most MOST_DRAFTS.
+    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. max_drafts: drafts, at most MOST_DRAFTS.
     """
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
-    k = np.arange(1, min(most, MOST_DRAFTS) + 1)
+    k = np.arange(1, min(max_drafts, MOST_DRAFTS) + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])  # [a, most]
     return (tokens / (k * c[..., None] + costs.steps[: len(k)])).max(-1)
 
@@ -141,12 +141,12 @@ def measured_speedup(mean_length: float, alpha: float, draft: float, score: floa
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What a search maximises. by: "speed" or the paper's "matchness". most: drafts a step."""
+class SearchObjective:
+    """What a search maximises. by: "speed" or the paper's "matchness". max_drafts: drafts a step."""
 
-    costs: Costs = Costs(0.0, 0.0, (1.0,))
+    costs: SkipCosts = SkipCosts(0.0, 0.0, (1.0,))
     by: str = "speed"
-    most: int = MOST_DRAFTS
+    max_drafts: int = MOST_DRAFTS
 
     def __call__(self, matchness: float, skipped: LayerMask) -> float:
         """The worth of a set of that matchness."""
@@ -154,14 +154,14 @@ class Objective:
 
     def of_many(self, matchness: Any, draft: Any) -> Any:
         """The worth of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
-        return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.most)
+        return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.max_drafts)
 
 
 PROFILE_VERSION = 1  # of the format of a profile
 PROFILE = "profile.json"  # file of a repository on the hub: its profile
 
 
-class Profile(Part):
+class LayerSetProfile(SettingsPart):
     """A layer set's file. model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted
     from 0, whose sublayer drafting leaves out. about: how it was found."""
 
@@ -180,13 +180,13 @@ class Profile(Part):
 def save_profile(
     path: Path, model: Any, about: dict[str, Any], attention: Sequence[int], mlp: Sequence[int], name: str = ""
 ) -> None:
-    """Write the profile of a model, whole or not at all. The rest is as in `Profile`."""
+    """Write the profile of a model, whole or not at all. The rest is as in `LayerSetProfile`."""
     key = fingerprint(model)
-    profile = Profile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
+    profile = LayerSetProfile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
     write_json(path, profile.model_dump(mode="json"))
 
 
-def load_profile(source: str | Path, model: Any) -> Profile:
+def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
     """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError where there is none;
     ValueError for what is no profile, and for another model's."""
     if not isinstance(source, (str, Path)):
@@ -197,9 +197,9 @@ def load_profile(source: str | Path, model: Any) -> Profile:
     return profile
 
 
-def read_profile(path: Path, source: object = None) -> Profile:
+def read_profile(path: Path, source: object = None) -> LayerSetProfile:
     """The profile in a file, of whichever model. source: what a user called it. Errors as in `load_profile`."""
-    return read_json(path, Profile, PROFILE_VERSION, "a layer set", source)
+    return read_json(path, LayerSetProfile, PROFILE_VERSION, "a layer set", source)
 
 
 def _file_of(source: str | Path) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Drafter, Requirements
 from skipstone.decoding.request import Request
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor
 from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.settings import setting, whole_number
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 
-_MADE: Memo[Tensor | None] = Memo()
+_MADE: PerModelCache[Tensor | None] = PerModelCache()
 
 
 def vocabulary_setting() -> Any:

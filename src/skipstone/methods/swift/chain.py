@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.skipping import SkippingDrafter
-from skipstone.methods.swift.optimisation import Optimisation
+from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
+from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.models.passes import SkipSet
 
 
@@ -15,9 +15,9 @@ class SwiftChainDrafter(SkippingDrafter):
     is learnt of a candidate counts as the drafter's if it becomes the set in use."""
 
     def __init__(
-        self, optimisation: Optimisation, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
+        self, optimisation: LayerSetOptimisation, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
     ) -> None:
-        super().__init__(model, rows, most=max_drafts, threshold=None)
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=None)
         self.optimisation, self._candidate, self.shortlist = optimisation, optimisation.skipped, shortlist
         self.skip = optimisation.skip
 

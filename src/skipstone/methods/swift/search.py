@@ -2,7 +2,7 @@
 
 A search is told the matchness of the sets that it proposes: the share of tokens that the remaining model chooses as the whole
 one does (SWIFT, arXiv 2410.06916, Eq. 4). The worth of a set is its matchness, or the speed-up that this and the costs allow
-(`Objective`). A search keeps the number of skipped sublayers, but for `resize`.
+(`SearchObjective`). A search keeps the number of skipped sublayers, but for `resize`.
 """
 
 import math
@@ -12,20 +12,20 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.methods.drafting.layer_sets import LayerMask, Objective, Space
+from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
 
 
 @dataclass
-class Search:
+class LayerSetSearch:
     """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
     this one keeps; None is the uniform one. interval: proposals, of which SwiftSearch makes one by Bayesian optimisation.
 
     adaptive: it learns.
     """
 
-    space: Space
+    space: LayerSetSpace
     count: int
-    objective: Objective = field(default_factory=Objective)
+    objective: SearchObjective = field(default_factory=SearchObjective)
     seed: int = 0
     first: LayerMask | None = None
     interval: int = 25
@@ -63,7 +63,7 @@ class Search:
         self.forget()
 
 
-class RandomSearch(Search):
+class RandomSearch(LayerSetSearch):
     """Random sets; every fourth proposal looks again at the set that may be the best, so that luck is found out."""
 
     adaptive: ClassVar[bool] = True
@@ -116,14 +116,14 @@ class SwiftSearch(RandomSearch):
 
     def propose(self) -> LayerMask:
         if not self.seen:
-            return Search.best(self)
+            return LayerSetSearch.best(self)
         if self.observations % self.interval == self.interval - 1 and len(self.seen) > 2:
             return self._by_gaussian_process()
         return self.space.random(self.count, self.rng)
 
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
         """Of a set that was measured before the higher score counts."""
-        Search.observe(self, skipped, matchness, positions)
+        LayerSetSearch.observe(self, skipped, matchness, positions)
         known = self.estimate(skipped) or 0.0
         self.seen[skipped.tobytes()] = (skipped, max(known, matchness) * positions, positions)
 
@@ -162,7 +162,7 @@ class SwiftSearch(RandomSearch):
         return near
 
 
-class LinearThompson(Search):
+class LinearThompson(LayerSetSearch):
     """Thompson sampling on a Bayesian linear model: every skipped sublayer takes something from matchness.
 
     The best set of a draw follows from sorting, for only the number of attentions among the skipped sublayers decides what a
@@ -229,11 +229,11 @@ class LinearThompson(Search):
 
 
 SearchName = Literal["linear_ts", "swift", "random", "uniform"]
-SEARCHES: dict[SearchName, type[Search]] = {
+SEARCHES: dict[SearchName, type[LayerSetSearch]] = {
     "linear_ts": LinearThompson,
     "swift": SwiftSearch,
     "random": RandomSearch,
-    "uniform": Search,
+    "uniform": LayerSetSearch,
 }
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
 
@@ -32,17 +32,17 @@ class SwiftSettings(ShortlistMethod):
     context_window: int = setting(32, "generated tokens that a layer set is judged by.")
     search: SearchName = setting("swift", "swift (the paper's), linear_ts, random or uniform (none).")
     bayes_interval: int = setting(25, "beta, evaluations of search=swift, one of which is Bayesian.")
-    max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
+    max_steps: int = setting(1000, "evaluations after which the search ends.", min_value=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")
     target_matchness: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
     dynamic_verification: bool = setting(True, "runners-up are verified too.")
     profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of a search.")
-    search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
+    search_seed: int = setting(0, "of the search; it changes speed and never the text.", min_value=0)
     draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)
-        space = Space.of(model)
+        space = LayerSetSpace.of(model)
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
                 f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "

@@ -5,9 +5,9 @@ Draft with the target itself, some attention and MLP sublayers left out; verify 
 sublayers is found while decoding: the text that was just written tells how often a layer set would have chosen the same tokens.
 Keys and values of the draft lie at the draft's own slots and are overwritten by verification; nothing is cloned.
 
-The search is in search.py, its stopping rule in optimisation.py, the tree in tree.py. Deviation: drafts are deterministic given
-the seed (coupled to the target's noise), so the tree is verified by match at every temperature. Whether drafting pays is asked
-by `auto` and `guard=true`, where a layer set drafts chains and evaluations are paid from what was won.
+The search is in search.py, its stopping rule in layer_set_optimisation.py, the tree in tree.py. Deviation: drafts are
+deterministic given the seed (coupled to the target's noise), so the tree is verified by match at every temperature. Whether
+drafting pays is asked by `auto` and `guard=true`, where a layer set drafts chains and evaluations are paid from what was won.
 """
 
 from collections import deque
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Candidate, Drafter, Requirements, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.methods.drafting import states
+from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.candidates import of_layers
-from skipstone.methods.drafting.hindsight import states_behind
 from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
-from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.drafting.replay import replay_hidden_states
+from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.swift.chain import SwiftChainDrafter
-from skipstone.methods.swift.optimisation import Optimisation
+from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
 from skipstone.policy.draft_length import MAX_DRAFTS
@@ -53,13 +53,13 @@ class Swift(SwiftSettings):
         layers = model.depth - float(optimisation.skipped.sum()) / 2
         return {"swift": replace(of_layers(drafter, self, model, layers), searches=True)}
 
-    def optimisation(self, model: ModelRunner) -> Optimisation:
+    def optimisation(self, model: ModelRunner) -> LayerSetOptimisation:
         """What it has found on a model, across requests."""
         skip = None if self.profile is None else load_profile(self.profile, model.model).skip
-        return states.of(self, model, 1, skip, lambda: Optimisation(self, model, skip))
+        return method_states.method_state(self, model, 1, skip, lambda: LayerSetOptimisation(self, model, skip))
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, None, model)
+        return method_states.method_report(self, None, model)
 
     def save(self, model: PreTrainedModel, path: str | Path) -> None:
         """Write the layer set that was found on a model into a profile. ValueError before its first request."""
@@ -72,11 +72,11 @@ class Swift(SwiftSettings):
 class SwiftDrafter(SkippingDrafter):
     """Drafts with a layer set that is optimised across requests, by what is written."""
 
-    def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: Optimisation) -> None:
-        most = method.num_speculative_tokens
+    def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: LayerSetOptimisation) -> None:
+        max_drafts = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
-        super().__init__(model, rows, most=most, threshold=threshold, ranks=ranks)
-        self.requirements = Requirements(max(min(most * RANKS, most + MOST_LEAVES), method.context_window))
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)
+        self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MOST_LEAVES), method.context_window))
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
@@ -100,11 +100,11 @@ class SwiftDrafter(SkippingDrafter):
         row = rows[self._turn % len(rows)]
         tokens, chosen = zip(*self.windows[row], strict=True)
         skip = self.optimisation.space.to_skip_set(candidate)
-        hidden = states_behind(self.view.store, row, tokens[:-1], self.model, self.model.depth, skip)
+        hidden = replay_hidden_states(self.view.store, row, tokens[:-1], self.model, self.model.depth, skip)
         predicted = self.model.logits(hidden, self.shortlist)[0].argmax(-1)  # [gamma]
         self._evaluation = candidate, (predicted == torch.stack(chosen[1:])).sum().to("cpu", non_blocking=True)
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Section 4.2: a chain with the layer set, as long as it is confident; then its runners-up, all in one tree."""
         chain, ranked = self.chain(limits, self.optimisation.skip)
         if ranked is None:
@@ -112,12 +112,12 @@ class SwiftDrafter(SkippingDrafter):
         tree = with_leaves(chain, *ranked) if self.ranks > 1 else chain
         if tree.width == chain.width:
             return chain
-        most = [tree.width if alive else 0 for alive in self.view.alive]
-        tree.forward = self.view.start_forward(most, self.shortlist, self.drafting_model)
+        max_drafts = [tree.width if alive else 0 for alive in self.view.alive]
+        tree.forward = self.view.start_forward(max_drafts, self.shortlist, self.drafting_model)
         tree.forward.append(tree.tokens, tree.valid, tree.parents)
         return tree
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | Picked) -> None:
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
         self._choices = scores.best if self.optimisation.searching else None
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.engines import host
+from skipstone.engines import host_transfer
 
 CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))  # (confidence, tokens that a place offers above it, the chain's among them)
 RANKS = 10  # tokens that a place of no more confidence offers
@@ -34,10 +34,10 @@ def chances(confidence: Tensor, ranks: int) -> Tensor:
     )
 
 
-def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES) -> Draft:
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, max_leaves: int = MOST_LEAVES) -> Draft:
     """A chain and its runners-up. The chain's nodes come first, so that node j of the chain is place j; then come at most
-    `most` leaves, the likeliest ones. On the CPU, where it costs nothing to know how many there are, the tree is no wider than
-    that.
+    `max_leaves` leaves, the likeliest ones. On the CPU, where it costs nothing to know how many there are, the tree is no wider
+    than that.
 
     ranked: [B, n, k] int64, the tokens of every place, best first, which is the chain's. real: [B, n, k] bool, those that can
     be drawn at all. Without confidences every place offers RANKS.
@@ -51,10 +51,10 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]  # [B, n, k - 1]
     above = torch.arange(-1, width - 1, device=device, dtype=torch.int64)  # [n], the node before every place
     tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
-    most = min(most, valid.shape[1])
-    if host.readable(valid):
-        most = min(most, int(valid.sum(1).max()))
-    order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
+    max_leaves = min(max_leaves, valid.shape[1])
+    if host_transfer.readable(valid):
+        max_leaves = min(max_leaves, int(valid.sum(1).max()))
+    order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :max_leaves]
     return Draft(
         torch.cat([chain.tokens, tokens.gather(1, order)], 1),
         torch.cat([chain.valid, valid.gather(1, order)], 1),

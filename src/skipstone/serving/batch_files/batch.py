@@ -13,8 +13,8 @@ import torch
 from skipstone.decoding.method import Method
 from skipstone.engines import loading
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.call import resolve_for
-from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
+from skipstone.hf.generate_call import resolve_for
+from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.fingerprint import fingerprint
 from skipstone.serving.batch_files.answering import Died, answered, by_defect
 from skipstone.serving.batch_files.journal import Answer, Journal

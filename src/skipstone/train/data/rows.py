@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from skipstone.engines.loading import bos_prefix
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 from skipstone.utils.files import digest, file_digest, first_folder, write_json
-from skipstone.utils.settings_files import Part
+from skipstone.utils.settings_files import SettingsPart
 
 BATCH = 256  # documents that are tokenised in one call
 FORMAT = 2  # part of every cached result's key: raise it when the same documents give other rows
@@ -36,7 +36,7 @@ CONTENTS = "contents.json"
 IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
-class RowPlan(Part):
+class RowPlan(SettingsPart):
     """How documents become rows. length: tokens a row. rows: of the whole training order. held_out: share of documents."""
 
     length: int = Field(ge=2)
@@ -46,7 +46,7 @@ class RowPlan(Part):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TrainingData:
     """train: [rows, length] int64, in training order. held_out: source -> [N, length] int64. report: counts for the model card.
 
     report: what JSON holds: the plan, `tokens` and `sha256` of the training order, `held_rows` of each source, and `sources`:
@@ -176,7 +176,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     plan: RowPlan,
     cache: Path | None = None,
-) -> Prepared:
+) -> TrainingData:
     """Everything from documents to rows: deduplicate, split, pack each source, mix.
 
     weights: of every source, by name. cache: a folder for results, one for each combination of documents, weights, plan and
@@ -195,7 +195,7 @@ def prepare(
     return built
 
 
-def save(folder: Path, prepared: Prepared) -> None:
+def save(folder: Path, prepared: TrainingData) -> None:
     """Write prepared data as a folder that is complete or not there. Where another process was faster, its result stays.
     OSError (a full disk) leaves nothing behind."""
     with first_folder(folder) as made:
@@ -207,7 +207,7 @@ def save(folder: Path, prepared: Prepared) -> None:
         write_json(made / CONTENTS, {"files": files, "report": prepared.report})
 
 
-def load(folder: Path) -> Prepared | None:
+def load(folder: Path) -> TrainingData | None:
     """What `save` wrote, arrays mapped from their files, not read; None where there is nothing. What is damaged is removed with
     a warning, and None."""
     if not folder.is_dir():
@@ -216,7 +216,7 @@ def load(folder: Path) -> Prepared | None:
         contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
         train, *held_out = (_mapped(folder / name, sha256) for name, sha256 in contents["files"].items())
         report = contents["report"]
-        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+        return TrainingData(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"the cached data in {folder} is damaged ({error}) and is made anew", UserWarning, stacklevel=2)
         shutil.rmtree(folder)
@@ -242,7 +242,7 @@ def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _build(
     documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: RowPlan
-) -> Prepared:
+) -> TrainingData:
     eos_id: Any = tokenizer.eos_token_id
     kept, duplicates = deduplicate(documents)
     parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))
@@ -269,4 +269,4 @@ def _build(
     sha256 = hashlib.sha256(train.numpy().data).hexdigest()
     held_rows = {name: len(rows) for name, rows in packed["held_out"].items()}
     facts = {**plan.model_dump(), "tokens": train.numel(), "sha256": sha256, "held_rows": held_rows}
-    return Prepared(train, packed["held_out"], {**facts, "sources": report})
+    return TrainingData(train, packed["held_out"], {**facts, "sources": report})

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from skipstone.utils.records import OnHub, Placed, decoded, json_lines, value
-from skipstone.utils.settings_files import Part
+from skipstone.utils.records import HubRecords, Placed, decoded, json_lines, value
+from skipstone.utils.settings_files import SettingsPart
 
 STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
 
 
-class Text(NamedTuple):
+class SourceText(NamedTuple):
     """What a source gives. prompt: what stands before the text and is only read, not predicted."""
 
     name: str
@@ -48,7 +48,7 @@ def resolve(path: str, base: Path) -> Path:
     return found
 
 
-class Origin(Part):
+class DocumentSource(SettingsPart):
     """What all sources have. weight: the source's share of the training rows, relative to the others'."""
 
     path: str = Field(min_length=1)
@@ -64,7 +64,7 @@ class Origin(Part):
         return values
 
 
-class TextFiles(Origin):
+class TextFiles(DocumentSource):
     """One document per file: `path` itself, or the files of the folder `path` that fit `glob` and no pattern of `exclude`.
 
     exclude: patterns for the path within the folder, with forward slashes; `*` stands for any characters, slashes too.
@@ -81,7 +81,7 @@ class TextFiles(Origin):
             raise ValueError(f"expected a pattern within the folder, such as **/*.txt, found {glob!r}")
         return glob
 
-    def read(self, base: Path) -> Iterator[Text]:
+    def read(self, base: Path) -> Iterator[SourceText]:
         """Texts by their path within the folder, sorted. FileNotFoundError for none, ValueError for one that is not UTF-8."""
         root = resolve(self.path, base)
         found = [root] if root.is_file() else [file for file in root.glob(self.glob) if file.is_file()]
@@ -91,10 +91,12 @@ class TextFiles(Origin):
             left_out = f", and exclude leaves out all {len(files)}" if files else ""
             raise FileNotFoundError(f"source {self.name!r}: no file in {root} fits glob {self.glob!r}{left_out}")
         for name in kept:
-            yield Text(name, decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude"))
+            yield SourceText(
+                name, decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude")
+            )
 
 
-class Records(Origin):
+class RecordSource(DocumentSource):
     """What is made of records. where: key -> values that are taken; [low, high] among them takes what lies between, both
     included. limit: only the first so many that are taken."""
 
@@ -133,7 +135,7 @@ class Records(Origin):
         raise NotImplementedError
 
 
-class _Documents(Records):
+class _RecordDocuments(RecordSource):
     """Documents made of records.
 
     template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
@@ -153,12 +155,12 @@ class _Documents(Records):
             raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
         return template
 
-    def _texts(self, records: Placed) -> Iterator[Text]:
+    def _texts(self, records: Placed) -> Iterator[SourceText]:
         """The texts of the records that are taken."""
         for place, record in self.taken(records):
             prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
             text = self._filled(self.template, record, place)
-            yield Text(name_of(prompt + text), text, prompt)
+            yield SourceText(name_of(prompt + text), text, prompt)
 
     def _expected(self) -> str:
         return f"the key {_keys(self.template)[0]!r}"
@@ -170,13 +172,13 @@ class _Documents(Records):
         return "".join(parts)
 
 
-class JsonLines(_Documents):
+class JsonLines(_RecordDocuments):
     """A file of JSON lines, one document a line."""
 
     kind: Literal["jsonl"] = "jsonl"
     template: str = "{question}\n{answer}"
 
-    def read(self, base: Path) -> Iterator[Text]:
+    def read(self, base: Path) -> Iterator[SourceText]:
         """Texts in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
         path = resolve(self.path, base)
         if not path.is_file():
@@ -184,7 +186,7 @@ class JsonLines(_Documents):
         return self._texts(json_lines(path))
 
 
-class HubDataset(_Documents):
+class HubDataset(_RecordDocuments):
     """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at.
 
     file: what the same records are called as a file of JSON lines, in a data folder of those who have no hub.
@@ -200,26 +202,26 @@ class HubDataset(_Documents):
         """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
         if self.file is None:
             return self
-        shared = self.model_dump(include=set(_Documents.model_fields) - {"path"})
+        shared = self.model_dump(include=set(_RecordDocuments.model_fields) - {"path"})
         return JsonLines(path=str((folder / self.file).absolute()), **shared)
 
-    def read(self, base: Path) -> Iterator[Text]:
+    def read(self, base: Path) -> Iterator[SourceText]:
         """Texts in the data set's order. ImportError that says what to install where `datasets` is missing."""
         files = f"give the folder of {self.file} with --data-dir, " if self.file else ""
         otherwise = f"{files}or make it a source of kind jsonl"
-        records = OnHub(self.path, self.split, self.config, self.revision)
+        records = HubRecords(self.path, self.split, self.config, self.revision)
         # a part of a large data set is read without fetching the whole
         return self._texts(records.read(f"source {self.name!r}", otherwise, streaming=self.limit is not None))
 
 
-class Script(Origin):
+class ScriptSource(DocumentSource):
     """A Python file of the recipe, which is run: its function `documents(**arguments)` gives texts, or pairs of a prompt that
     is only read and the text that follows it."""
 
     kind: Literal["script"] = "script"
     arguments: dict[str, Any] = Field(default_factory=dict)
 
-    def read(self, base: Path) -> Iterator[Text]:
+    def read(self, base: Path) -> Iterator[SourceText]:
         """Texts in the script's order. ValueError where it has no such function or gives something else than texts."""
         path = resolve(self.path, base)
         documents = getattr(_run(path), "documents", None)
@@ -239,10 +241,10 @@ class Script(Origin):
             prompt, text = given if isinstance(given, tuple) and len(given) == 2 else ("", given)
             if not isinstance(prompt, str) or not isinstance(text, str):
                 raise ValueError(f"{path}: document {number} is {type(given).__name__}, expected str or a pair of str")
-            yield Text(name_of(prompt + text), text, prompt)
+            yield SourceText(name_of(prompt + text), text, prompt)
 
 
-Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
+Source = Annotated[TextFiles | JsonLines | HubDataset | ScriptSource, Field(discriminator="kind")]
 """One entry of a recipe's list of sources, told apart by `kind`."""
 
 

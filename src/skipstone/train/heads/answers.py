@@ -28,16 +28,16 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone.decoding.method import Method
-from skipstone.engines.exits import watched
-from skipstone.engines.host import left_padded
+from skipstone.engines.exit_statistics import watched
+from skipstone.engines.host_transfer import left_padded
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.train import Say
-from skipstone.train.heads.prompts import Asked
-from skipstone.train.heads.recipe import Answers
+from skipstone.train.heads.prompts import HeadPrompt
+from skipstone.train.heads.recipe import AnswerSettings
 from skipstone.utils.files import LineFile, digest, install, read_lines
 
 BATCH = 16  # answers of one forward
@@ -49,7 +49,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """One prompt and the model's own answer to it, ids both."""
 
     prompt: list[int]
@@ -57,8 +57,14 @@ class Answer:
 
 
 def write(
-    model: PreTrainedModel, asked: Sequence[Asked], tokenizer: Tokenizer, wish: Answers, path: Path, eos: set[int], say: Say
-) -> tuple[list[Answer], float]:
+    model: PreTrainedModel,
+    asked: Sequence[HeadPrompt],
+    tokenizer: Tokenizer,
+    wish: AnswerSettings,
+    path: Path,
+    eos: set[int],
+    say: Say,
+) -> tuple[list[ModelAnswer], float]:
     """The answers to all prompts, shortest first, second turns behind all first ones, and the seconds that they took in all
     runs. What a file has already is not asked again.
 
@@ -69,10 +75,10 @@ def write(
     begins = [one.ids([], tokenizer) for one in asked]  # another chat template asks something else, too
     asked_for = digest([[(one.text, one.said, one.turns) for one in asked], begins])
     key = {"model": fingerprint(model), "prompts": asked_for, "max_new_tokens": wish.max_new_tokens}
-    writer = _Writer(model, wish, eos, *_read(path, key))
+    writer = _AnswerWriter(model, wish, eos, *_read(path, key))
     if not _go_through(asked, tokenizer, writer, None, say):  # what is complete is only read: several processes may
         with LineFile(path) as file:
-            writer = _Writer(model, wish, eos, *_read(path, key))
+            writer = _AnswerWriter(model, wish, eos, *_read(path, key))
             if writer.done:
                 file.go_on()
             else:
@@ -81,7 +87,9 @@ def write(
     return writer.done, writer.seconds
 
 
-def _go_through(asked: Sequence[Asked], tokenizer: Tokenizer, writer: "_Writer", file: LineFile | None, say: Say) -> bool:
+def _go_through(
+    asked: Sequence[HeadPrompt], tokenizer: Tokenizer, writer: "_AnswerWriter", file: LineFile | None, say: Say
+) -> bool:
     """Have all prompts answered, turn by turn; without a file only find out whether they are. Returns that."""
     for turn in range(max(map(len, asked))):
         answered = {tuple(one.prompt): str(tokenizer.decode(one.tokens, skip_special_tokens=True)) for one in writer.done}
@@ -99,7 +107,9 @@ def _go_through(asked: Sequence[Asked], tokenizer: Tokenizer, writer: "_Writer",
     return True
 
 
-def _prompts(asked: Sequence[Asked], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(
+    asked: Sequence[HeadPrompt], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer
+) -> list[list[int]]:
     """The ids that ask a turn of every conversation whose earlier turns are answered, each once, shortest first."""
     found: dict[tuple[int, ...], None] = {}
     for one in asked:
@@ -113,11 +123,13 @@ def _prompts(asked: Sequence[Asked], turn: int, answered: dict[tuple[int, ...], 
     return sorted(map(list, found), key=lambda ids: (len(ids), ids))
 
 
-class _Writer:
+class _AnswerWriter:
     """Has a model answer prompts in batches, into a file. done: all answers so far. seconds: that they took. room: most tokens
     of a prompt."""
 
-    def __init__(self, model: PreTrainedModel, wish: Answers, eos: set[int], done: list[Answer], seconds: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, wish: AnswerSettings, eos: set[int], done: list[ModelAnswer], seconds: float
+    ) -> None:
         self.model, self.wish, self.done, self.seconds = model, wish, done, seconds
         self._options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
         self.room = ModelRunner(model).max_positions - wish.max_new_tokens
@@ -138,13 +150,13 @@ class _Writer:
             self.seconds += took
             if len(rates) < len(methods):
                 rates.append(sum(map(len, found)) / took)
-            answers = [Answer(ids, tokens) for ids, tokens in zip(part, found, strict=True)]
+            answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, found, strict=True)]
             file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": self.seconds} for one in answers))
             self.done += answers
             say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
 
 
-def _methods(model: PreTrainedModel, wish: Answers) -> list[Method]:
+def _methods(model: PreTrainedModel, wish: AnswerSettings) -> list[Method]:
     """What a batch each is written with, and all the rest with the fastest of them. ValueError for a lossy one."""
     own = getattr(model.generation_config, OWN_FIELD, None)
     if wish.method is None:
@@ -154,11 +166,11 @@ def _methods(model: PreTrainedModel, wish: Answers) -> list[Method]:
     return [asked]
 
 
-def _read(path: Path, key: dict[str, Any]) -> tuple[list[Answer], float]:
+def _read(path: Path, key: dict[str, Any]) -> tuple[list[ModelAnswer], float]:
     """The answers of a file that was begun with the same key."""
     try:
         first, *rest = (read_lines(path) if path.exists() else []) or [key]
-        answers = [Answer(one["prompt"], one["tokens"]) for one in rest]
+        answers = [ModelAnswer(one["prompt"], one["tokens"]) for one in rest]
         seconds = float(rest[-1]["seconds"]) if rest else 0.0
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no file of answers: {error!r}; remove it to have them written again") from error
@@ -183,7 +195,7 @@ class Features:
 
 def extract(
     model: ModelRunner,
-    answers: Sequence[Answer],
+    answers: Sequence[ModelAnswer],
     layers: Sequence[int],
     folder: Path,
     max_disk: float,
@@ -223,7 +235,7 @@ def _there(folder: Path, about: dict[str, Any]) -> bool:
 
 
 def _make(
-    model: ModelRunner, answers: Sequence[Answer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
+    model: ModelRunner, answers: Sequence[ModelAnswer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
 ) -> None:
     made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
@@ -258,7 +270,7 @@ def _make(
 
 
 @torch.inference_mode()
-def _states(model: ModelRunner, answers: Sequence[Answer], layers: Sequence[int]) -> Tensor:
+def _states(model: ModelRunner, answers: Sequence[ModelAnswer], layers: Sequence[int]) -> Tensor:
     """[n, k + 1, d] of a batch: of every position whose next token is the answer's."""
     texts = [torch.tensor(one.prompt + one.tokens[:-1]) for one in answers]
     ids = pad_sequence(texts, batch_first=True).to(model.device)

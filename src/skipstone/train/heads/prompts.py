@@ -9,7 +9,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.hf import api
-from skipstone.train.data.sources import HubDataset, JsonLines, Records, Script, TextFiles, resolve
+from skipstone.train.data.sources import HubDataset, JsonLines, RecordSource, ScriptSource, TextFiles, resolve
 from skipstone.utils.records import json_lines
 
 USER = "user"  # the role whose turns are answered
@@ -17,7 +17,7 @@ KEYS = ("messages", "prompt", "turns")  # of a record of Chats, the first that i
 
 
 @dataclass(frozen=True)
-class Asked:
+class HeadPrompt:
     """One prompt. text: asked as it is, where there are no turns. said: messages (role, content) that stand before the turns.
     turns: what the user says, of which the model answers each before the next. place: where it was read, for messages."""
 
@@ -45,7 +45,7 @@ class Asked:
             raise ValueError(f"{self.place or 'a prompt'} cannot be asked as a chat: {error}") from error
 
 
-class Chats(Records):
+class ChatPrompts(RecordSource):
     """Conversations, one a line of a file of JSON lines.
 
     `messages`, or a `prompt` that is a list of {"role", "content"}: asked up to the last message that is the user's.
@@ -56,11 +56,11 @@ class Chats(Records):
     kind: Literal["chats"] = "chats"
     file: str | None = None
 
-    def local(self, folder: Path) -> "Chats":
+    def local(self, folder: Path) -> "ChatPrompts":
         """The source that reads from `folder`; itself where it names no file."""
         return self if self.file is None else self.model_copy(update={"path": str((folder / self.file).absolute())})
 
-    def read(self, base: Path) -> Iterator[Asked]:
+    def read(self, base: Path) -> Iterator[HeadPrompt]:
         """Prompts in the file's order. ValueError with the number of a line that holds none."""
         path = resolve(self.path, base)
         if not path.is_file():
@@ -71,31 +71,31 @@ class Chats(Records):
         return f"one of the keys {', '.join(KEYS)}"
 
 
-Prompts = Annotated[TextFiles | JsonLines | HubDataset | Script | Chats, Field(discriminator="kind")]
+Prompts = Annotated[TextFiles | JsonLines | HubDataset | ScriptSource | ChatPrompts, Field(discriminator="kind")]
 """A source of prompts, told apart by `kind`. Of documents, what stands before a text and the text are one prompt."""
 
 
-def asked_of(sources: Sequence[Any], base: Path, chat: bool) -> list[Asked]:
+def asked_of(sources: Sequence[Any], base: Path, chat: bool) -> list[HeadPrompt]:
     """Every prompt of the sources once, in their order. chat: a text is the only turn of a chat."""
-    found: dict[Asked, None] = {}
+    found: dict[HeadPrompt, None] = {}
     for source in sources:
         for one in source.read(base):
-            asked = one if isinstance(one, Asked) else Asked(one.prompt + one.text)
-            found[Asked(turns=(asked.text,), place=asked.place) if chat and not asked.turns else asked] = None
+            asked = one if isinstance(one, HeadPrompt) else HeadPrompt(one.prompt + one.text)
+            found[HeadPrompt(turns=(asked.text,), place=asked.place) if chat and not asked.turns else asked] = None
     return list(found)
 
 
-def _asked(record: dict[str, Any], place: str) -> Asked:
+def _asked(record: dict[str, Any], place: str) -> HeadPrompt:
     """What a record asks. ValueError that names the place."""
     key = next((key for key in KEYS if record.get(key) is not None), None)
     if key is None:
         raise ValueError(f"{place}: expected one of the keys {', '.join(KEYS)}, found {', '.join(map(str, record)) or 'none'}")
     found = record[key]
     if isinstance(found, str) and key == "prompt":
-        return Asked(found, place=place)
+        return HeadPrompt(found, place=place)
     if isinstance(found, list) and found:
         if all(isinstance(one, str) for one in found) and key != "messages":
-            return Asked(turns=tuple(found), place=place)
+            return HeadPrompt(turns=tuple(found), place=place)
         if all(map(_is_message, found)) and key != "turns":
             return _chat([(one["role"], one["content"]) for one in found], key, place)
     message = '{"role": text, "content": text}'
@@ -105,13 +105,13 @@ def _asked(record: dict[str, Any], place: str) -> Asked:
     raise ValueError(f"{place}: expected {wanted} under {key!r}, found {found!r:.80}")
 
 
-def _chat(messages: list[tuple[str, str]], key: str, place: str) -> Asked:
+def _chat(messages: list[tuple[str, str]], key: str, place: str) -> HeadPrompt:
     """A chat up to the last message of the user, whose answer is the model's to write."""
     while messages and messages[-1][0] != USER:
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{place}: expected a message of the role {USER!r} under {key!r}, found none")
-    return Asked(said=tuple(messages[:-1]), turns=(messages[-1][1],), place=place)
+    return HeadPrompt(said=tuple(messages[:-1]), turns=(messages[-1][1],), place=place)
 
 
 def _is_message(one: Any) -> bool:

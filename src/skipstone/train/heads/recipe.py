@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from skipstone.methods.adadecode.heads import Kind
 from skipstone.train.data.sources import from_folder
 from skipstone.train.heads.prompts import Prompts
-from skipstone.utils.settings_files import Part, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""
@@ -19,7 +19,7 @@ QUICK: dict[str, Any] = {"epochs": 40, "batch_size": 16, "learning_rate": 1e-3, 
 PRESETS = {"quick": QUICK, "paper": PAPER}
 
 
-class Answers(Part):
+class AnswerSettings(SettingsPart):
     """How the model writes what heads learn from: greedily, so many tokens a prompt, batch_size prompts at once, with a
     lossless `method` (None: its own default or plain decoding, whichever is faster). chat: a prompt that is a text is a user's
     turn of the chat template."""
@@ -30,7 +30,7 @@ class Answers(Part):
     chat: bool = False
 
 
-class Shape(Part):
+class HeadShape(SettingsPart):
     """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank. vocabulary: tokens that
     they predict, the so many that the answers hold most often; None for all."""
 
@@ -40,7 +40,7 @@ class Shape(Part):
     vocabulary: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _trained(self) -> "Shape":
+    def _trained(self) -> "HeadShape":
         if self.kind == "original":
             raise ValueError('kind "original" has nothing to train: decode with heads="original"')
         if (self.kind == "low_rank") != (self.rank is not None) or (self.rank is not None and self.rank < 1):
@@ -54,7 +54,7 @@ class Shape(Part):
         return self
 
 
-class Schedule(Part):
+class HeadSchedule(SettingsPart):
     """epochs: most passes over the answers. batch_size: answers a step. warmup: share of all steps. patience: epochs without a
     lower divergence on the held-out answers after which a head is done; None trains to the end. held_out: share of answers.
     mixed_precision: of the training, None is bf16 on CUDA and none on the CPU; bf16 where it is asked for also makes the states
@@ -69,7 +69,7 @@ class Schedule(Part):
     mixed_precision: Literal["no", "bf16"] | None = None
 
 
-class HeadsRecipe(Part):
+class HeadsRecipe(SettingsPart):
     """output: the run's folder; the heads stand in its `heads`. model: a folder or hub id, None for the bundled one. prompts:
     sources, of documents or of chats. model_dtype: of the model, "auto" for its checkpoint's; dtype:
     of the heads on the disk, None for the model's."""
@@ -78,9 +78,9 @@ class HeadsRecipe(Part):
     model: str | None = None
     name: str | None = None
     prompts: list[Prompts] = Field(min_length=1)
-    answers: Answers = Answers()
-    heads: Shape = Shape()
-    training: Schedule = Schedule()
+    answers: AnswerSettings = AnswerSettings()
+    heads: HeadShape = HeadShape()
+    training: HeadSchedule = HeadSchedule()
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     seed: int = Field(default=0, ge=0)

@@ -31,9 +31,9 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
 from skipstone.train.heads import answers as answering
-from skipstone.train.heads.answers import Answer, Features
+from skipstone.train.heads.answers import Features, ModelAnswer
 from skipstone.train.heads.prompts import asked_of
-from skipstone.train.heads.recipe import HeadsRecipe, Schedule
+from skipstone.train.heads.recipe import HeadSchedule, HeadsRecipe
 from skipstone.utils.files import digest
 
 HEADS = "heads"  # folder in that of the run: the finished heads
@@ -83,7 +83,7 @@ def run(
     extracted = time.perf_counter()
     if heads.shortlist is not None:
         heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), runner.head.weight.shape[0]))
-    state = _Run(heads, runner, features, recipe.training, recipe.seed)
+    state = _HeadTrainingRun(heads, runner, features, recipe.training, recipe.seed)
     metrics = state.train(folder, _fingerprint(recipe, heads, written), say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
     account = {**_account(recipe, state, seconds), "lm_head": spectrum}
@@ -102,7 +102,7 @@ def _tell(metrics: dict[str, dict[str, Any]], say: Say) -> None:
         say(f"E={layer}: {old} -> {new}, sure of {100 * one['sure']:.0f} % of all tokens")
 
 
-def _fingerprint(recipe: HeadsRecipe, heads: ExitHeads, written: Sequence[Answer]) -> dict[str, Any]:
+def _fingerprint(recipe: HeadsRecipe, heads: ExitHeads, written: Sequence[ModelAnswer]) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
     wish |= {"states": "mixed"} if _mixed(recipe) else {}  # so were they not always
@@ -131,7 +131,7 @@ def _untrained(recipe: HeadsRecipe, model: ModelRunner) -> ExitHeads:
     return heads.to(model.device)
 
 
-def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> dict[str, Any]:
+def _account(recipe: HeadsRecipe, state: "_HeadTrainingRun", seconds: dict[str, float]) -> dict[str, Any]:
     """How heads were trained, for their card."""
     return {
         **recipe.training.model_dump(),
@@ -175,7 +175,7 @@ def commonest(answers: Iterable[Sequence[int]], count: int, vocabulary: int) -> 
     return torch.tensor(sorted(sorted(range(vocabulary), key=lambda id: (-found[id], id))[:count]))
 
 
-class Divergence(nn.Module):
+class HeadDivergence(nn.Module):
     """Heads under training: states -> the divergence of every head, over the tokens that they predict."""
 
     def __init__(self, heads: ExitHeads, model: ModelRunner) -> None:
@@ -211,7 +211,7 @@ def quality(heads: ExitHeads, model: ModelRunner, features: Features, answers: S
     the last layer chooses of all tokens), sure (share where it gives its choice more than SURE) and right (share of those
     where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
-    states, divergence = features.states_of(answers), Divergence(heads, model)
+    states, divergence = features.states_of(answers), HeadDivergence(heads, model)
     ids = torch.arange(model.head.weight.shape[0], device=model.device) if heads.shortlist is None else heads.shortlist
     for part in _chunks(states, model):
         target, wanted = divergence.target(part), model.project(part[None, :, -1])[0].argmax(-1)  # [n, V or S], [n]
@@ -239,7 +239,7 @@ def _chunks(states: Tensor, model: ModelRunner) -> list[Tensor]:
     return [part.to(model.device, model.dtype) for part in states.split(rows)]
 
 
-class _Run:
+class _HeadTrainingRun:
     """A training run.
 
     training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
@@ -247,7 +247,7 @@ class _Run:
     each head's from then. before: figures of the untrained heads, by layer.
     """
 
-    def __init__(self, heads: ExitHeads, model: ModelRunner, features: Features, schedule: Schedule, seed: int) -> None:
+    def __init__(self, heads: ExitHeads, model: ModelRunner, features: Features, schedule: HeadSchedule, seed: int) -> None:
         self.heads, self.model, self.features, self.schedule, self.seed = heads, model, features, schedule, seed
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
         place = model.device.type
@@ -255,7 +255,7 @@ class _Run:
         precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
         self.accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)
-        self.module, self.optimizer = self.accelerator.prepare(Divergence(heads, model), optimizer)
+        self.module, self.optimizer = self.accelerator.prepare(HeadDivergence(heads, model), optimizer)
         self.steps_an_epoch = -(-len(self.training) // schedule.batch_size)
         self.epoch = 0
         self.before: dict[str, Any] = {}

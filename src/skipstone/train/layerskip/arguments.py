@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe, renamed_exits
-from skipstone.utils.settings_files import Part, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
@@ -96,7 +96,7 @@ class LayerSkipArguments(TrainingArguments):
         return {name: values[name] for name in DECIDING} | own
 
 
-class StartingModel(Part):
+class StartingModel(SettingsPart):
     """What to train: a model to go on from (a folder or hub id), the model of another recipe of the same folder, which is run
     first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. layers: only so many of
     its first layers, to begin a draft model with. lora: PEFT's LoraConfig fields, to train adapters only."""
@@ -118,20 +118,20 @@ class StartingModel(Part):
         return self
 
 
-class Vocabulary(Part):
+class TokenizerSettings(SettingsPart):
     """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
 
     pretrained: str | None = None
     vocab_size: int | None = None
 
     @model_validator(mode="after")
-    def _not_both(self) -> "Vocabulary":
+    def _not_both(self) -> "TokenizerSettings":
         if self.pretrained is not None and self.vocab_size is not None:
             raise ValueError("expected either `pretrained` (a folder or hub id) or `vocab_size` (of a new one), found both")
         return self
 
 
-class Data(Part):
+class DataSettings(SettingsPart):
     """length: tokens a row, a preset's context by default. held_out: share of documents that are not trained on. eval_rows:
     most held-out rows a source."""
 
@@ -141,7 +141,7 @@ class Data(Part):
     eval_rows: int = Field(default=64, ge=1)
 
 
-class Recipe(Part):
+class TrainingRecipe(SettingsPart):
     """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
     place of the labels: the way to a draft model. distillation_vocabulary: a JSON file with the token ids over which that is
@@ -151,8 +151,8 @@ class Recipe(Part):
 
     output: str = Field(min_length=1)
     model: StartingModel
-    data: Data
-    tokenizer: Vocabulary = Vocabulary()
+    data: DataSettings
+    tokenizer: TokenizerSettings = TokenizerSettings()
     preset: str | None = None
     dropout: dict[str, Any] = Field(default_factory=dict)
     exits: dict[str, Any] = Field(default_factory=dict)
@@ -175,7 +175,7 @@ class Recipe(Part):
         return {**values, "data": {"length": PRESETS[name].context, **data}} if isinstance(data, dict) else values
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Recipe":
+    def _consistent(self) -> "TrainingRecipe":
         if self.distillation_vocabulary is not None and self.teacher is None and self.exits.get("kl_weight") is None:
             raise ValueError(
                 "distillation_vocabulary says over which tokens a distribution is learnt from another one: name a teacher, or "
@@ -188,11 +188,11 @@ class Recipe(Part):
         return self
 
 
-def read(path: Path, data_dir: Path | None = None) -> Recipe:
+def read(path: Path, data_dir: Path | None = None) -> TrainingRecipe:
     """A recipe from a file. data_dir: the folder of the files that stand for data sets of the hub, where sources name them.
     ValueError names what is unknown, missing or impossible."""
     try:
-        recipe = Recipe.model_validate(_values(path, ()))
+        recipe = TrainingRecipe.model_validate(_values(path, ()))
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}") from error
     if recipe.model.recipe is not None:
@@ -240,7 +240,7 @@ def _over(base: Any, changes: Any) -> Any:
     return {**base, **{key: _over(base.get(key), value) for key, value in changes.items()}}
 
 
-def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
+def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
     """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
     base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExitLoss()), {}
     if recipe.preset is not None:

@@ -13,10 +13,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from skipstone.engines.loading import load_tokenizer
 from skipstone.train import beside
-from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, read
+from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, read
 from skipstone.train.layerskip.run import config_from
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
-from skipstone.train.layerskip.shapes import FLOAT, HALF, SHAPES, Shape, meta_model, shape_of
+from skipstone.train.layerskip.shapes import FLOAT, HALF, SHAPES, ModelShape, meta_model, shape_of
 
 PEAK_TFLOPS = 989.0  # an H100 SXM's peak in bfloat16 without sparsity, 10^12 operations a second (NVIDIA's data sheet)
 MFU = 0.4  # share of the peak that training reaches: 38 to 43 % in table 4 of arXiv 2407.21783, on such GPUs
@@ -28,7 +28,7 @@ MUON_STATES = 1  # of a matrix inside the layers, with Muon
 
 
 @dataclass(frozen=True)
-class Bytes:
+class GpuBytes:
     """On each GPU at the fullest moment of a step. gathered: weights that are whole for a while, and their gradients."""
 
     parameters: int
@@ -46,16 +46,16 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """kept, checkpointed: without and with activation checkpointing. checkpoints: whether the recipe asks for the latter.
     all_logits: bytes of all exits' float32 logits if they existed together. tokens: of a pass of one GPU. exits, most_exits:
     that a step trains, in the mean and at most. seconds: a step, without and with checkpointing. loading: bytes of host memory
     that each process takes first."""
 
-    shape: Shape
+    shape: ModelShape
     gpus: int
-    kept: Bytes
-    checkpointed: Bytes
+    kept: GpuBytes
+    checkpointed: GpuBytes
     checkpoints: bool
     all_logits: int
     tokens: int
@@ -68,14 +68,14 @@ class Estimate:
 
 
 def estimate(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     base: Path,
     settings: LayerSkipArguments,
     gpus: int = 1,
     size: str | None = None,
     mfu: float = MFU,
     peak_tflops: float = PEAK_TFLOPS,
-) -> Estimate:
+) -> MemoryEstimate:
     """Of a recipe that stands in `base`, on GPUs that share the model (FSDP2) where there are several. size: one of `SHAPES`,
     in the place of the recipe's model. Nothing is started, loaded or written.
 
@@ -93,11 +93,11 @@ def estimate(
     shape = shape_of(meta_model(config, layers))
     plan = LayerSkipRecipe(settings.dropout, settings.exits)
     plan.check(shape.layers, settings.max_steps)
-    run = _Run(shape, settings, plan, gpus, recipe.data.length, _teacher(recipe, base))
+    run = _RunNumbers(shape, settings, plan, gpus, recipe.data.length, _teacher(recipe, base))
     return run.estimate(mfu * peak_tflops * 1e12)
 
 
-def _config(recipe: Recipe, base: Path) -> tuple[PreTrainedConfig, int | None]:
+def _config(recipe: TrainingRecipe, base: Path) -> tuple[PreTrainedConfig, int | None]:
     """Of the model that a recipe begins with, and how many of its layers it takes."""
     start = recipe.model
     if start.recipe is not None:
@@ -114,17 +114,23 @@ def _config(recipe: Recipe, base: Path) -> tuple[PreTrainedConfig, int | None]:
     return config_from(given, tokens or given["vocab_size"], {}), None
 
 
-def _teacher(recipe: Recipe, base: Path) -> Shape | None:
+def _teacher(recipe: TrainingRecipe, base: Path) -> ModelShape | None:
     if recipe.teacher is None:
         return None
     return shape_of(meta_model(AutoConfig.from_pretrained(beside(recipe.teacher, base)).get_text_config(decoder=True)))
 
 
-class _Run:
+class _RunNumbers:
     """A run's numbers on the way to its estimate."""
 
     def __init__(
-        self, shape: Shape, settings: LayerSkipArguments, plan: LayerSkipRecipe, gpus: int, length: int, teacher: Shape | None
+        self,
+        shape: ModelShape,
+        settings: LayerSkipArguments,
+        plan: LayerSkipRecipe,
+        gpus: int,
+        length: int,
+        teacher: ModelShape | None,
     ) -> None:
         self.shape, self.settings, self.plan, self.gpus, self.teacher = shape, settings, plan, gpus, teacher
         self.half, self.sharded = bool(settings.bf16 or settings.fp16), gpus > 1
@@ -133,12 +139,12 @@ class _Run:
         self.step_tokens = self.tokens * settings.gradient_accumulation_steps * gpus
         self.exits, self.most_exits = self._exits()
 
-    def estimate(self, speed: float) -> Estimate:
+    def estimate(self, speed: float) -> MemoryEstimate:
         """speed: operations a second of one GPU."""
         work = self._operations(False), self._operations(True)
         each = tuple(operations * self.step_tokens / (self.gpus * speed) for operations in work)
         checkpoints = bool(getattr(self.settings, "activation_checkpointing", False))
-        return Estimate(
+        return MemoryEstimate(
             shape=self.shape,
             gpus=self.gpus,
             kept=self._bytes(False),
@@ -154,7 +160,7 @@ class _Run:
             loading=FLOAT * (self.shape.parameters + (self.teacher.parameters if self.teacher else 0)),
         )
 
-    def _bytes(self, checkpointing: bool) -> Bytes:
+    def _bytes(self, checkpointing: bool) -> GpuBytes:
         shape, width = self.shape, HALF if self.half else FLOAT
         share = -(-shape.parameters // self.gpus)  # parameters on each GPU
         gathered = 0
@@ -167,7 +173,7 @@ class _Run:
         depth = between * shape.layers + layer if checkpointing else layer * shape.layers
         chunk = min(self.settings.loss_chunk, self.tokens)
         copies = COPIES_OF_LOGITS + (self.plan.exits.kl_weight is not None or self.teacher is not None)
-        return Bytes(
+        return GpuBytes(
             parameters=FLOAT * share,
             gradients=FLOAT * share,
             optimizer=FLOAT * self._states() // self.gpus,
@@ -222,7 +228,7 @@ class _Run:
         return total
 
 
-def told(found: Estimate) -> list[str]:
+def told(found: MemoryEstimate) -> list[str]:
     """An estimate for people, a line a fact."""
     shape, bytes_of = found.shape, {False: found.kept, True: found.checkpointed}
     lines = [
@@ -258,11 +264,11 @@ _LABELS = {
 }
 
 
-def _hours(found: Estimate, column: int) -> str:
+def _hours(found: MemoryEstimate, column: int) -> str:
     return f"{found.seconds[column] * found.steps / 3600:.2f}"
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
+def as_json(found: MemoryEstimate) -> dict[str, Any]:
     """An estimate for programs."""
     apart = ("shape", "kept", "checkpointed", "seconds")
     whole = {name: value for name, value in vars(found).items() if name not in apart}

@@ -13,7 +13,7 @@ Draw = Callable[[int, int], list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """rows: of one process in one forward pass. passes: a step (gradient accumulation)."""
 
     rows: int
@@ -34,7 +34,7 @@ class Layout:
         """The first row of a step that a process has in its pass of that number."""
         return (number * self.processes + process) * self.rows
 
-    def passes_of(self, other: "Layout") -> int:
+    def passes_of(self, other: "BatchLayout") -> int:
         """Passes of a step on the other's processes, with its rows in each. ValueError where that is no whole number."""
         passes, rest = divmod(self.step_rows, other.rows * other.processes)
         if rest:
@@ -45,13 +45,13 @@ class Layout:
         return passes
 
 
-def layout_of(settings: dict[str, Any]) -> Layout:
+def layout_of(settings: dict[str, Any]) -> BatchLayout:
     """Of the deciding settings of a run (`LayerSkipArguments.deciding`)."""
-    return Layout(settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], settings["world_size"])
+    return BatchLayout(settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], settings["world_size"])
 
 
 def kept_elsewhere(
-    started: Layout, now: Layout, process: int, step: int, number: int, draw: Draw, rows: int
+    started: BatchLayout, now: BatchLayout, process: int, step: int, number: int, draw: Draw, rows: int
 ) -> tuple[list[list[int]], list[bool]]:
     """What the run that was started on another layout keeps of the rows of a forward pass.
 

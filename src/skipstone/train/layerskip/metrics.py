@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from skipstone.engines.exits import ExitTally, watched
+from skipstone.engines.exit_statistics import ExitTally, watched
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK
@@ -106,7 +106,7 @@ class JsonLog(TrainerCallback):
                 file.write(json_line({"step": state.global_step, **logs}))
 
 
-class Progress(TrainerCallback):
+class ProgressBar(TrainerCallback):
     """A bar on stderr with the loss and the time that is left, and a line for every evaluation."""
 
     bar: Any = None
@@ -154,7 +154,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
     return [" ".join(line) for line in lines.values()]
 
 
-class Curves(TrainerCallback):
+class CurvePlot(TrainerCallback):
     """Draws loss, and perplexity and agreement per exit, at every evaluation."""
 
     def __init__(self, path: Path) -> None:

@@ -21,7 +21,7 @@ from skipstone.engines.eager.patches import is_plain
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
-from skipstone.train.layerskip.layout import Layout, kept_elsewhere
+from skipstone.train.layerskip.layout import BatchLayout, kept_elsewhere
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 CHUNK = 4096  # positions whose logits exist at once
@@ -31,7 +31,7 @@ Head = Callable[[Tensor], Tensor]
 Parts = tuple[Tensor, dict[str, Tensor]]  # a loss, and the parts of it that the log tells apart
 
 
-class Objective:
+class LayerSkipObjective:
     """LayerSkip's loss for one model. `step` and `micro` must be set before every forward: optimiser step, and forward passes
     so far within the run (they differ under gradient accumulation). `elsewhere`: of a run that goes on with another layout of
     rows the one that it was started with, the present one and the number of this process.
@@ -76,7 +76,7 @@ class Objective:
                 f"the rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
             )
         self.step = self.micro = 0
-        self.elsewhere: tuple[Layout, Layout, int] | None = None
+        self.elsewhere: tuple[BatchLayout, BatchLayout, int] | None = None
         self.parts: dict[str, Tensor] = {}
 
     def installed(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from skipstone.engines.loading import load_model, load_tokenizer
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.defaults import saved_field
+from skipstone.hf.generation_defaults import saved_field
 from skipstone.methods import resolve
 from skipstone.methods.drafting.shortlist import read_ids
 from skipstone.models.families import text_config
@@ -26,11 +26,11 @@ from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.modules import DecoderModules
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
-from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
+from skipstone.train.data.rows import RowPlan, TokenRows, TrainingData, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
-from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, arguments, read
+from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, arguments, read
 from skipstone.train.layerskip.layout import layout_of
-from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
+from skipstone.train.layerskip.metrics import CurvePlot, JsonLog, ProgressBar
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 from skipstone.utils.files import digest, whole_folder, write_json
 
@@ -88,7 +88,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     return folder / MODEL
 
 
-def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Recipe:
+def _started(recipe: TrainingRecipe, path: Path, data_dir: Path | None, say: Say) -> TrainingRecipe:
     """The recipe with the model that it goes on from, which is trained now if it is another recipe's."""
     if recipe.model.recipe is None:
         return recipe
@@ -111,8 +111,12 @@ def _fit(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
 
 
 def _prepared(
-    recipe: Recipe, documents: list[Document], folder: Path, settings: LayerSkipArguments, tokenizer: PreTrainedTokenizerBase
-) -> Prepared:
+    recipe: TrainingRecipe,
+    documents: list[Document],
+    folder: Path,
+    settings: LayerSkipArguments,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TrainingData:
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
     plan = RowPlan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
     weights = {source.name: source.weight for source in recipe.data.sources}
@@ -120,10 +124,10 @@ def _prepared(
 
 
 def _trainer(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     model: Any,
     settings: LayerSkipArguments,
-    prepared: Prepared,
+    prepared: TrainingData,
     folder: Path,
     teacher: Any,
     distillation_ids: list[int] | None,
@@ -141,14 +145,14 @@ def _trainer(
         fingerprint={"data": prepared.report["sha256"], **given},
         teacher=teacher,
         distillation_ids=distillation_ids,
-        callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
+        callbacks=[JsonLog(folder / "metrics.jsonl"), CurvePlot(folder / "curves.png")],
     )
     for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
         trainer.remove_callback(callback)
     return trainer
 
 
-def _as_wished(recipe: Recipe, first: Any, folder: Path) -> bool:
+def _as_wished(recipe: TrainingRecipe, first: Any, folder: Path) -> bool:
     """Whether the finished model has the recipe's dtype and decoding defaults (or those that it started with)."""
     wished = recipe.decoding or getattr(first.generation_config, OWN_FIELD, None)
     found = saved_field(folder, OWN_FIELD)
@@ -156,7 +160,7 @@ def _as_wished(recipe: Recipe, first: Any, folder: Path) -> bool:
 
 
 def _train(trainer: LayerSkipTrainer, say: Say) -> None:
-    progress = Progress()
+    progress = ProgressBar()
     if not trainer.args.disable_tqdm:
         trainer.add_callback(progress)
     try:
@@ -170,7 +174,7 @@ def _train(trainer: LayerSkipTrainer, say: Say) -> None:
         progress.close()
 
 
-def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, folder: Path) -> PreTrainedTokenizerBase:
     """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
@@ -194,7 +198,7 @@ def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Pa
 
 
 def _save(
-    trainer: LayerSkipTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prepared: Prepared, folder: Path
+    trainer: LayerSkipTrainer, tokenizer: PreTrainedTokenizerBase, recipe: TrainingRecipe, prepared: TrainingData, folder: Path
 ) -> None:
     """The finished model, as transformers loads it, with its own decoding defaults and the account of its data. With LoRA: the
     merged model, and the adapter beside it."""
@@ -224,7 +228,7 @@ def _save(
     trainer.accelerator.wait_for_everyone()
 
 
-def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model at the first step, in float32. ValueError where rows are longer than it bears."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
@@ -259,7 +263,7 @@ def _shorten(model: Any, layers: int) -> None:
         config.layer_types = list(config.layer_types)[:layers]
 
 
-def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
+def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
     """The model to learn from, if there is one. ValueError for one of another vocabulary."""
     if recipe.teacher is None:
         return None
@@ -275,7 +279,7 @@ def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
     return teacher
 
 
-def _distillation_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
+def _distillation_ids(recipe: TrainingRecipe, base: Path, model: Any) -> list[int] | None:
     """The token ids over which a distribution is learnt from another one, ascending; None for all. ValueError for a file that
     does not list any."""
     if recipe.distillation_vocabulary is None:

@@ -31,7 +31,7 @@ Table 3 of "The Llama 3 Herd of Models" (arXiv 2407.21783) has the last two."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model in numbers. layer: parameters of its largest layer; in_layers: of all layers; rest: of embeddings, final norm and
     LM head, tied ones once. mlp: inner size of a feed-forward block. queries, keys: their sizes over all heads."""
 
@@ -80,7 +80,7 @@ def meta_model(config: PreTrainedConfig, layers: int | None = None) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def shape_of(model: Any) -> Shape:
+def shape_of(model: Any) -> ModelShape:
     """Of a model, which may be on the meta device. ValueError for experts and for configs without the usual sizes."""
     config = model.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -95,4 +95,4 @@ def shape_of(model: Any) -> Shape:
     total = sum(parameter.numel() for parameter in model.parameters())
     keys = size * (getattr(config, "num_key_value_heads", None) or heads)
     sizes = (hidden, mlp, heads, size * heads, keys, config.vocab_size)
-    return Shape(len(each), max(each), sum(each), total - sum(each), *sizes)
+    return ModelShape(len(each), max(each), sum(each), total - sum(each), *sizes)

@@ -22,9 +22,9 @@ from skipstone.models.modules import DecoderModules
 from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.dropout import forwards_replaced
-from skipstone.train.layerskip.layout import Layout, layout_of
+from skipstone.train.layerskip.layout import BatchLayout, layout_of
 from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
-from skipstone.train.layerskip.objective import Objective
+from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 SCHEDULER = "scheduler.pt"  # in a checkpoint: transformers' name for the state of the learning rate's schedule
@@ -81,11 +81,11 @@ class LayerSkipTrainer(Trainer):
         }
         self.fingerprint = broadcast_object_list([own])[0]
         self.started = self._layout_of_run(checkpoint.latest(Path(str(args.output_dir))))
-        self.objective: Objective | None = None
+        self.objective: LayerSkipObjective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
-        self._tally = Tally({})
-        self.add_callback(_Schedule)
+        self._tally = LossMeans({})
+        self.add_callback(_LogSchedule)
 
     def _refuse(self) -> None:
         """ValueError for parts of a Trainer that this one would not use."""
@@ -105,12 +105,14 @@ class LayerSkipTrainer(Trainer):
     ) -> Any:
         """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and where a fresh start would mix its
         checkpoints with those that are there."""
-        self._resumed, self._tally = self._source(resume_from_checkpoint), Tally({})
+        self._resumed, self._tally = self._source(resume_from_checkpoint), LossMeans({})
         steps = self.args.max_steps  # T, of the whole run
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         seed, chunk = self.args.seed, self.args.loss_chunk
-        self.objective = Objective(self._decoder, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
+        self.objective = LayerSkipObjective(
+            self._decoder, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids
+        )
         if self.started != (now := layout_of(self.args.deciding())):
             self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
@@ -138,7 +140,7 @@ class LayerSkipTrainer(Trainer):
         checkpoint.verify(folder, self.fingerprint)
         return folder
 
-    def _layout_of_run(self, last: Path | None) -> Layout:
+    def _layout_of_run(self, last: Path | None) -> BatchLayout:
         """How the run was started, if it has as many rows a step and this one can go on with it; else how this one starts. The
         fingerprint is the run's."""
         now = layout_of(self.args.deciding())
@@ -179,7 +181,7 @@ class LayerSkipTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # of training: the mean since the last entry, as are its parts
             logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._tally.state().items()}}
-            self._tally = Tally({})
+            self._tally = LossMeans({})
             self._check_sound(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
         super().log(logs, start_time)
 
@@ -327,7 +329,7 @@ class LayerSkipTrainer(Trainer):
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
         device, parts = self.args.device, content["parts"]
-        self._tally = Tally({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
+        self._tally = LossMeans({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
 
 
 def check(model: PreTrainedModel | DecoderModules, args: LayerSkipArguments) -> LayerSkipRecipe:
@@ -352,14 +354,14 @@ def _random(model: nn.Module) -> str | None:
     return next((name for name, value in rates.items() if isinstance(value, float) and value > 0), None)
 
 
-class _Schedule(TrainerCallback):
+class _LogSchedule(TrainerCallback):
     """The arguments say when to log, evaluate and save, also after a resume, where transformers asks the checkpoint."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
 
-class Tally:
+class LossMeans:
     """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
     active) does not count as one where it is 0. state: name -> (sum, steps), to go on from between two steps."""
 
@@ -380,7 +382,7 @@ class Tally:
         return {name: (total, self._steps[name]) for name, total in self._sums.items()}
 
 
-class Together(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Optimisers over disjoint parameters that step as one. Their groups are this optimiser's groups, so that a scheduler
     drives all of them."""
 
@@ -412,7 +414,7 @@ class Together(Optimizer):
 
 def muon_with_adamw(
     model: nn.Module, muon_rate: float, rate: float, betas: tuple[float, float], decay: float, epsilon: float = 1e-8
-) -> Together:
+) -> CombinedOptimizer:
     """Muon for the matrices of the layers, AdamW for everything else.
 
     Muon (Jordan et al., 2024; torch.optim.Muon) orthogonalises the momentum of a matrix. It is meant for hidden weights:
@@ -431,4 +433,8 @@ def muon_with_adamw(
     rest = [p for p in trained if id(p) not in inside]
     parts = ((decay, [p for p in rest if p.ndim > 1]), (0.0, [p for p in rest if p.ndim <= 1]))
     groups = [{"params": part, "weight_decay": own} for own, part in parts if part]  # empty with adapters of layers
-    return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)) if groups else Together(muon)
+    return (
+        CombinedOptimizer(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon))
+        if groups
+        else CombinedOptimizer(muon)
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.lab.bench.peers.peer import Peer
-from skipstone.lab.timing.measure import Emitted
+from skipstone.lab.timing.measure import GeneratedOutput
 
 WORKER = Path(__file__).with_name("ggml_worker.py")
 SETTLES = 0.05  # seconds in which its threads stop waiting for work in a loop, before anybody else's turn; they are not counted
@@ -25,7 +25,7 @@ MOST_DRAFTS = 511  # a scoring pass has at most 512 rows
 FULL = {0: "F32", 1: "F16", 32: "BF16"}  # llama_ftype of files whose weights are not quantised
 
 
-class Worker:
+class LlamaCppProcess:
     """The process. ValueError for what it cannot load or do.
 
     command: the arguments of ggml_worker.py. known: its first line.
@@ -66,14 +66,14 @@ class Worker:
         raise ValueError(f"llama-cpp: {said or f'its process has ended with code {code}'}")
 
 
-_WORKERS: dict[tuple[str, ...], Worker] = {}
+_WORKERS: dict[tuple[str, ...], LlamaCppProcess] = {}
 """The process of every command, as long as it lives."""
 
 
-def worker(*command: str) -> Worker:
+def worker(*command: str) -> LlamaCppProcess:
     """The process of a command; started where it is not there or has ended."""
     if command not in _WORKERS or not _WORKERS[command].alive:
-        _WORKERS[command] = Worker(*command)
+        _WORKERS[command] = LlamaCppProcess(*command)
     return _WORKERS[command]
 
 
@@ -122,7 +122,7 @@ class LlamaCpp(Peer):
         if (found := self._worker().known["vocabulary"]) != head.weight.shape[0]:
             raise ValueError(f"llama-cpp: {self.file} has {found} tokens, the model {head.weight.shape[0]}")
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         """As `Engine.generate`. The time has the pipe to the other process in it."""
         eos: Any = model.generation_config.eos_token_id
         stop = [] if eos is None else [int(one) for one in torch.as_tensor(eos, dtype=torch.int64, device="cpu").flatten()]
@@ -131,7 +131,7 @@ class LlamaCpp(Peer):
         answer = self._worker()(**asked, drafts=self.num_draft_tokens, threshold=self.confidence_threshold)
         ended = time.perf_counter()
         time.sleep(SETTLES)
-        return Emitted(answer["ids"], first_at=began + answer["first_seconds"], ended_at=ended)
+        return GeneratedOutput(answer["ids"], first_at=began + answer["first_seconds"], ended_at=ended)
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> LlamaCppProcess:
         return worker(self.python, self.file, str(torch.get_num_threads()), *([self.drafts] if self.drafts else []))

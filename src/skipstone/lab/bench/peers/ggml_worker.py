@@ -31,7 +31,7 @@ ALL_FLOAT32 = 0  # llama_ftype of a file of float32 weights
 FLOAT32, DISABLED = 0, 0  # ggml's type of a float32 cache; no flash attention
 
 
-class Context:
+class LlamaContext:
     """A model's text so far and the passes over it. text: the ids whose keys and values it holds. sys.exit where the file
     cannot be loaded."""
 
@@ -96,7 +96,7 @@ class Context:
         return float(1.0 / numpy.exp(few - logits[token]).sum())
 
 
-class PromptLookup:
+class LlamaPromptLookup:
     """llama-cpp-python's own drafts without a model."""
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
@@ -108,11 +108,11 @@ class PromptLookup:
         """Nothing is held between questions."""
 
 
-class DraftModel:
+class LlamaDraftModel:
     """Drafts of a smaller model, as llama.cpp's speculative decoding makes them: greedily, while the model is sure."""
 
     def __init__(self, path: str, threads: int) -> None:
-        self.context = Context(path, threads)
+        self.context = LlamaContext(path, threads)
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
         """At most so many drafts behind a text."""
@@ -134,7 +134,7 @@ class DraftModel:
         self.context.cut(0)
 
 
-def written(target: Context, drafter: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def written(target: LlamaContext, drafter: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """The answer to one question. drafter: None, PromptLookup or DraftModel."""
     most = len(asked["ids"]) + asked["new"]
     if most > target.positions:
@@ -165,11 +165,11 @@ def main() -> None:
     quiet = cpp.llama_log_callback(lambda level, text, user: None)
     cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     cpp.llama_backend_init()
-    target = Context(path, int(threads))
+    target = LlamaContext(path, int(threads))
     drafter: Any = None
     if drafts:
-        drafter = PromptLookup() if drafts[0] == "prompt-lookup" else DraftModel(drafts[0], int(threads))
-    if isinstance(drafter, DraftModel) and drafter.context.vocabulary != target.vocabulary:
+        drafter = LlamaPromptLookup() if drafts[0] == "prompt-lookup" else LlamaDraftModel(drafts[0], int(threads))
+    if isinstance(drafter, LlamaDraftModel) and drafter.context.vocabulary != target.vocabulary:
         sys.exit(f"{drafts[0]} has {drafter.context.vocabulary} tokens, {path} has {target.vocabulary}")
     known = {"vocabulary": target.vocabulary, "positions": target.positions, "type": target.type}
     print(json.dumps(known | {"version": cpp.__version__}), flush=True)

@@ -22,9 +22,9 @@ from skipstone.assets import DRAFTS
 from skipstone.decoding.settings import whole_number
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.defaults import neutral_defaults
+from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench.peers.peer import Peer
-from skipstone.lab.timing.measure import Emitted, Skipstone, synchronise
+from skipstone.lab.timing.measure import GeneratedOutput, MethodBackend, synchronise
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.draft_model import draft_model_for
 from skipstone.models.families import text_config
@@ -38,13 +38,13 @@ class Transformers(Peer):
         """What `model.generate` is told besides. tokens: most that the text may have, the prompt's included."""
         return {}
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         """As `Engine.generate`."""
         kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
-        clock, width = _Clock(), prompt.shape[1]
+        clock, width = _FirstTokenTimer(), prompt.shape[1]
         own = self.options(model, width + options["max_new_tokens"])
         sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options, **own)
-        return Emitted(sequences[0, width:].tolist(), first_at=clock.first_at)
+        return GeneratedOutput(sequences[0, width:].tolist(), first_at=clock.first_at)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class HFEarlyExit(Transformers):
             return None
         return f"transformers exits early by setting config.num_hidden_layers; with {wanted} on {type(model).__name__} {found}"
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         config: Any = model.base_model.config  # transformers leaves its depth cut after an error
         whole = changed(config, num_hidden_layers=config.num_hidden_layers)
         with whole, changed(model.generation_config, **_drafting(self)):
@@ -145,7 +145,7 @@ class HFAssisted(Transformers):
             )
         return None
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         helper = _assistant(self.assistant, model.dtype, str(model.device))
         with changed(helper.generation_config, **_drafting(self)):
             return super().generate(model, prompt, {**options, "assistant_model": helper}, seed)
@@ -166,11 +166,11 @@ class DraftAlone(Peer):
     def check(self, model: PreTrainedModel) -> None:
         draft_model_for(self.draft_model, ModelRunner(model))
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         helper: Any = draft_model_for(self.draft_model, ModelRunner(model)).model
         stop: Any = model.generation_config
         with neutral_defaults(helper, stop.eos_token_id is not None):
-            return Skipstone(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)
+            return MethodBackend(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class HFPromptLookup(Transformers):
         return {"prompt_lookup_num_tokens": self.prompt_lookup_num_tokens}
 
 
-class _Clock(StoppingCriteria):
+class _FirstTokenTimer(StoppingCriteria):
     """Notes when the first new tokens are there. Stops nothing."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.settings import whole_number
-from skipstone.lab.timing.measure import Emitted
+from skipstone.lab.timing.measure import GeneratedOutput
 
 COUNTS = ("num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
 """Settings that are whole numbers from 1."""
@@ -45,6 +45,6 @@ class Peer:
         """Why this model cannot be decoded so, None where it can."""
         return None
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         """As `Engine.generate`."""
         raise NotImplementedError

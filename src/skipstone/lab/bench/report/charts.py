@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from skipstone.lab.bench.plan import BASELINE
-from skipstone.lab.bench.report.groups import PARTS, Group, tokens_per_second
+from skipstone.lab.bench.report.aggregate import PARTS, MeasurementGroup, tokens_per_second
 from skipstone.lab.bench.report.tables import learnt, rates
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.utils.extras import installed
@@ -20,7 +20,7 @@ WINDOW = 4  # prompts whose tokens and seconds make a point of a curve
 CHANGES = 40  # most changes of a layer set that a picture has room for, the latest
 
 
-def charts(group: Group) -> dict[str, str]:
+def charts(group: MeasurementGroup) -> dict[str, str]:
     """Title -> SVG of what can be drawn of a group, titled. ImportError that says what to install without matplotlib."""
     found = {group.shown_as(label): group.figures(label, group.shown()) for label in group.labels}
     figures = {name: one for name, one in found.items() if one is not None}
@@ -104,7 +104,7 @@ def _breakdown(figures: dict[str, Any]) -> Any:
     return figure
 
 
-def _settings(group: Group) -> Any:
+def _settings(group: MeasurementGroup) -> Any:
     """Of what was tuned: tokens a second of the best candidates, by the first setting of which there were several."""
     tried = [trial["settings"] for line in group.tuned.values() for trial in line["trials"]]
     names = ("exit_layer", "confidence_threshold", "num_speculative_tokens", "num_assistant_tokens")
@@ -134,7 +134,7 @@ def _pareto(figures: dict[str, Any]) -> Any:
     return figure
 
 
-def _exits(group: Group) -> Any:
+def _exits(group: MeasurementGroup) -> Any:
     """Perplexity of the task's answers at every exit, and how often an exit agrees with the last."""
     if group.exits is None:
         return None
@@ -149,7 +149,7 @@ def _exits(group: Group) -> Any:
     return figure
 
 
-def _thresholds(group: Group) -> Any:
+def _thresholds(group: MeasurementGroup) -> Any:
     """AdaDecode's Figure 5."""
     if not (curves := by_threshold(group)):
         return None
@@ -160,7 +160,7 @@ def _thresholds(group: Group) -> Any:
     return figure
 
 
-def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
+def by_threshold(group: MeasurementGroup) -> dict[str, list[tuple[float, float]]]:
     """AdaDecode, Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone, without a guard, under
     which other thresholds hold; empty with fewer than three."""
     families: dict[str, dict[float, tuple[float, float, float]]] = {}
@@ -182,7 +182,7 @@ def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
     return {name: [(one, points[one][place]) for one in sorted(points)] for place, name in enumerate(names)}
 
 
-def _learnt(group: Group) -> dict[str, Any]:
+def _learnt(group: MeasurementGroup) -> dict[str, Any]:
     """SWIFT's Figures 6, 7 and 12: speed and matchness as the text grows, and which layers were left out when."""
     known = learnt(group)
     if not known:
@@ -199,7 +199,7 @@ def _learnt(group: Group) -> dict[str, Any]:
     return {"Speed along the text": speeds[0], "Matchness along the text": matchness[0], **maps}
 
 
-def along(group: Group, label: str) -> tuple[list[int], list[float], list[float | None]]:
+def along(group: MeasurementGroup, label: str) -> tuple[list[int], list[float], list[float | None]]:
     """(tokens so far, speed-up over plain decoding of the latest WINDOW prompts, matchness), a point a prompt."""
     both = group.beside_plain(label)
     windows = (zip(*both[max(0, end - WINDOW) : end], strict=True) for end in range(1, len(both) + 1))

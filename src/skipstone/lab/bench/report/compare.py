@@ -6,30 +6,30 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from skipstone.lab.bench.journal import Line
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.bench.plan import BASELINE, THEIRS
-from skipstone.lab.bench.report.groups import Group, speed
+from skipstone.lab.bench.report.aggregate import MeasurementGroup, speed
 from skipstone.lab.bench.report.report import load
 from skipstone.lab.bench.report.tables import Table
-from skipstone.lab.timing.statistics import LOOPING, Estimate, Rate, rate
+from skipstone.lab.bench.run_file import Line
+from skipstone.lab.timing.statistics import LOOPING, IntervalEstimate, PooledRate, rate
 
 
 @dataclass(frozen=True)
-class Change:
+class MethodChange:
     """One method on one task in two runs. The yardstick is transformers' `generate`, else our plain decoding."""
 
     title: str
     label: str
     method: str
     prompts: int
-    speed: Estimate  # tokens a second of the second run over those of the first
-    relative: Estimate | None
+    speed: IntervalEstimate  # tokens a second of the second run over those of the first
+    relative: IntervalEstimate | None
     """The same, each over its own run's yardstick, which takes the machine's mood out of it; None where a run has none."""
     by_theirs: bool  # the yardstick is transformers'
     same: int  # prompts whose texts are the same
     faithful: tuple[int, int] | None  # greedy texts of a lossless method that are the yardstick's, in either run
-    scores: dict[str, Estimate]  # name -> mean change with its interval
+    scores: dict[str, IntervalEstimate]  # name -> mean change with its interval
 
     def slower(self, tolerance: float) -> bool:
         """Whether it certainly lost more than the tolerance. What is not ours to change is never slower; over our own plain
@@ -49,7 +49,7 @@ class Change:
         return found + [f"LOWER {name}" for name in lower]
 
 
-def compare(one: Path, other: Path) -> list[Change]:
+def compare(one: Path, other: Path) -> list[MethodChange]:
     """What both runs measured alike, prompt by prompt. ValueError where they have nothing in common."""
     pairs = product(load([one])[1], load([other])[1])
     changes = [change for a, b in pairs if _alike(a) == _alike(b) for change in _changes(a, b)]
@@ -58,13 +58,13 @@ def compare(one: Path, other: Path) -> list[Change]:
     return changes
 
 
-def _alike(group: Group) -> tuple[object, ...]:
+def _alike(group: MeasurementGroup) -> tuple[object, ...]:
     """What two groups must share to be compared."""
     about = group.about
     return group.model, group.task, group.temperature, group.question, about["dtype"], about["device"]
 
 
-def _changes(a: Group, b: Group) -> list[Change]:
+def _changes(a: MeasurementGroup, b: MeasurementGroup) -> list[MethodChange]:
     old: dict[str, list[Line]] = {}
     for line in a.lines:
         old.setdefault(line["digest"], []).append(line["rows"])
@@ -74,7 +74,7 @@ def _changes(a: Group, b: Group) -> list[Change]:
     return [_change(a, label, both) for label, both in shared.items() if both]
 
 
-def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Change:
+def _change(group: MeasurementGroup, label: str, both: Sequence[tuple[Line, Line]]) -> MethodChange:
     """both: the rows of either run, prompt by prompt."""
     about = group.about["methods"][label]
     mine = [(x[label], y[label]) for x, y in both]
@@ -88,7 +88,7 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
             same = ([rows[label]["digests"] == rows[yardstick]["digests"] for rows in pair] for pair in both)
             before, after = map(sum, zip(*same, strict=True))
             faithful = before, after
-    return Change(
+    return MethodChange(
         group.title,
         group.shown_as(label),
         about["method"],
@@ -102,7 +102,7 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
     )
 
 
-def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
+def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, IntervalEstimate]:
     """Name -> mean change of a score over the prompts that have it in both runs, with its paired interval."""
     changes: dict[str, list[float]] = {}
     for old, new in mine:
@@ -112,13 +112,13 @@ def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
     return {name: rate(values, [1.0] * len(values)).estimate() for name, values in changes.items()}
 
 
-def _faster(both: Sequence[tuple[Line, Line]]) -> Rate:
+def _faster(both: Sequence[tuple[Line, Line]]) -> PooledRate:
     """The second run's tokens a second over the first's."""
     first, second = (speed(rows) for rows in zip(*both, strict=True))
     return second / first
 
 
-def table(changes: Sequence[Change], tolerance: float) -> Table:
+def table(changes: Sequence[MethodChange], tolerance: float) -> Table:
     """Every change in a row, what is worse marked."""
     rows = [
         [

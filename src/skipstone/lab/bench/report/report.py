@@ -12,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from skipstone.lab.bench import journal
-from skipstone.lab.bench.journal import Line
+from skipstone.lab.bench import run_file
+from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups
 from skipstone.lab.bench.report.charts import charts
-from skipstone.lab.bench.report.groups import Group, groups
 from skipstone.lab.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
+from skipstone.lab.bench.run_file import Line
 from skipstone.lab.tasks import protocols
 from skipstone.lab.timing import machine
 from skipstone.utils.files import plain, write_whole
@@ -34,13 +34,13 @@ svg { background: white; max-width: 100%; } pre { white-space: pre-wrap; } .synt
 """
 
 
-def load(paths: Sequence[Path]) -> tuple[list[Line], list[Group]]:
+def load(paths: Sequence[Path]) -> tuple[list[Line], list[MeasurementGroup]]:
     """(all lines, groups) of result files. ValueError for what is none, and for a file without a measured prompt."""
     lines: list[Line] = []
-    found: list[Group] = []
+    found: list[MeasurementGroup] = []
     for path in paths:
-        own = journal.read(path)
-        journal.check(path, own)
+        own = run_file.read(path)
+        run_file.check(path, own)
         if not (made := groups(own)):
             raise ValueError(f"{path} holds no measured prompt yet")
         lines += own
@@ -65,7 +65,7 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
     raise ValueError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
 
 
-def _figures(group: Group) -> dict[str, Any]:
+def _figures(group: MeasurementGroup) -> dict[str, Any]:
     return {
         "title": group.title,
         "model": group.model,
@@ -77,7 +77,7 @@ def _figures(group: Group) -> dict[str, Any]:
     }
 
 
-def _methods(group: Group) -> dict[str, Any]:
+def _methods(group: MeasurementGroup) -> dict[str, Any]:
     over = {"headline": group.headline(), "all_prompts": group.lines}
     return {label: {name: group.figures(label, lines) for name, lines in over.items()} for label in group.labels}
 
@@ -132,7 +132,7 @@ def calibrated(about: dict[str, Any]) -> str:
     return said
 
 
-def _page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) -> str:
+def _page(lines: Sequence[Line], found: Sequence[MeasurementGroup], shown: Sequence[Table]) -> str:
     """One self-contained page of HTML. Every text in it is escaped."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>skipstone bench</title><style>{STYLE}</style>"]
     parts.append("<h1>skipstone bench</h1>")

@@ -10,13 +10,13 @@ from typing import Any
 
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import added
-from skipstone.lab.bench.report.groups import EARLY_EXIT, PARTS, VANILLA, Group
+from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.drafting.layer_sets import measured_speedup
 
 NONE = "-"  # stands where there is no figure
-Figures = Mapping[str, Any]  # what `Group.figures` says of a method
+Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` says of a method
 Cell = Callable[[Figures], str]
 LEGEND = f"""\
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
@@ -141,7 +141,7 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-def own(group: Group) -> Table:
+def own(group: MeasurementGroup) -> Table:
     """Every figure of a group, the headline's prompts, and the speed-up over all of them."""
     headline, rows = group.headline(), []
     for label in group.labels:
@@ -155,7 +155,7 @@ LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_
 """How methods call the drafts of a step."""
 
 
-def layerskip(group: Group) -> Table:
+def layerskip(group: MeasurementGroup) -> Table:
     """The shape of LayerSkip's Tables 3 to 6 and 11."""
     rows = []
     for label in group.labels:
@@ -176,10 +176,10 @@ def layerskip(group: Group) -> Table:
     return _table(group.title, rows)
 
 
-def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Cell], overall: bool) -> Table:
+def _across(title: str, groups: Sequence[MeasurementGroup], cells: Mapping[str, Cell], overall: bool) -> Table:
     """Methods down, tasks across, with the same cells for each; overall: tokens/s and speed-up over all tasks at the end."""
     columns = ["Methods", *(f"{group.name} {name.format(n=_prompts(group))}" for group in groups for name in cells)]
-    parts: dict[float, list[Group]] = {}
+    parts: dict[float, list[MeasurementGroup]] = {}
     for group in groups if overall else ():
         parts.setdefault(group.temperature, []).append(group)
     for t in parts:
@@ -193,12 +193,12 @@ def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Cell], over
     return Table(title, columns, rows)
 
 
-def _prompts(group: Group) -> str:
+def _prompts(group: MeasurementGroup) -> str:
     """How many prompts a group's figures are of."""
     return f"n = {len(group.headline())}" if group.headline() else f"all {len(group.lines)}, every one loops"
 
 
-def _overall(label: str, groups: Sequence[Group]) -> list[str]:
+def _overall(label: str, groups: Sequence[MeasurementGroup]) -> list[str]:
     """Total tokens over total time of all tasks, and the same against plain decoding's."""
     shared = [group for group in groups if {label, group.called(BASELINE)} <= set(group.labels)]
     if not shared:
@@ -210,7 +210,7 @@ def _overall(label: str, groups: Sequence[Group]) -> list[str]:
     return [number(rates[0]), number(rates[0] / rates[1], 2, "x")]
 
 
-def by_category(group: Group) -> Table:
+def by_category(group: MeasurementGroup) -> Table:
     """Speed-ups over plain decoding, categories down: prompts that do not loop with their intervals, then all."""
     labels = [label for label in group.labels if label != group.called(BASELINE)]
     rows = []
@@ -224,7 +224,7 @@ def by_category(group: Group) -> Table:
     return Table(f"{group.subject}, {group.name}: x plain by category", columns, rows)
 
 
-def by_exit(group: Group) -> Table:
+def by_exit(group: MeasurementGroup) -> Table:
     """The shape of LayerSkip's Table 1: perplexity of the task's answers at every exit."""
     assert group.exits is not None
     pairs = zip(group.exits["perplexity"], group.exits["agreement"], strict=True)
@@ -236,13 +236,13 @@ def by_exit(group: Group) -> Table:
 # ---------------------------------------------------------------------------------------------- layer sets
 
 
-def learnt(group: Group) -> dict[str, Mapping[str, Any]]:
+def learnt(group: MeasurementGroup) -> dict[str, Mapping[str, Any]]:
     """Label -> what a method knew after the group's last prompt, of methods that leave out layers."""
     known = {label: group.rows(label)[-1].get("known") for label in group.labels}
     return {label: one for label, one in known.items() if one and "skipped" in one}
 
 
-def by_layer_set(group: Group) -> Table:
+def by_layer_set(group: MeasurementGroup) -> Table:
     """What was left out at the end, how often it was right, and what that should have brought (SWIFT, Eq. 6) beside what it
     brought, over all prompts: the search sees them all."""
     rows = []
@@ -283,17 +283,17 @@ def share(count: float, of: float) -> float | None:
 # ---------------------------------------------------------------------------------------------- exit heads
 
 
-def _grown(group: Group, label: str, name: str) -> dict[str, dict[str, Any]]:
+def _grown(group: MeasurementGroup, label: str, name: str) -> dict[str, dict[str, Any]]:
     """What a method counted under a name, over the group's prompts."""
     return added([(row.get("grown") or {}).get(name, {}) for row in group.rows(label)]) or {}
 
 
-def tallies(group: Group, label: str) -> dict[int, dict[str, int]]:
+def tallies(group: MeasurementGroup, label: str) -> dict[int, dict[str, int]]:
     """Exit layer -> tests, predicted, accepted and rejected over the group's prompts."""
     return {int(layer): counts for layer, counts in _grown(group, label, "exits").items()}
 
 
-def rates(group: Group, label: str) -> tuple[float | None, float | None]:
+def rates(group: MeasurementGroup, label: str) -> tuple[float | None, float | None]:
     """(share of tokens that were predicted early, share of judged predictions that were rejected): Figures 5b and 5c."""
     tokens = sum(row["tokens"] for row in group.rows(label))
     found = tallies(group, label).values()
@@ -301,7 +301,7 @@ def rates(group: Group, label: str) -> tuple[float | None, float | None]:
     return (share(accepted, tokens) if found else None), share(rejected, accepted + rejected)
 
 
-def by_exit_head(group: Group) -> Table:
+def by_exit_head(group: MeasurementGroup) -> Table:
     """A row for every AdaDecode: its threshold, its predictions, those of every exit, and the consistency ratio: texts that are
     those of plain decoding."""
     rows = []
@@ -343,7 +343,7 @@ MEANS = {
 """Column -> what AdaSD's report calls it."""
 
 
-def likelihood(group: Group, label: str) -> float | None:
+def likelihood(group: MeasurementGroup, label: str) -> float | None:
     """Mean log-likelihood of a method's tokens under the target, in nats; None where it was not asked for."""
     rows = group.rows(label)
     if any(row.get("log_likelihood") is None for row in rows):
@@ -351,7 +351,7 @@ def likelihood(group: Group, label: str) -> float | None:
     return share(sum(row["log_likelihood"] for row in rows), sum(row["tokens"] for row in rows))
 
 
-def by_draft_model(group: Group) -> Table:
+def by_draft_model(group: MeasurementGroup) -> Table:
     """A row for every method, where one of them may change the text or knows entropies and distances."""
     known = {label: group.over_all(label).get("means", {}) for label in group.labels}
     nats = {label: likelihood(group, label) for label in group.labels}
@@ -375,7 +375,7 @@ def by_draft_model(group: Group) -> Table:
     return _table(f"{group.subject}, {group.name}: drafts, and what keeping them costs, all prompts", rows)
 
 
-BY_GROUP: dict[str, Callable[[Group], Table]] = {"own": own, "layerskip": layerskip}
+BY_GROUP: dict[str, Callable[[MeasurementGroup], Table]] = {"own": own, "layerskip": layerskip}
 ACROSS_TASKS: dict[str, dict[str, Cell]] = {
     "tasks": {"tokens/s": COLUMNS["tokens/s"], "x plain ({n})": COLUMNS["x plain"]},
     # SWIFT's Tables 2, 3 and 8
@@ -402,7 +402,7 @@ ACROSS_TASKS: dict[str, dict[str, Cell]] = {
 LAYOUTS = (*BY_GROUP, *ACROSS_TASKS)
 
 
-def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
+def tables(groups: Sequence[MeasurementGroup], layout: str = "own") -> list[Table]:
     """All tables of a run in a layout: a group's own is followed by those of its categories, layer sets, exit heads, draft
     models and exits, where it has them. ValueError for a layout that does not exist."""
     if layout not in LAYOUTS:
@@ -412,13 +412,13 @@ def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
         parts = [part(group) for part in (by_category, by_layer_set, by_exit_head, by_draft_model)]
         exits = [by_exit(group)] if group.exits else []
         found += [BY_GROUP[layout](group), *(table for table in parts if table.rows), *exits]
-    by_model: dict[str, list[Group]] = {}
+    by_model: dict[str, list[MeasurementGroup]] = {}
     for group in groups if layout in ACROSS_TASKS else ():
         by_model.setdefault(group.subject, []).append(group)
     return found + [_across(model, part, ACROSS_TASKS[layout], layout == "swift") for model, part in by_model.items()]
 
 
-def csv_of(groups: Sequence[Group]) -> str:
+def csv_of(groups: Sequence[MeasurementGroup]) -> str:
     """Every figure as numbers, a row for every group, method and choice of prompts ("headline": those that do not loop)."""
     rows: list[dict[str, Any]] = []
     for group in groups:

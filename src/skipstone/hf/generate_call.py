@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from skipstone.decoding.method import Method
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
+from skipstone.hf.generation_config_fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
 
@@ -55,7 +55,7 @@ LIKE_AN_OPTION = 0.75
 
 
 @dataclass
-class Call:
+class GenerateCall:
     """A `generate` call as transformers hands it to a custom decoding function: everything prepared for the padded batch.
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
@@ -96,7 +96,7 @@ def prepare_call(
     seed: int | list[int] | None,
     options: dict[str, Any],
     engine: str | None = None,
-) -> Call:
+) -> GenerateCall:
     """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward.
 
     engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
@@ -146,7 +146,9 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
-def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[int] | None = None, **kwargs: Any) -> Call:
+def prepare(
+    model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[int] | None = None, **kwargs: Any
+) -> GenerateCall:
     """Let transformers merge and validate the options of a call, and stop short of decoding.
 
     Keyword arguments are those of `model.generate`. ValueError for an unknown one, for one that skipstone does not support and
@@ -167,7 +169,7 @@ def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[i
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        return Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        return GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
 
     kind: Any = type(model)
     with _no_word_of_devices() if model.device.type == "meta" else nullcontext():

@@ -1,4 +1,5 @@
-"""What decoding costs on one machine, and the speed that follows from it: a table that `skipstone.lab.timing.costs` measures.
+"""What decoding costs on one machine, and the speed that follows from it: a table that `skipstone.lab.timing.measure_costs`
+measures.
 
 A step with k drafts takes k c_d + V(k + 1) + o seconds and brings M tokens: c_d is what a draft step costs, V(n) what scoring n
 tokens of every row costs, and o is what the rest of the step costs. All figures are seconds of the whole batch.
@@ -12,9 +13,9 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A figure that never falls, known at some places; between two of them it lies on a line, beyond the last on the line that
-    ends there. ValueError for places that do not rise, for values that fall, and for what is no finite number from 0 on."""
+class CostCurve:
+    """A non-decreasing cost, measured at some places and interpolated linearly. Beyond the last place the last line goes on.
+    ValueError unless places rise, and values are finite, at least 0 and never fall."""
 
     places: tuple[int, ...]
     values: tuple[float, ...]
@@ -54,16 +55,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """What drafts, as far as costs go. step: seconds of a draft step. exit_layer: layers that drafts have behind them when they
-    are scored. looked_up: nothing runs to draft them."""
+class DraftCost:
+    """The cost of a draft step. step: its seconds. exit_layer: layers that drafting has already run for the scoring pass.
+    looked_up: no model runs to draft."""
 
     step: float
     exit_layer: int = 0
     looked_up: bool = False
 
 
-LOOKED_UP = Drafter(0.0, looked_up=True)
+LOOKED_UP = DraftCost(0.0, looked_up=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class BatchCosts:
     """Seconds of the parts of one step of a batch. ValueError for what cannot be seconds.
 
     batch: rows. context: committed tokens of every row behind which all was measured. plain: a step of plain decoding from end
-    to end. fixed: what a step costs beside drafting and scoring. chain: what a chain of drafts costs beside its draft steps.
+    to end. fixed: cost of a step without drafting and scoring. chain: cost of a chain of drafts without its draft steps.
     scoring: n -> n tokens of every row scored, from a draft on the host to the verdict on the host, V(n). layers: n -> the part
     of it that the layers take. exits: E -> a draft step of the first E layers and the head; its last place is the depth L.
     attention, mlp: what leaving out one such sublayer saves in a draft step; layer: what leaving out both of a layer saves
@@ -100,14 +101,14 @@ class BatchCosts:
     plain: float
     fixed: float
     chain: float
-    scoring: Curve
-    layers: Curve
-    exits: Curve
+    scoring: CostCurve
+    layers: CostCurve
+    exits: CostCurve
     attention: float
     mlp: float
     layer: float
     ranked: float
-    context_slope: Curve
+    context_slope: CostCurve
     spread: float = 0.0
     busy: bool = False
     draft_models: dict[str, float] = field(default_factory=dict)
@@ -140,39 +141,39 @@ class BatchCosts:
     def _beyond(self, context: float | None) -> float:
         return 0.0 if context is None else context - self.context
 
-    def exit(self, exit_layer: int) -> Drafter:
+    def exit(self, exit_layer: int) -> DraftCost:
         """The first E layers and the head draft."""
-        return Drafter(self.exits(exit_layer), exit_layer)
+        return DraftCost(self.exits(exit_layer), exit_layer)
 
-    def skipping(self, attentions: int, mlps: int, both: int, ranked: bool = False) -> Drafter:
+    def skipping(self, attentions: int, mlps: int, both: int, ranked: bool = False) -> DraftCost:
         """The model drafts without so many attentions and MLPs, both of `both` layers. ranked: runners-up are noted."""
         saved = self.attention * attentions + self.mlp * mlps + self.layer * both
-        return Drafter(max(self.exits(self.depth) - saved, self.exits.values[0]) + self.ranked * ranked)
+        return DraftCost(max(self.exits(self.depth) - saved, self.exits.values[0]) + self.ranked * ranked)
 
-    def draft_model(self, fingerprint: str) -> Drafter | None:
+    def draft_model(self, fingerprint: str) -> DraftCost | None:
         """A draft model drafts; None where it was not measured."""
         step = self.draft_models.get(fingerprint)
-        return None if step is None else Drafter(step)
+        return None if step is None else DraftCost(step)
 
     # ----------------------------------------------------------------------------------------------- predictions
 
-    def step(self, drafter: Drafter, mean: MeanStep, context: float | None = None) -> float:
+    def step(self, drafter: DraftCost, mean: MeanStep, context: float | None = None) -> float:
         """Seconds of a mean step."""
         drafting = mean.drafts * drafter.step + (0.0 if drafter.looked_up else self.chain)
         drafted = drafting + self.score(mean.rows, drafter.exit_layer, context) + self.fixed
         return mean.drafting * drafted + (1 - mean.drafting) * self.plain_step(context)
 
-    def tokens_per_second(self, drafter: Drafter, mean: MeanStep, context: float | None = None) -> float:
+    def tokens_per_second(self, drafter: DraftCost, mean: MeanStep, context: float | None = None) -> float:
         """Of the whole batch."""
         return self.batch * mean.tokens / self.step(drafter, mean, context)
 
-    def speedup(self, drafter: Drafter, mean: MeanStep, context: float | None = None) -> float:
+    def speedup(self, drafter: DraftCost, mean: MeanStep, context: float | None = None) -> float:
         """Over plain decoding of the same batch."""
         return mean.tokens * self.plain_step(context) / self.step(drafter, mean, context)
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostTables:
     """The tables of one model on one engine, a batch size each, ascending. ValueError for none, or another order."""
 
     batches: tuple[BatchCosts, ...]
@@ -198,9 +199,9 @@ def _between(below: BatchCosts, above: BatchCosts, batch: int) -> BatchCosts:
     share = (batch - below.batch) / (above.batch - below.batch)
 
     def mixed(a: Any, b: Any) -> Any:
-        if isinstance(a, Curve):
+        if isinstance(a, CostCurve):
             places = tuple(sorted({*a.places, *b.places}))
-            return Curve(places, _rising([mixed(a(place), b(place)) for place in places]))
+            return CostCurve(places, _rising([mixed(a(place), b(place)) for place in places]))
         if isinstance(a, bool):
             return a or b
         if isinstance(a, dict):

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from skipstone.engines.loading import look_up
-from skipstone.export.hub import about
-from skipstone.export.hub.about import DATA, About
+from skipstone.export.hub import provenance
 from skipstone.export.hub.card import README
+from skipstone.export.hub.provenance import DATA, Provenance
 from skipstone.methods.adadecode.heads import CARD, WEIGHTS, read_heads
 from skipstone.methods.auto import saved_profile
 from skipstone.methods.drafting.layer_sets import PROFILE, read_profile
@@ -35,14 +35,14 @@ DRAFTS = "num_assistant_tokens"  # in generation_config.json, as `skipstone expo
 
 
 @dataclass(frozen=True)
-class Parcel:
+class UploadContents:
     """kind: one of MARKS' values. files: name in the repository -> the file here, or its content. left_out: names of files that
     stay here. about: what was recorded of it."""
 
     kind: str
     files: dict[str, Path | bytes]
     left_out: tuple[str, ...]
-    about: About
+    about: Provenance
 
     @property
     def digests(self) -> dict[str, tuple[int, str]]:
@@ -50,7 +50,7 @@ class Parcel:
         return {name: _digest(content) for name, content in self.files.items() if name != README}
 
 
-def parcel_of(path: Path) -> Parcel:
+def parcel_of(path: Path) -> UploadContents:
     """What lies at a path. OSError where nothing does; ValueError for what skipstone has not made, and for what is incomplete
     or damaged."""
     if path.is_file():
@@ -70,15 +70,15 @@ def parcel_of(path: Path) -> Parcel:
     )
 
 
-def _heads(folder: Path) -> Parcel:
+def _heads(folder: Path) -> UploadContents:
     _expect(folder, (CARD, WEIGHTS))
     card = read_heads(folder).card
     files, left_out = _chosen(folder, {CARD, WEIGHTS, README, *LICENCES})
-    return Parcel(HEADS, files, left_out, about.of_heads(card, folder))
+    return UploadContents(HEADS, files, left_out, provenance.of_heads(card, folder))
 
 
-def _model(folder: Path) -> Parcel:
-    own = about.json_in(folder / "generation_config.json")
+def _model(folder: Path) -> UploadContents:
+    own = provenance.json_in(folder / "generation_config.json")
     trained, drafts = (folder / DATA).is_file(), DRAFTS in own
     if not trained and not drafts and OWN_FIELD not in own:
         raise ValueError(
@@ -91,7 +91,7 @@ def _model(folder: Path) -> Parcel:
         raise ValueError(f"{folder} is incomplete: it has no tokenizer ({', '.join(TOKENIZERS)})")
     beside = {path.name for path in folder.iterdir() if path.suffix in BESIDE and path.name != INDEX}
     files, left_out = _chosen(folder, {*weights, *beside, README, *LICENCES})
-    return Parcel(MODEL, files, left_out, about.of_checkpoint(folder, drafts))
+    return UploadContents(MODEL, files, left_out, provenance.of_checkpoint(folder, drafts))
 
 
 def _weights(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def _keys(path: Path) -> set[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _file(path: Path) -> Parcel:
+def _file(path: Path) -> UploadContents:
     """A file of `skipstone search`, or of `skipstone tune`."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -134,8 +134,8 @@ def _file(path: Path) -> Parcel:
         held = saved_profile.read(path)
         held["key"].pop(saved_profile.NODE, None)  # the machine's name is nobody's business
         content = (json.dumps(held, indent=1) + "\n").encode()
-        return Parcel(TUNED, {saved_profile.TUNED: content}, (), about.of_tuned(held))
-    return Parcel(LAYER_SET, {PROFILE: path}, (), about.of_profile(read_profile(path)))
+        return UploadContents(TUNED, {saved_profile.TUNED: content}, (), provenance.of_tuned(held))
+    return UploadContents(LAYER_SET, {PROFILE: path}, (), provenance.of_profile(read_profile(path)))
 
 
 def _expect(folder: Path, names: Iterable[str]) -> None:

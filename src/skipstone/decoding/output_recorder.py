@@ -1,4 +1,4 @@
-"""What a caller may want kept of every step: probabilities of single tokens, raw logits, processed scores."""
+"""Records probabilities of single tokens, raw logits and processed scores of every step."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from skipstone.decoding.verify import entropy, one_hot_where
 
 
 @dataclass
-class Keeper:
+class OutputRecorder:
     """A recorder of the loop. record: per-token figures, rejected drafts included. logits, scores: [k, V] per row and step.
 
     scores are log p for sampled rows (up to a constant HF's warped scores) and processed logits for greedy ones.

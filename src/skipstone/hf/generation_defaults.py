@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone.engines.loading import KEPT_DEFAULTS, config_of
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.fields import FIELDS
+from skipstone.hf.generation_config_fields import FIELDS
 from skipstone.hf.requests import build_request
 from skipstone.models.generation_config import refuse_wrong_types
 

@@ -7,13 +7,15 @@ from weakref import WeakKeyDictionary
 V = TypeVar("V")
 
 
-class Memo(Generic[V]):
-    """Values by model and key. A value must not refer to its model, which would then never be freed. most: values of a model,
-    beyond which the one that was asked for longest ago goes; None for any number. max_bytes: the same for what they take
+class PerModelCache(Generic[V]):
+    """Values by model and key. A value must not refer to its model, which would then never be freed. max_values: values of a
+    model, beyond which the one that was asked for longest ago goes; None for any number. max_bytes: the same for what they take
     together, as nbytes says it of each; the last one is kept in any case."""
 
-    def __init__(self, most: int | None = None, max_bytes: int | None = None, nbytes: Callable[[V], int] = lambda _: 0) -> None:
-        self._most, self._max_bytes, self._nbytes = most, max_bytes, nbytes
+    def __init__(
+        self, max_values: int | None = None, max_bytes: int | None = None, nbytes: Callable[[V], int] = lambda _: 0
+    ) -> None:
+        self._most, self._max_bytes, self._nbytes = max_values, max_bytes, nbytes
         self._made: WeakKeyDictionary[Any, dict[Any, V]] = WeakKeyDictionary()
 
     def get(self, model: Any, key: Any, make: Callable[[], V], holds: Callable[[V], bool] | None = None) -> V:

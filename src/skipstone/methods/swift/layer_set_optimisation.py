@@ -4,8 +4,8 @@ from collections import deque
 from typing import Any
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.layer_sets import LayerMask, Objective, Space
-from skipstone.methods.swift.search import SEARCHES, Search
+from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
+from skipstone.methods.swift.search import SEARCHES, LayerSetSearch
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.models.passes import SkipSet
 from skipstone.utils.limits import SMALL_STATE_BYTES
@@ -15,7 +15,7 @@ NUMBER_BYTES = 64
 """Changes of the layer set that are remembered."""
 
 
-class Optimisation:
+class LayerSetOptimisation:
     """Section 4.1.2, across requests. One evaluation follows another until the stopping rule holds; the best set so far drafts.
 
     profile: a set that was found before, then nothing is searched. skipped, skip: the set in use, as a mask and as the model
@@ -24,14 +24,14 @@ class Optimisation:
     """
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:
-        self.space, self.patience, self.target_matchness = Space.of(model), method.patience, method.target_matchness
+        self.space, self.patience, self.target_matchness = LayerSetSpace.of(model), method.patience, method.target_matchness
         if profile is None:
             kind, count = SEARCHES[method.search], self.space.count(method.skip_ratio)
-            by = Objective(by="matchness")
+            by = SearchObjective(by="matchness")
             self.search = kind(self.space, count, by, method.search_seed, interval=method.bayes_interval)
         else:
             first = self.space.from_skip_set(profile)
-            self.search = Search(self.space, int(first.sum()), first=first)
+            self.search = LayerSetSearch(self.space, int(first.sum()), first=first)
         self.steps_left, self.evaluations, self.since_better, self.steps = method.max_steps, 0, 0, 0
         self.searching = self.search.adaptive and method.max_steps > 0
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)

@@ -4,22 +4,22 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""What stands for a token where a score is NaN, or all are minus infinity: there is nothing to choose from."""
+"""Takes the place of a token if a score is NaN or all scores are minus infinity."""
 
 
-def likeliest(scores: Tensor) -> Tensor:
+def greedy_token(scores: Tensor) -> Tensor:
     """argmax over the last dimension, the lowest of equal ones; NO_TOKEN where there is none. [..., V] -> [...] int64."""
     best = scores.argmax(-1)  # that of a NaN where there is one
-    return known(best, scores.gather(-1, best[..., None])[..., 0])
+    return without_invalid(best, scores.gather(-1, best[..., None])[..., 0])
 
 
-def known(tokens: Tensor, scores: Tensor) -> Tensor:
+def without_invalid(tokens: Tensor, scores: Tensor) -> Tensor:
     """Tokens, NO_TOKEN where their score is NaN or minus infinity. Both have one shape."""
     return torch.where(scores > float("-inf"), tokens, NO_TOKEN)
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
+def top_k_tokens(scores: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest scores, the largest first; of equal ones any. NO_TOKEN where one is NaN or all are minus
     infinity. [..., V] -> [..., count] int64."""
     best = scores.topk(count, dim=-1)  # NaN comes first
-    return known(best.indices, best.values[..., :1].expand_as(best.values))
+    return without_invalid(best.indices, best.values[..., :1].expand_as(best.values))

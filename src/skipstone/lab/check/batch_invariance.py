@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
@@ -29,7 +29,7 @@ BRANCHING = 6  # a node hangs on one of so many before it
 
 
 @dataclass
-class Comparison:
+class LogitsComparison:
     """logits: how many were compared. different: how many have other bits. largest: the largest difference."""
 
     logits: int = 0
@@ -53,7 +53,7 @@ class Comparison:
         return f"{self.different} of {self.logits} logits have other bits, they differ by up to {self.largest:.3g}"
 
 
-class Bits:
+class BatchInvarianceCheck:
     """The claims about one model on its engine. texts: [T] int64 ids each, of the user; they are repeated where they are short.
 
     promised: whether the engine promises that all claims hold. threads: with how many threads it runs, None where it does not
@@ -71,11 +71,11 @@ class Bits:
         starts = [place * length // len(RAGGED) for place in range(len(RAGGED))]
         self._texts = [repeated[start:][: min(count, length)] for start, count in zip(starts, RAGGED, strict=True)]
 
-    def claims(self) -> list[tuple[str, Callable[[], Comparison]]]:
+    def claims(self) -> list[tuple[str, Callable[[], LogitsComparison]]]:
         """What is claimed of the logits of a token, and the comparison that shows it."""
         widths = self._possible(WIDTHS)
         told = ", ".join(map(str, widths[:-1])) + f" and {widths[-1]}" if widths[1:] else "more"
-        found: list[tuple[str, Callable[[], Comparison]]] = [
+        found: list[tuple[str, Callable[[], LogitsComparison]]] = [
             (f"the same bits alone and in passes of {told} rows", lambda: self._passes(widths)),
             ("the same bits alone and behind an exit, whose layers drafted", self._behind_an_exit),
             (f"the same bits alone and on the branches of {TREES} random trees", self._trees),
@@ -85,7 +85,7 @@ class Bits:
             found.append((f"the same bits on 1 thread and on {self._most_threads}", self._on_other_threads))
         return found
 
-    def difference(self) -> Comparison:
+    def difference(self) -> LogitsComparison:
         """How far the logits of wider passes are from those of tokens alone."""
         return self._passes(self._possible(ROUNDED))
 
@@ -126,22 +126,22 @@ class Bits:
         store.length[0] += len(part)
         return forward.finish()[0]
 
-    def _passes(self, widths: Sequence[int]) -> Comparison:
-        found = Comparison()
+    def _passes(self, widths: Sequence[int]) -> LogitsComparison:
+        found = LogitsComparison()
         for width in widths:
             found.add(torch.cat([*self._passed(self._texts[0], width)]), self._alone[0])
         return found
 
-    def _behind_an_exit(self) -> Comparison:
-        found, store = Comparison(), self._store()
+    def _behind_an_exit(self) -> LogitsComparison:
+        found, store = LogitsComparison(), self._store()
         exit_layer = max(1, self.runner.depth // 2)
         parts = [self._chain(store, part, exit_layer) for part in self._texts[0].split(MOST)]
         found.add(torch.cat(parts), self._alone[0])
         return found
 
-    def _ragged(self) -> Comparison:
+    def _ragged(self) -> LogitsComparison:
         """Rows take turns of different lengths, beside rows that have ended."""
-        found, device, dice = Comparison(), self.runner.device, random.Random(0)
+        found, device, dice = LogitsComparison(), self.runner.device, random.Random(0)
         texts, rows = [text.to(device) for text in self._texts], range(len(self._texts))
         store = self._store(len(texts))
         while any(alive := [store.length[row] < len(texts[row]) for row in rows]):
@@ -164,9 +164,9 @@ class Bits:
         """Tokens before a tree, where there is room for it and its deepest node."""
         return min(BEFORE, self.runner.max_positions - self._nodes - 1)
 
-    def _trees(self) -> Comparison:
+    def _trees(self) -> LogitsComparison:
         """Every path of a tree against its chain, token by token."""
-        found, text, before = Comparison(), self._texts[0], self._before
+        found, text, before = LogitsComparison(), self._texts[0], self._before
         store, device = self._store(), self.runner.device
         for part in text[:before].split(1):
             self._chain(store, part)
@@ -187,8 +187,8 @@ class Bits:
                 store.length[0] = before
         return found
 
-    def _on_other_threads(self) -> Comparison:
-        found, engine = Comparison(), self.runner.engine
+    def _on_other_threads(self) -> LogitsComparison:
+        found, engine = LogitsComparison(), self.runner.engine
         expected = self._alone[0]
         try:
             for threads in {1, self._most_threads}:

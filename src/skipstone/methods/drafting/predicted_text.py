@@ -1,4 +1,4 @@
-"""A text that was predicted, as drafts: where the text that is written stands in it, and how it goes on from there."""
+"""Drafts from a predicted text: finds the place in it that matches the latest tokens, and proposes what follows."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ AT_FIRST = 10
 """Tokens that count as in agreement before the first one was written: who sends a prediction thinks that it is right."""
 
 
-class Prediction:
-    """tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
-    accepted: tokens of it that were drafted and accepted."""
+class PredictedText:
+    """A predicted text and the current place in it. tokens: of the prediction. run: tokens in a row in which it agrees with
+    what was written last, 0 where it does not. accepted: tokens of it that were drafted and accepted."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
@@ -42,6 +42,6 @@ class Prediction:
                 return
         self.run = 0
 
-    def next(self, most: int) -> list[int]:
-        """Up to `most` tokens that are thought to come; none where the text has left the prediction."""
-        return self.tokens[self._place : self._place + most] if self.run else []
+    def next(self, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that are thought to come; none where the text has left the prediction."""
+        return self.tokens[self._place : self._place + max_tokens] if self.run else []

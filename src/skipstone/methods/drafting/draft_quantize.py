@@ -1,4 +1,4 @@
-"""What drafting in fewer bits than the target may be asked for, by every method that can: the setting `draft_quantize`."""
+"""The setting `draft_quantize`, for every method that can draft with fewer bits than the target."""
 
 from typing import Any
 

@@ -5,12 +5,12 @@ from typing import Any, Protocol, TypeVar
 
 from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.models.memo import Memo
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
 
 
-class State(Protocol):
-    """steps: that it has learnt from."""
+class MethodState(Protocol):
+    """What a method has learnt on one model. steps: number of steps that it has learnt from."""
 
     steps: int
 
@@ -24,12 +24,12 @@ class State(Protocol):
         ...
 
 
-S = TypeVar("S", bound=State)
-_STATES: Memo[Any] = Memo(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
+S = TypeVar("S", bound=MethodState)
+_STATES: PerModelCache[Any] = PerModelCache(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
 """Every other setting has a state of its own, and a server's clients may ask for many."""
 
 
-def of(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
+def method_state(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
     return _STATES.get(model.model, (_itself(method), rows, str(model.device), str(model.dtype), _engine(model), more), make)
@@ -45,9 +45,9 @@ def _engine(model: ModelRunner) -> tuple[str, str | None]:
     return model.engine.name, model.engine.quantize
 
 
-def known(method: Method, more: Any, model: Any) -> dict[str, Any]:
+def method_report(method: Method, more: Any, model: Any) -> dict[str, Any]:
     """What there is to say of a method's busiest state on a model; empty before its first request.
-    more: as in `of`, None for any."""
+    more: as in `method_state`, None for any."""
     found = _STATES.known(unwrapped(model)).items()
     states = [state for key, state in found if key[0] == _itself(method) and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}

@@ -3,7 +3,7 @@
 What is timed is what decoding runs: steps of the loop, drafts of the methods' own sessions, scoring and verification. Nothing
 that a timed call writes is committed, so that every call finds the same tokens behind it. All entries take turns, round after
 round; of each the shortest time counts, as whatever else runs only ever adds to it, once a second one has confirmed it.
-`Times` says what counts where the machine never stands still.
+`EntryTimes` says what counts where the machine never stands still.
 """
 
 import json
@@ -22,12 +22,12 @@ import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from skipstone.decoding.costs import BatchCosts, Costs, Curve
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.loop import NOTHING, DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
+from skipstone.decoding.step_costs import BatchCosts, CostCurve, CostTables
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.lab.timing import machine
@@ -35,7 +35,7 @@ from skipstone.lab.timing.measure import synchronise
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
-from skipstone.methods.drafting.skipping import SkippingDrafter
+from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.swift.tree import RANKS
 from skipstone.models.passes import SkipSet
@@ -61,12 +61,12 @@ PLAIN_STEPS = 48  # of a text of plain decoding, which then begins anew
 TURN = 0.004  # seconds of its turn after which it is not timed once more
 LONG = 0.05  # seconds of a plain step from which on fewer entries are timed
 
-Timed = Callable[[], float]
+TimedCall = Callable[[], float]
 Entry = tuple[str, int]
 """(what is timed, of how many tokens, layers or drafts)."""
 
 
-class Bench:
+class CostTimer:
     """A batch behind `context` tokens, and what is timed of it.
 
     Every session holds its rows behind as many tokens of which only the first was run: what keys and values say makes no
@@ -86,10 +86,12 @@ class Bench:
             raise ValueError(f"the model has {runner.max_positions} positions, too few to measure what decoding costs")
         self.room = self.far + spare
         self.plain = DecodingLoop(Autoregressive().start(runner, batch, self.room))
-        most = max(DRAFTS)
+        max_drafts = max(DRAFTS)
         self.lookup = LookupDrafter(batch)
-        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=most), runner, batch)
-        self.chain, self.ranked = (SkippingDrafter(runner, batch, most=most, threshold=None, ranks=n) for n in (1, RANKS))
+        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=max_drafts), runner, batch)
+        self.chain, self.ranked = (
+            SkippingDrafter(runner, batch, max_drafts=max_drafts, threshold=None, ranks=n) for n in (1, RANKS)
+        )
         self.lookups = self._behind(self.lookup)
         self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
 
@@ -106,7 +108,7 @@ class Bench:
         session.store.length = [self.context] * self.batch
         return session
 
-    def entries(self, sparse: bool) -> dict[Entry, Timed]:
+    def entries(self, sparse: bool) -> dict[Entry, TimedCall]:
         """All that is timed; sparse: less of it."""
         depth = self.runner.depth
         tokens = [n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest]
@@ -115,7 +117,7 @@ class Bench:
         exits = sorted({layer for layer in (1, *(round(depth * share) for share in shares), depth - 1) if 1 <= layer < depth})
         middle = frozenset(range(1, depth - 1))
         skips = {"attention": SkipSet(middle), "mlp": SkipSet(mlp=middle), "layer": SkipSet(middle, middle)} if middle else {}
-        found: dict[Entry, Timed] = {("plain", 1): self._plain_step}
+        found: dict[Entry, TimedCall] = {("plain", 1): self._plain_step}
         found["propose", 1] = lambda: self._clock(lambda: self._given(1))
         for n in tokens:
             found["score", n] = lambda n=n: self._scored(n, self.context)
@@ -191,7 +193,7 @@ class Bench:
 
 
 @dataclass
-class Times:
+class EntryTimes:
     """All times of every entry, in seconds, the first ones left out.
 
     What an entry costs is its shortest time, which nothing else has disturbed. On a machine that is busy all the time there is
@@ -226,7 +228,7 @@ class Times:
         return max((long - short) / (DRAFTS[1] - DRAFTS[0]), long / DRAFTS[1] / 2)
 
 
-def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
+def _take_turns(entries: Mapping[Entry, TimedCall], most_seconds: float) -> EntryTimes:
     """Time entries round after round, each round beginning with another one: all of them LEAST times, and then those whose
     shortest times are no two of a kind yet."""
     times: dict[Entry, list[float]] = {entry: [] for entry in entries}
@@ -239,7 +241,7 @@ def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
         for entry in left[first:] + left[:first]:
             times[entry] += _turn(entries[entry])
     share = (time.process_time() - processor) / (time.perf_counter() - began)
-    return Times({entry: found[1:] or found for entry, found in times.items()}, share)
+    return EntryTimes({entry: found[1:] or found for entry, found in times.items()}, share)
 
 
 def _confirmed(times: Sequence[float]) -> bool:
@@ -248,7 +250,7 @@ def _confirmed(times: Sequence[float]) -> bool:
     return second <= (1 + AGREE) * least
 
 
-def _turn(timed: Timed) -> list[float]:
+def _turn(timed: TimedCall) -> list[float]:
     """Some times in a row, of which the first may have been cold."""
     found, end = [timed()], time.perf_counter() + TURN
     while len(found) < IN_A_ROW and time.perf_counter() < end:
@@ -261,16 +263,16 @@ def measure(runner: ModelRunner, batch: int, most_seconds: float = MOST_SECONDS)
     """The costs of one batch size. ValueError for a model that has too few positions or only one layer."""
     if runner.depth < 2:
         raise ValueError("costs are measured of models with at least 2 layers")
-    bench = Bench(runner, batch)
+    bench = CostTimer(runner, batch)
     sparse = min(bench.entries(True)["plain", 1]() for _ in range(LEAST)) > LONG
     times = _take_turns(bench.entries(sparse), 0.0 if sparse else most_seconds)
     return _table(bench, times)
 
 
-def _table(bench: Bench, times: Times) -> BatchCosts:
+def _table(bench: CostTimer, times: EntryTimes) -> BatchCosts:
     depth, middle = bench.runner.depth, max(bench.runner.depth - 2, 1)
-    scoring = Curve.fitted(times.by_number("score"))
-    layers = Curve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
+    scoring = CostCurve.fitted(times.by_number("score"))
+    layers = CostCurve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
     exits = {int(name.removeprefix("exit ")): times.step(name) for name, _ in times.all if name.startswith("exit ")}
     plain, whole = times.cost("plain", 1), exits[depth]
     starts = [times.cost(f"exit {layer}", DRAFTS[0]) - DRAFTS[0] * exits[layer] for layer in exits]
@@ -288,12 +290,12 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
         chain=max(median(starts) - times.cost("propose", 1), 0.0),
         scoring=scoring,
         layers=layers,
-        exits=Curve.fitted(exits),
+        exits=CostCurve.fitted(exits),
         attention=attention,
         mlp=mlp,
         layer=max(both - attention - mlp, 0.0),
         ranked=max(times.step("ranked") - whole, 0.0),
-        context_slope=Curve.fitted(slopes or {1: 0.0}),
+        context_slope=CostCurve.fitted(slopes or {1: 0.0}),
         spread=times.spread(),
         busy=times.busy,
     )
@@ -302,7 +304,7 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
 @torch.inference_mode()
 def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int) -> float:
     """Seconds of a draft step of a draft model, for all rows of a batch."""
-    bench = Bench(runner, batch)
+    bench = CostTimer(runner, batch)
     room = min(bench.room, draft_model.max_positions)
     drafter = DraftModelDrafter(DraftModelMethod(), runner, draft_model, batch, room, max(DRAFTS), None)
     session = Session(runner, batch, room, drafter)
@@ -319,11 +321,11 @@ def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredCosts:
     """Costs, and where they come from. key: what they were measured of. path: the file; None where it cannot be written.
     measured: when, in UTC. seconds: how long it took. fresh: it was now."""
 
-    costs: Costs
+    costs: CostTables
     key: dict[str, Any]
     path: Path | None
     measured: str
@@ -356,7 +358,7 @@ def costs_of(
     batches: Sequence[int] = BATCHES,
     draft_models: Sequence[DraftModel] = (),
     again: bool = False,
-) -> Kept:
+) -> StoredCosts:
     """The costs of a model on its engine: from the file, where it holds them, else measured and written there.
 
     again: measure whatever the file holds. A file that is damaged, of another version or about something else counts as none.
@@ -377,9 +379,9 @@ def costs_of(
                 tables[batch], fresh = replace(tables[batch], draft_models=known), True
     if old is not None and not fresh:
         return old
-    costs = Costs(tuple(tables[batch] for batch in sorted(tables)))
+    costs = CostTables(tuple(tables[batch] for batch in sorted(tables)))
     taken = time.perf_counter() - began
-    kept = Kept(costs, key, path, datetime.now(UTC).isoformat(timespec="seconds"), taken, True)
+    kept = StoredCosts(costs, key, path, datetime.now(UTC).isoformat(timespec="seconds"), taken, True)
     about = {"version": VERSION, "key": kept.key, "measured": kept.measured, "seconds": kept.seconds}
     return kept if write_cache(path, {**about, "costs": asdict(kept.costs)}) else replace(kept, path=None)
 
@@ -389,12 +391,12 @@ def _path(runner: ModelRunner) -> Path | None:
     return cache_place("costs", f"{digest(key_of(runner))}.json")
 
 
-def _read(path: Path, key: Mapping[str, Any]) -> Kept | None:
+def _read(path: Path, key: Mapping[str, Any]) -> StoredCosts | None:
     """What a file says of a key; None for nothing of use."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         held = json.loads(path.read_text(encoding="utf-8"))
         if held["version"] != VERSION or held["key"] != key:
             return None
-        costs = TypeAdapter(Costs).validate_python(held["costs"])
-        return Kept(costs, dict(key), path, str(held["measured"]), float(held["seconds"]), False)
+        costs = TypeAdapter(CostTables).validate_python(held["costs"])
+        return StoredCosts(costs, dict(key), path, str(held["measured"]), float(held["seconds"]), False)
     return None

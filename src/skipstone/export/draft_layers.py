@@ -9,7 +9,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.settings import layer_in_range
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import MethodLike, resolve
-from skipstone.methods.drafting.layer_sets import Space, load_profile
+from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.self_speculative import SelfSpeculative
@@ -21,7 +21,7 @@ MOST_DRAFTS = 6  # drafts a step for a method that says nothing of them
 
 
 @dataclass(frozen=True)
-class Kept:
+class DraftLayers:
     """The layers that draft. layers: their numbers in the target, from 0, ascending. depth: layers of the target. drafts: most
     drafts a step. threshold: the probability below which drafting stops; None where the method has no fixed one."""
 
@@ -51,7 +51,7 @@ def spelled(layers: Collection[int]) -> str:
     return f"{'layer' if len(numbers) == 1 else 'layers'} {told}"
 
 
-def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None = None) -> Kept:
+def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None = None) -> DraftLayers:
     """The layers that a method drafts with, those of the model's own method by default.
 
     exit_layer: E, the first E layers, instead of a method. ValueError where nothing says which layers draft, where two things
@@ -72,7 +72,7 @@ def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None =
     layers = _layers(found, model)
     drafts = getattr(found, "num_speculative_tokens", MOST_DRAFTS)
     threshold = getattr(found, "confidence_threshold", None)
-    return Kept(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
+    return DraftLayers(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
 
 
 def _layers(method: Method, model: ModelRunner) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
 
 def _without(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
     """The layers that a set leaves. ValueError where it skips a sublayer and keeps the other one of its layer."""
-    Space.of(model).from_skip_set(skip)
+    LayerSetSpace.of(model).from_skip_set(skip)
     alone = [
         f"the {kind} of {spelled(layers)}"
         for kind, layers in (("attention", skip.attention - skip.mlp), ("MLP", skip.mlp - skip.attention))

@@ -86,7 +86,7 @@ def _given(plan: Line) -> Line:
     return {**plan, "methods": methods, "tasks": tasks}
 
 
-class Journal(LineFile):
+class RunFile(LineFile):
     """A run's file, open to be written on. lines: those of the run so far. `with` closes it."""
 
     def __init__(self, path: Path, plan: Line, provenance: Line, fresh: bool = False) -> None:

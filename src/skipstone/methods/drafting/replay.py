@@ -1,17 +1,17 @@
-"""What a part of the target would have said of text that is known by now: how drafters are judged without a draft."""
+"""Offline evaluation of drafters: replays committed tokens through a part of the target (teacher forcing)."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from skipstone.engines.host import on_device
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree
 
 
-def states_behind(
+def replay_hidden_states(
     store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
 ) -> Tensor:
     """Hidden states [1, n, d] behind n committed tokens, the latest of a row that are in the store, in one pass of the first

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from skipstone.models import quantised
+from skipstone.models.device_map import undispatched
 from skipstone.models.families import RECURRENT, Family, kinds, text_config
 from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
 from skipstone.models.packed import PackedWeight
-from skipstone.models.passes import Reach
-from skipstone.models.placing import undispatched
-from skipstone.models.ranks import MESH, cannot_share
+from skipstone.models.passes import AttentionReach
+from skipstone.models.tensor_parallel import MESH, cannot_share
 
 TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT}  # of layers
 SIZES = (
@@ -92,13 +92,14 @@ def _beyond(model: Any, config: Any) -> str | None:
     return None
 
 
-def refuse_contradiction(config: Any, seen: list[Reach], family: Family) -> None:
+def refuse_contradiction(config: Any, seen: list[AttentionReach], family: Family) -> None:
     """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen:
     how far the masks of every layer let it see; recurrent layers have none."""
     masked = [layer for layer in range(len(seen)) if not family.recurs(layer)]
     found, reaches = [kinds(config)[layer] for layer in masked], [seen[layer] for layer in masked]
     names = [
-        ("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in reaches
+        ("chunked_attention" if one.chunk else "sliding_attention") if one != AttentionReach() else "full_attention"
+        for one in reaches
     ]
     if found != names:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 MESH = "tp"  # what transformers calls the dimension of a device mesh that tensor parallelism shards over
 
 
-class Ranks:
+class TensorParallelGroup:
     """The processes of one model. size: how many there are; 1 for a model that one process computes. mesh: their device mesh,
     None for one process."""
 
@@ -23,7 +23,7 @@ class Ranks:
         self.size: int = 1 if mesh is None else mesh.size()
 
     @classmethod
-    def of(cls, model: Any) -> "Ranks":
+    def of(cls, model: Any) -> "TensorParallelGroup":
         """The processes that the weights of a model are sharded over."""
         return cls(next((one.device_mesh for one in model.parameters() if isinstance(one, DTensor)), None))
 

@@ -24,7 +24,7 @@ WIDTHS = (2, 8, 32)  # rows of a pass that are compared with rows alone
 
 
 @dataclass
-class Rows:
+class KernelResult:
     """The layers of one kernel. layers: how many ran. different: how many gave some row another sum. sums: compared. largest:
     the largest difference. share: the largest difference as a share of the layer's largest sum."""
 
@@ -53,10 +53,10 @@ class Rows:
         return f"other sums in {self.different} of {self.layers} layers, {apart}"
 
 
-def measured(runner: ModelRunner, text: Tensor) -> dict[str, Rows]:
+def measured(runner: ModelRunner, text: Tensor) -> dict[str, KernelResult]:
     """Every kernel of a quantised model. text: [T] int64, which is repeated where it is short."""
     ids = _repeated(text, min(ROWS, runner.max_positions)).to(runner.device)
-    found: dict[str, Rows] = {}
+    found: dict[str, KernelResult] = {}
     with _watched(kernels(runner.model), found):
         runner.read(ids[None])
     return found
@@ -100,7 +100,7 @@ def _passed(runner: ModelRunner, text: Tensor, width: int) -> tuple[Tensor, KVCa
 
 
 @contextmanager
-def _watched(layers: dict[str, list[nn.Module]], found: dict[str, Rows]) -> Iterator[None]:
+def _watched(layers: dict[str, list[nn.Module]], found: dict[str, KernelResult]) -> Iterator[None]:
     """Run every layer again, row by row, whenever it runs."""
     comparing: list[nn.Module] = []
 
@@ -110,7 +110,7 @@ def _watched(layers: dict[str, list[nn.Module]], found: dict[str, Rows]) -> Iter
         comparing.append(module)
         rows: Tensor = given[0]  # [1, n, d_in]
         alone, *beside = (torch.cat([module(part) for part in rows.split(width, 1)], 1) for width in (1, *WIDTHS))
-        found.setdefault(name, Rows()).add(alone, beside)
+        found.setdefault(name, KernelResult()).add(alone, beside)
         comparing.clear()
 
     handles = [one.register_forward_pre_hook(partial(hook, name)) for name, modules in layers.items() for one in modules]

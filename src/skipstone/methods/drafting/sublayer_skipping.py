@@ -1,4 +1,4 @@
-"""Drafting with the target itself while some of its sublayers are left out, for every method that does so."""
+"""Drafts with the target while some of its sublayers are skipped."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import layers_used
-from skipstone.engines.engine import Survival
+from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.engines.picks import NO_TOKEN
-from skipstone.methods.drafting.chain import Chain, ChainDrafter
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.hindsight import states_behind
+from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.models.passes import SkipSet
 
 Ranked = tuple[Tensor, Tensor]
@@ -22,21 +22,23 @@ Ranked = tuple[Tensor, Tensor]
 
 
 class SkippingDrafter(ChainDrafter):
-    """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
-    match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
+    """Drafts chains with the sublayers that a skip set keeps. Drafts are coupled to the target's noise, deterministic given the
+    seed, so that match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting
+    left there.
 
-    skip: what drafting leaves out. most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
+    skip: what drafting leaves out. max_drafts: drafts a step. threshold: of confidence. ranks: tokens that are noted of every
+    place.
     """
 
     skip: SkipSet
 
-    def __init__(self, model: ModelRunner, rows: int, *, most: int, threshold: Threshold, ranks: int = 1) -> None:
-        super().__init__(model, rows, most=most, threshold=threshold, coupled=True)
+    def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, ranks: int = 1) -> None:
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=True)
         self.ranks = ranks
         self._ranked: list[Tensor] = []  # one [B, ranks] per place
         self._possible: list[Tensor] = []
 
-    def propose_draft(self, limits: list[int], stop_rule: Survival | None = None) -> Draft:
+    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """A chain of what `self.skip` leaves."""
         self._ranked, self._possible = [], []
         if not any(limits):
@@ -55,7 +57,7 @@ class SkippingDrafter(ChainDrafter):
     def one_call(self) -> tuple[int, SkipSet] | None:
         return (self.model.depth, self.skip) if self.ranks == 1 else None
 
-    def next_logits(self, chain: Chain, forward: PartialForward) -> Tensor:
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         return forward.sketched_logits(self.skip)
 
     def propose(
@@ -74,7 +76,7 @@ class SkippingDrafter(ChainDrafter):
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """One pass over the tokens, without the skip set."""
         model = self.drafting_model or self.model
-        states = states_behind(self.view.store, row, tokens[:-1], model, self.model.depth, self.replayed_skip())
+        states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.model.depth, self.replayed_skip())
         return model.logits(states, self.shortlist)[0]
 
     def replayed_skip(self) -> SkipSet:

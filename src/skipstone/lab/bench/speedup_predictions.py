@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from skipstone.decoding.costs import LOOKED_UP, BatchCosts, Drafter, MeanStep
 from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.stats import Stats
+from skipstone.decoding.step_costs import LOOKED_UP, BatchCosts, DraftCost, MeanStep
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.drafting.draft_model import DraftModel
@@ -60,7 +60,7 @@ def _sublayers(attention: Any, mlp: Any) -> dict[str, Any]:
     return {"attention": len(attention), "mlp": len(mlp), "both": len({*attention} & {*mlp})}
 
 
-def drafter(said: Mapping[str, Any], table: BatchCosts, known: Mapping[str, Any] | None) -> Drafter | None:
+def drafter(said: Mapping[str, Any], table: BatchCosts, known: Mapping[str, Any] | None) -> DraftCost | None:
     """What a description means in a table of costs; None where the table does not know it. known: what the method had learnt
     after its last prompt."""
     if "learnt" in said:

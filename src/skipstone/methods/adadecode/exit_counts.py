@@ -8,7 +8,7 @@ from skipstone.utils.limits import SMALL_STATE_BYTES
 
 
 @dataclass
-class Tally:
+class ExitCounts:
     """Of one exit. tests: how often it was asked. predicted: how often it was sure. accepted, rejected: what became of those
     predictions; those behind a rejected one are neither."""
 
@@ -18,12 +18,12 @@ class Tally:
     rejected: int = 0
 
 
-class Tallies:
+class AdaDecodeCounts:
     """Counts of all steps. exits: layer -> of its exit. tests: of all exits, of one row or several. stops: for how many of them
     the layers were stopped on the way up. passes: (from layer, to layer, tokens) -> how often."""
 
     def __init__(self, layers: list[int]) -> None:
-        self.exits = {layer: Tally() for layer in layers}
+        self.exits = {layer: ExitCounts() for layer in layers}
         self.steps = self.drafted_steps = self.tests = self.stops = 0
         self.passes: dict[tuple[int, int, int], int] = {}
 

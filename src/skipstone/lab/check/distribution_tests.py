@@ -1,9 +1,9 @@
 """Whether sampled texts follow the law that they should.
 
-`compare`: two samples against one another, chi-square tests of homogeneity, token by token and pair by pair. `Drawn`: every
-token against the very distribution it should have been drawn from, given what stands before it. Under that law each figure's
-surplus over its expectation is a martingale, so sums over all tokens of all texts are normal; this sees a hundred times smaller
-faults than comparing samples does.
+`compare`: two samples against one another, chi-square tests of homogeneity, token by token and pair by pair. `TokenSample`:
+every token against the very distribution it should have been drawn from, given what stands before it. Under that law each
+figure's surplus over its expectation is a martingale, so sums over all tokens of all texts are normal; this sees a hundred
+times smaller faults than comparing samples does.
 """
 
 import math
@@ -29,7 +29,7 @@ Texts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Law:
+class DistributionVerdict:
     """The verdict of several tests of "both follow the same law"."""
 
     p_value: float  # the smallest, times the number of tests (Bonferroni)
@@ -42,12 +42,12 @@ class Law:
         return self.p_value >= ALPHA
 
 
-def _smallest(found: Sequence[tuple[float, str]]) -> Law:
+def _smallest(found: Sequence[tuple[float, str]]) -> DistributionVerdict:
     """found: (p-value, which test) of every test."""
     if not found:
-        return Law(1.0, "", 0)
+        return DistributionVerdict(1.0, "", 0)
     p_value, where = min(found)
-    return Law(min(1.0, p_value * len(found)), where, len(found))
+    return DistributionVerdict(min(1.0, p_value * len(found)), where, len(found))
 
 
 def ready() -> Any:
@@ -55,7 +55,7 @@ def ready() -> Any:
     return installed("scipy.stats", "comparing laws needs scipy")
 
 
-def compare(one: Texts, other: Texts) -> Law:
+def compare(one: Texts, other: Texts) -> DistributionVerdict:
     """Two samples of texts of the same prompt."""
     return _smallest([(p, where) for where, a, b in _tables(one, other) if (p := homogeneity(a, b)) is not None])
 
@@ -83,7 +83,7 @@ def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
     return float(ready().chi2_contingency([*zip(*columns, strict=True)], correction=False).pvalue)
 
 
-class Drawn:
+class TokenSample:
     """Drawn tokens against the distributions they should have been drawn from, a piece at a time.
 
     Counted: log-probabilities, how often the best token was drawn, and halves of the vocabulary; tokens that cannot have been
@@ -116,10 +116,10 @@ class Drawn:
         self.surplus[name] += float((value - mean).sum())
         self.variance[name] += float((square - mean**2).clamp_min(0).sum())
 
-    def law(self) -> Law:
+    def law(self) -> DistributionVerdict:
         """The verdict on all that was added."""
         if self.impossible > max(2, self.rare * self.tokens):
-            return Law(0.0, f"{self.impossible} of {self.tokens} tokens have probability 0", 1)
+            return DistributionVerdict(0.0, f"{self.impossible} of {self.tokens} tokens have probability 0", 1)
         found = []
         for name, variance in self.variance.items():
             if variance > LEAST:

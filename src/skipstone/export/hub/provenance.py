@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from skipstone.engines.loading import BUNDLED, EXPORT
 from skipstone.methods import resolve
 from skipstone.methods.adadecode.heads import HeadsCard
-from skipstone.methods.drafting.layer_sets import Profile
+from skipstone.methods.drafting.layer_sets import LayerSetProfile
 from skipstone.models.fetching import hub_name
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.train import checkpoint
@@ -32,30 +32,30 @@ TEXT = '"def add(a, b):"'
 UNRECORDED = "not recorded"
 
 
-class Counts(BaseModel):
+class PartCounts(BaseModel):
     """Of a part of a source."""
 
     tokens: int
 
 
-class Source(BaseModel):
+class SourceCounts(BaseModel):
     """kept: documents without duplicates. rows: of the training order."""
 
     kept: int
-    train: Counts
+    train: PartCounts
     rows: int
     epochs: float
 
 
-class Data(BaseModel):
+class DataReport(BaseModel):
     """What a model's `data.json` says that its card repeats. tokens, sha256: of the training order."""
 
     tokens: int
     sha256: str
-    sources: dict[str, Source]
+    sources: dict[str, SourceCounts]
 
 
-class Whole(BaseModel):
+class ExportOrigin(BaseModel):
     """What an export's `export.json` says: the model that it is a part of, and which part."""
 
     base: str | None
@@ -69,7 +69,7 @@ Form = TypeVar("Form", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class About:
+class Provenance:
     """summary: a sentence. base: a hub id with or without a revision, a folder's name, or the bundled model's; None where it is
     not known. facts: name -> value, what is not of training. tables: heading -> table. method: how to decode with it, with
     {repo} in the place of the repository. loads: what `skipstone.load` is told, likewise; "" for the bundled model."""
@@ -86,7 +86,7 @@ class About:
     writes_text: bool = False
 
 
-def of_heads(card: HeadsCard, folder: Path) -> About:
+def of_heads(card: HeadsCard, folder: Path) -> Provenance:
     """What a folder of exit heads says of itself, and the run that it lies in."""
     layers = ", ".join(map(str, card.layers))
     facts = {"fingerprint of the model": card.model, "kind": card.kind, "layers": layers}
@@ -100,7 +100,7 @@ def of_heads(card: HeadsCard, folder: Path) -> About:
         if isinstance(one, Mapping)
     ]
     recipe = {name: value for name, value in card.training.items() if name not in ("seconds", "lm_head", "model_revision")}
-    return About(
+    return Provenance(
         f"Exit heads for AdaDecode (arXiv 2506.03700) after layers {layers}: light heads at middle layers that predict early.",
         "adadecode heads={repo}",
         loads_of(card.name),
@@ -113,10 +113,10 @@ def of_heads(card: HeadsCard, folder: Path) -> About:
     )
 
 
-def of_checkpoint(folder: Path, drafts: bool) -> About:
+def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
     """What a model in a folder says of itself, and the run that it lies in. drafts: whether it drafts for another one."""
     config, own = (json_in(folder / name) for name in ("config.json", "generation_config.json"))
-    data, whole = _read(folder / DATA, Data), _read(folder / EXPORT, Whole)
+    data, whole = _read(folder / DATA, DataReport), _read(folder / EXPORT, ExportOrigin)
     manifest = {} if data is None else _manifest(folder.parent)
     manifest = manifest if data is not None and manifest.get("data") == data.sha256 else {}  # else of another run, or of none
     kind, layers = config.get("model_type"), config.get("num_hidden_layers")
@@ -134,16 +134,18 @@ def of_checkpoint(folder: Path, drafts: bool) -> About:
     }
     if drafts:
         said = f"A {kind} model of {layers} layers that drafts for a larger one."
-        return About(said, "speculative draft_model={repo}", loads_of(base or ""), tags=("draft-model",), **common)
+        return Provenance(said, "speculative draft_model={repo}", loads_of(base or ""), tags=("draft-model",), **common)
     made = "trained by skipstone" if data is not None else "with a decoding method of its own"
-    return About(f"A {kind} model of {layers} layers, {made}.", "", "{repo}", tags=_method_tags(own.get(OWN_FIELD)), **common)
+    return Provenance(
+        f"A {kind} model of {layers} layers, {made}.", "", "{repo}", tags=_method_tags(own.get(OWN_FIELD)), **common
+    )
 
 
-def of_profile(profile: Profile) -> About:
+def of_profile(profile: LayerSetProfile) -> Provenance:
     """What a layer set says of itself."""
     facts = {"fingerprint of the model": profile.model}
     facts |= {name: ", ".join(map(str, getattr(profile, name))) or "none" for name in ("attention", "mlp")}
-    return About(
+    return Provenance(
         "A layer set for self-speculative decoding (arXiv 2309.08168): which sublayers drafting leaves out, found by "
         "`skipstone search`.",
         "self_speculative profile={repo}",
@@ -155,9 +157,9 @@ def of_profile(profile: Profile) -> About:
     )
 
 
-def of_tuned(held: Mapping[str, Any]) -> About:
+def of_tuned(held: Mapping[str, Any]) -> Provenance:
     """What a file of `skipstone tune` says of itself."""
-    return About(
+    return Provenance(
         "What `auto` has learnt of a model on a kind of machine: costs, calibrations and rates, kept by `skipstone tune`.",
         "auto profile={repo}",
         "MODEL",
@@ -236,7 +238,7 @@ def _read(path: Path, form: type[Form]) -> Form | None:
         raise ValueError(f"{path} is damaged, or not skipstone's: {first_fault(error)}") from error
 
 
-def _part(whole: Whole | None) -> dict[str, str]:
+def _part(whole: ExportOrigin | None) -> dict[str, str]:
     """Which part of a model an export is."""
     if whole is None:
         return {}
@@ -244,14 +246,14 @@ def _part(whole: Whole | None) -> dict[str, str]:
     return {"layers of the base model": layers, "fingerprint of the base model": whole.fingerprint}
 
 
-def _amount(data: Data | None) -> dict[str, str]:
+def _amount(data: DataReport | None) -> dict[str, str]:
     """How much a model was trained on, and the hash of that."""
     if data is None:
         return {}
     return {"tokens of the training order": f"{data.tokens:,}", "SHA-256 of the training order": data.sha256}
 
 
-def _sources(data: Data | None) -> dict[str, Table]:
+def _sources(data: DataReport | None) -> dict[str, Table]:
     """A row for each source of a model's data."""
     if data is None:
         return {}
@@ -259,7 +261,7 @@ def _sources(data: Data | None) -> dict[str, Table]:
         (name, f"{one.kept:,}", f"{one.train.tokens:,}", f"{one.rows:,}", f"{one.epochs:.2f}")
         for name, one in data.sources.items()
     ]
-    return {"Data": [("source", "documents", "their tokens", "rows", "epochs"), *rows]}
+    return {"DataReport": [("source", "documents", "their tokens", "rows", "epochs"), *rows]}
 
 
 def _exits(path: Path) -> dict[str, Table]:

@@ -11,12 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from skipstone.decoding.stats import Stats
-from skipstone.lab.bench import predictions
-from skipstone.lab.bench.journal import CELL, Line
+from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import added, calm
+from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.tasks.scores import pass_at_k
-from skipstone.lab.timing.statistics import Rate, pooled, predicted_speedup, rate
+from skipstone.lab.timing.statistics import PooledRate, pooled, predicted_speedup, rate
 from skipstone.methods import stored_settings
 
 EARLY_EXIT = "hf-early-exit"
@@ -26,7 +26,7 @@ PARTS = ("search", "draft", "score", "other")  # of a step
 
 
 @dataclass
-class Group:
+class MeasurementGroup:
     """The lines of one task at one temperature on one model."""
 
     model: str
@@ -94,7 +94,7 @@ class Group:
         """The headline's lines; all, where none is left."""
         return self.headline() or self.lines
 
-    def by_category(self) -> "list[Group]":
+    def by_category(self) -> "list[MeasurementGroup]":
         """A group for every category of its prompts, in the order of their names; none where there is at most one."""
         names = sorted({line.get("category") or "" for line in self.lines})
         if len(names) < 2:
@@ -164,9 +164,9 @@ class Group:
         before = fmean(length for line in lines for length in line["prompt_tokens"])
         context = before + sum(row["tokens"] for row in rows) / calls / 2
         known, grown = rows[-1].get("known"), added([row["grown"] for row in rows if row.get("grown")])
-        return predictions.speedup(self.about["costs"], said[candidate], total, context, known, grown)
+        return speedup_predictions.speedup(self.about["costs"], said[candidate], total, context, known, grown)
 
-    def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
+    def _rate(self, label: str, lines: Sequence[Line]) -> PooledRate:
         """A method's tokens a second over lines on which it took part. Counted once."""
         key = ("rate", label, *(line["index"] for line in lines))
         if key not in self._known:
@@ -180,7 +180,7 @@ def _means(rows: Sequence[Line]) -> dict[str, float]:
     return {name: total["sum"] / total["count"] for name, total in totals.items() if total["count"]}
 
 
-def speed(rows: Sequence[Line], seed: int = 0) -> Rate:
+def speed(rows: Sequence[Line], seed: int = 0) -> PooledRate:
     """Tokens a second over all of some prompts, and its resamples."""
     return rate([row["tokens"] for row in rows], [row["seconds"] for row in rows], seed)
 
@@ -190,14 +190,16 @@ def tokens_per_second(rows: Sequence[Line]) -> float:
     return pooled([row["tokens"] for row in rows], [row["seconds"] for row in rows])
 
 
-def groups(lines: Sequence[Line]) -> list[Group]:
+def groups(lines: Sequence[Line]) -> list[MeasurementGroup]:
     """The groups of a run's lines, in their order."""
     about = {line["model"]: line for line in lines if line["kind"] == "model"}
     seed = lines[0]["plan"]["seed"] if lines else 0
-    found: dict[tuple[Any, ...], Group] = {}
+    found: dict[tuple[Any, ...], MeasurementGroup] = {}
     for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
         key = tuple(line[name] for name in CELL)
-        group = found.setdefault(key, Group(**dict(zip(CELL, key, strict=True)), about=about[line["model"]], seed=seed))
+        group = found.setdefault(
+            key, MeasurementGroup(**dict(zip(CELL, key, strict=True)), about=about[line["model"]], seed=seed)
+        )
         if line["kind"] == "prompt":
             group.lines.append(line)
         elif line["kind"] == "exits":

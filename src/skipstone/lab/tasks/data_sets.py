@@ -10,8 +10,8 @@ from pathlib import Path
 from skipstone.assets import PROMPTS
 from skipstone.lab.tasks import scores
 from skipstone.lab.tasks.sandbox import run
-from skipstone.lab.tasks.task import Record, Score, Source, Task
-from skipstone.utils.records import OnHub
+from skipstone.lab.tasks.task import DatasetLocation, Record, ScoreRule, Task
+from skipstone.utils.records import HubRecords
 from skipstone.utils.settings_files import did_you_mean
 
 SELF = "self"  # the task of the prompts that come with this package
@@ -53,22 +53,22 @@ def _rest_of_story(record: Record) -> str:
     return " " + " ".join(record["text"].split()[BEGINNING:])
 
 
-def _one(name: str, good: Callable[[Record, str], bool], executes: bool = False) -> Score:
+def _one(name: str, good: Callable[[Record, str], bool], executes: bool = False) -> ScoreRule:
     """A score of one figure, 1 or 0."""
-    return Score(lambda record, output: {name: float(good(record, output))}, executes)
+    return ScoreRule(lambda record, output: {name: float(good(record, output))}, executes)
 
 
-def rouge(field: str) -> Score:
+def rouge(field: str) -> ScoreRule:
     """ROUGE against a field of the record."""
-    return Score(lambda record, output: scores.rouge(output, record[field]), ready=scores.rouge_scorer)
+    return ScoreRule(lambda record, output: scores.rouge(output, record[field]), ready=scores.rouge_scorer)
 
 
 def _as_referenced(record: Record, output: str) -> dict[str, float]:
     return {} if record.get("reference") is None else {"exact_match": float(scores.exact(output, record["reference"]))}
 
 
-def _source(file: str, path: str, split: str, config: str | None = None) -> Source:
-    return Source(OnHub(path, split, config, extra="bench"), file)
+def _source(file: str, path: str, split: str, config: str | None = None) -> DatasetLocation:
+    return DatasetLocation(HubRecords(path, split, config, extra="bench"), file)
 
 
 TASKS = {
@@ -107,7 +107,7 @@ TASKS = {
         ),
         Task(
             "spec-bench",
-            Source(None, "spec_bench.jsonl"),
+            DatasetLocation(None, "spec_bench.jsonl"),
             ("question_id", "category", "turns"),
             "Apache-2.0",
             lambda record: list(record["turns"]),
@@ -182,7 +182,7 @@ def named(name: str) -> Task:
     if name in TASKS:
         return TASKS[name]
     if name == SELF:
-        return Task(SELF, Source(None, str(PROMPTS)), ("prompt",), "Apache-2.0", _own)
+        return Task(SELF, DatasetLocation(None, str(PROMPTS)), ("prompt",), "Apache-2.0", _own)
     path = Path(name).expanduser()
     if path.suffix != ".jsonl":
         meant = did_you_mean(name, (SELF, *TASKS))
@@ -191,11 +191,11 @@ def named(name: str) -> Task:
         raise FileNotFoundError(f"{path}: no such file of prompts")
     return Task(
         path.stem,
-        Source(None, str(path.absolute())),
+        DatasetLocation(None, str(path.absolute())),
         (),
         "yours",
         _own,
-        Score(_as_referenced),
+        ScoreRule(_as_referenced),
         answer=lambda record: record.get("reference"),
         fault=_own_fault,
         category=lambda record: record.get("category"),
