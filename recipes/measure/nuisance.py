@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ def ratio(model: Any, batches: list[list[torch.Tensor]], method: Any, new: int) 
 def switches(log: Path) -> tuple[int, float]:
     """Changes of the drafter in a log, and the tokens in which they were made."""
     count, tokens, last = 0, 0.0, None
-    for one in replayed(log):
+    for one in replayed(log, time.perf_counter):
         count, last = count + (one.again.current != last), one.again.current
         tokens += one.tokens
     return count, tokens

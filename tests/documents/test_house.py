@@ -35,7 +35,7 @@ PUBLIC = {
         "Stats",
     ),
     *("generate", "stream", "load", "push", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
-    *("DecodingLoop", "ModelRunner", "Request", "Sampling"),
+    *("Decoder", "DecodingLoop", "ModelRunner", "Request", "Sampling"),
 }
 
 

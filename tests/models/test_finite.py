@@ -17,7 +17,7 @@ from tests.helpers import families
     "name", ["model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
 )
 def test_the_first_weight_that_is_not_finite_is_named(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.build("llama", vocab=89)  # a shape that no other test has verified
+    model = families.build("llama", vocab=103)  # a shape that no other test has verified
     with torch.no_grad():
         model.get_parameter(name).fill_(value)
     with pytest.raises(ValueError, match=rf"not finite: {name}.*checkpoint"):
@@ -30,7 +30,7 @@ def test_the_first_weight_that_is_not_finite_is_named(name: str, value: float, m
 def test_finite_weights_that_overflow_are_told_from_an_unknown_architecture(
     dtype: torch.dtype, factor: float, remedy: str
 ) -> None:
-    model = families.build("llama", vocab=83).to(dtype)
+    model = families.build("llama", vocab=107).to(dtype)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.up_proj.weight.mul_(factor)

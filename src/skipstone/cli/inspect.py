@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,7 +84,7 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     from skipstone.lab.inspect.decisions import save
     from skipstone.methods.auto.policy_log import replayed
 
-    found = list(replayed(path))
+    found = list(replayed(path, time.perf_counter))
     if out is not None:
         save(found, out)
         print(f"skipstone: {out}", file=sys.stderr)

@@ -4,8 +4,7 @@ A line of JSON each: a policy, then the events that change it. `Policy` depends 
 """
 
 import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -104,9 +103,11 @@ class Replayed:
         return sum(one.steps for one in self.results)
 
 
-def replayed(path: Path) -> Iterator[Replayed]:
-    """All decisions of a file, made again. ValueError with the line for a file that is no log of this version; OSError for one
-    that cannot be read."""
+def replayed(path: Path, clock: Callable[[], float]) -> Iterator[Replayed]:
+    """All decisions of a file, made again. clock: seconds, for the time that deciding and learning take.
+
+    ValueError with the line for a file that is no log of this version; OSError for one that cannot be read.
+    """
     policies: dict[tuple[int, ...], Policy] = {}
     replay_seconds = 0.0
     with path.open(encoding="utf-8") as file:
@@ -123,7 +124,7 @@ def replayed(path: Path) -> Iterator[Replayed]:
                 elif kind == "replay":
                     policies[writer].observe_replay(*values)
                     replay_seconds += values[3]
-                elif (found := _steps(policies[writer], kind, *values)) is not None:
+                elif (found := _steps(clock, policies[writer], kind, *values)) is not None:
                     yield replace(found, replay_seconds=replay_seconds)
                     replay_seconds = 0.0
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -132,16 +133,18 @@ def replayed(path: Path) -> Iterator[Replayed]:
                 ) from error
 
 
-def _steps(policy: Policy, kind: str, asked: Sequence[Any], decided: Any, taken: Any, results: Any) -> Replayed | None:
+def _steps(
+    clock: Callable[[], float], policy: Policy, kind: str, asked: Sequence[Any], decided: Any, taken: Any, results: Any
+) -> Replayed | None:
     """Decide again and learn. None if nothing was decided."""
     if kind != "steps":
         raise ValueError(f"an event {kind!r} that nobody knows")
     done, taken, before = _RESULTS.validate_python(results), _DECISION.validate_python(taken), policy.position
-    began = time.perf_counter()
+    began = clock()
     again = policy.decide(*asked)
-    decided_at, balance = time.perf_counter(), policy.budget.request
+    decided_at, balance = clock(), policy.budget.request
     policy.observe(taken, done)
-    learnt_at, tokens = time.perf_counter(), sum(one.tokens for one in done)
+    learnt_at, tokens = clock(), sum(one.tokens for one in done)
     if decided is None:
         return None
     lost = balance + policy.budget.slack * tokens - policy.budget.request
