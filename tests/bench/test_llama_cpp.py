@@ -108,10 +108,10 @@ def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: 
     )
     monkeypatch.setattr(f"{__name__}.PROMPT", [*PROMPT, *text(12), *PROMPT])
     one = peer(drafts)
-    target = ggml_worker.Context(one.file, 1)
+    target = ggml_worker.LlamaContext(one.file, 1)
     drafter = None
     if drafts is not None:
-        drafter = ggml_worker.PromptLookup() if drafts == "prompt-lookup" else ggml_worker.DraftModel(one.drafts, 1)
+        drafter = ggml_worker.LlamaPromptLookup() if drafts == "prompt-lookup" else ggml_worker.LlamaDraftModel(one.drafts, 1)
     asked = {"ids": PROMPT, "new": 13, "stop": [], "drafts": 3, "threshold": 0.5}
     for _ in range(2):  # the second question is read from its beginning, too
         passes.clear()

@@ -272,7 +272,7 @@ def surprise(policy: Policy, factor: float) -> None:
     """Two steps of "a" in a row take so many times as long as expected."""
     policy.drafters["a"].rate = won(90.0, 60.0)
     policy._set_thresholds("a")
-    policy.budget.overall = 30.0
+    policy.budget.overall, policy.probed_at = 30.0, 0
     for _ in range(2):
         decision = policy.decide()
         assert decision.kind == "a"
@@ -306,6 +306,15 @@ def test_where_only_the_drafter_changes_its_costs_are_doubted() -> None:
     policy.observe(decision, [StepResult(1.0, 4.86, 1, 2, 2, 1.8, 3.06, 0.0, [(0.9, False)])])
     assert policy.costs.drafting["a"](2) == pytest.approx(1.8), "the next time replaces what was believed"
     assert policy.costs.scoring_of("a")(3) == pytest.approx(3.06, rel=0.01)
+
+
+def test_what_was_charged_in_plain_steps_that_were_too_short_is_refunded() -> None:
+    policy = timed()
+    before = policy.budget.request
+    surprise(policy, 1.7)
+    expected = policy.costs.of("a").step(2)
+    policy.observe(policy.decide(), [StepResult(4.0, 6.8, 4, warm_steps=2, warm_seconds=1.7)])
+    assert policy.budget.request == pytest.approx(before + 10 * 1.015 - 2 * expected - 5, abs=0.15)
 
 
 def test_one_surprise_asks_for_nothing() -> None:

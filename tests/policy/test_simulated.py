@@ -108,7 +108,8 @@ def test_a_run_can_be_made_again() -> None:
 @pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
 def test_where_nothing_pays_it_decodes_plainly(everything: bool) -> None:
     simulation, _ = run(HELD_OUT["nothing pays, laptop"], 0, everything)
-    assert simulation.kinds["plain"] > 0.95 * sum(simulation.kinds.values())
+    assert simulation.kinds["plain"] > 0.9 * sum(simulation.kinds.values())
+    assert simulation.rate() > 0.98
 
 
 def test_a_drafter_of_twenty_plain_steps_leaves_others_their_time() -> None:

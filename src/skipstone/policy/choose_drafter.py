@@ -17,7 +17,7 @@ from typing import NamedTuple
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
 from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCosts, expected_tokens
 from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
-from skipstone.policy.regret_budget import RegretBudget
+from skipstone.policy.regret_budget import REQUEST_CREDIT, RegretBudget
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """Steps that no model drafts for. A probe is a plain step that is taken to measure one."""
@@ -434,7 +434,7 @@ class Policy:
             self._observe_ranks(decision, [rank for one in results for rank in one.ranks])
         share = EXPLORATION_SHARE + 2 * EXPLORATION_SHARE / (1 + self.position / HALF_LIFE)
         lost = time - tokens / decision.price if decision.explores else 0.0
-        self.exploration = min(self.exploration + share * time - lost, MAX_EXPLORATION)
+        self.exploration = min(max(self.exploration - lost, -1.0) + share * time, MAX_EXPLORATION)
         self.position += round(tokens)
         self.starts_request = False
         if self.current is not None and self.current in self.costs.drafting:
@@ -481,7 +481,7 @@ class Policy:
         costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
         time = self._charged(taken, expected, preparing)
-        if not self._is_warming_up(decision, taken > 2 * expected) and not preparing:
+        if not self._is_warming_up(decision, taken - expected > MAX_EXPLORATION) and not preparing:
             self._watch(kind, taken / expected, time - expected)
             is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
             if abs(self.surprises) < 2 and not is_routine:
@@ -500,14 +500,15 @@ class Policy:
         return time
 
     def _charged(self, time: float, expected: float, preparing: bool) -> float:
-        """The time of steps that is charged. Compiling is no step's fault, and a stall is seldom one's. The first step of a
-        request finds caches that the prompt has filled, as a plain one would."""
+        """The time of steps that is charged. Compiling is no step's fault, and a stall is seldom one's: one now and then is
+        charged as twice its expected time, and others with as much as a request may lose at most. The first step of a request
+        finds caches that the prompt has filled, as a plain one would."""
         if preparing or self.starts_request:
             return min(time, max(expected, 1.0))
         if time > 2 * expected and (self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE):
             self.stalled_at = self.position
             return 2 * expected
-        return time
+        return min(time, expected + REQUEST_CREDIT)
 
     def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
         """Whether this is a step of a trial that is not timed. Counts them. A slow one ends the trial. A drafter with its own
@@ -576,7 +577,7 @@ class Policy:
         if seconds:
             time = seconds / self.costs.plain.value
             self.costs.replays[name].observe(time / max(read / WINDOW, 1.0))
-            self.exploration -= time
+            self.exploration = max(self.exploration - time, -1.0)
             self.budget.charge(time, 0.0)
         one.seen_at, self.chosen_at = self.position, None
         if not right:

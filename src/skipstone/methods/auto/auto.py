@@ -34,7 +34,19 @@ from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
-from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
+from skipstone.policy.choose_drafter import (
+    COLD_LOSS,
+    COLD_STEPS,
+    LOOKUP,
+    PLAIN,
+    PROBE,
+    PROBE_STEPS,
+    RECYCLE,
+    TRIAL_STEPS,
+    WINDOW,
+    Decision,
+    StepResult,
+)
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
 
@@ -257,13 +269,14 @@ class AutoDrafter(Drafter):
         return draft
 
     def _plan_host_work(self) -> None:
-        """Whether texts are looked up and continuations kept in this step: not where little of it could be drafted."""
+        """Whether texts are looked up and continuations kept in this step. Otherwise they would spend, step by step, what a
+        trial needs: two plain steps are left to trials."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
         looks, keeps, recycles = learned.lookups, learned.keeping, policy.current == RECYCLE
         rests = remaining < 0 or not policy.costs.plain.measurements or (self._left > 0 and self._decision.kind == PROBE)
         pays = self._decision.kind == LOOKUP and looks.gain > looks.spent
-        self._looks_up = self.texts.looks_up and not rests and remaining >= 1 and looks.is_wanted(learned.steps, pays)
-        self._keeps = self.recycle is not None and not rests and (remaining >= 1 or recycles)
+        self._looks_up = self.texts.looks_up and not rests and remaining >= 2 and looks.is_wanted(learned.steps, pays)
+        self._keeps = self.recycle is not None and not rests and (remaining >= 2 or recycles)
         self._keeps = self._keeps and keeps.is_wanted(learned.steps, recycles)
 
     def _decide(self, matches: list[int], has_room: bool) -> None:
@@ -385,12 +398,15 @@ class AutoDrafter(Drafter):
     def _add_plain(self, tokens: float, seconds: float) -> None:
         """A plain step was taken. Only one that does nothing else, behind others, tells what plain decoding takes."""
         self._plain_in_a_row += 1
-        is_warm, plain = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain.value
+        is_warm, believed = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain
+        plain = believed.value if believed.measurements >= TRIAL_STEPS else 0.0
         if is_warm and seconds and not (self._looks_up or self._keeps):
             self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
         elif plain and (self._ran_prompt or is_warm):
             seconds = plain + self._host_seconds  # all else is as in plain decoding
+        elif plain:
+            seconds = min(seconds, (1 + COLD_LOSS) * plain)
         if not self._results:
             self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
         (added,) = self._results
