@@ -125,8 +125,8 @@ def _key(model: Any) -> str:
 @cache
 def _sources() -> str:
     """A hash of all of skipstone that derives and verifies."""
-    folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), *sorted((folder / "engines" / "eager").glob("*.py"))]
+    package = Path(__file__).parents[1]
+    files = [path for folder in ("models", "engines", "engines/eager") for path in sorted((package / folder).glob("*.py"))]
     return digest([path.read_text(encoding="utf-8") for path in files], 32)
 
 
