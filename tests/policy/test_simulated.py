@@ -88,7 +88,7 @@ def test_no_deadlock_if_all_costs_are_believed_to_be_three_times_too_high(known:
 @pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
 @pytest.mark.parametrize(("kind", "factor", "known"), WRONG)
 def test_wrong_costs_are_unlearnt(kind: str, factor: float, known: int, everything: bool) -> None:
-    names = [name for name in SHORT if name in HELD_OUT] if known == 30 else ["bursts, laptop", *DEADLOCKED]
+    names = [name for name, work in HELD_OUT.items() if work.machine.rows == 1][:8]
     found = [
         later_rate(SHORT[name], seed, everything, kind, factor, known) / right_rate(name, seed, everything)
         for name in names
