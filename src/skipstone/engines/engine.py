@@ -25,8 +25,8 @@ class SurvivalThresholds:
 
     min_survival: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it;
     a shorter list ends the draft. min_survival_shared: the same of a row whose draft steps others pay; none where each row pays
-    its own. Of R rows those with a survival S of `min_survival_shared` draft on together, as long as the sum of S - beside over
-    them is at least R (least - beside)."""
+    its own. Of R rows those with a survival S of `min_survival_shared` draft on together, as long as the sum of
+    S - min_survival_shared over them is at least R (min_survival - min_survival_shared)."""
 
     slope: float
     offset: float

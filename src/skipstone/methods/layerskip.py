@@ -64,7 +64,7 @@ class LayerSkip(ShortlistMethod):
         return LayerSkipDrafter(self, model, rows)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains whose length `auto` decides."""
+        """Chains. `auto` decides their length."""
         assert self.exit_layer is not None
         chain = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None, reuse_cache=True)
         chain = replace(chain, rejection_sample_method="coupled")

@@ -109,7 +109,7 @@ class SelfSpeculative(ShortlistMethod):
         return found
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains whose length `auto` decides."""
+        """Chains. `auto` decides their length."""
         chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None), self.skip_set(model)
         skipped, name = [sorted(skip.attention), sorted(skip.mlp)], "self_speculative"
         drafter, layers = chain.create_drafter(model, rows, capacity), model.depth - sum(map(len, skipped)) / 2

@@ -56,7 +56,7 @@ class Speculative(DraftModelMethod):
         return SpeculativeDrafter(self, model, self.draft_model_for(model), rows, capacity)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains whose length `auto` decides."""
+        """Chains. `auto` decides their length."""
         draft_model, coupled = self.draft_model_for(model), replace(self, rejection_sample_method="coupled")
         drafter = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MAX_DRAFTS, None)
         ratio = size_ratio(draft_model, model)

@@ -35,8 +35,8 @@ UNCOMPILED: frozenset[str] = frozenset(
 )
 """Tested types that engine="compiled" refuses, for what its `why_not` says."""
 
-ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers beside layers with an attention only"
-_BOTH = "keeps a recurrent state beside keys and values in one layer, which skipstone does not roll back"
+ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers only next to layers with an attention"
+_BOTH = "keeps a recurrent state next to keys and values in one layer, which skipstone does not roll back"
 _UNTRIED = "keeps a recurrent state of a form that skipstone has not been tested with"
 _ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
 _DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"

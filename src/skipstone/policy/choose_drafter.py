@@ -44,7 +44,7 @@ CHANGED = 1.25
 """Factor by which two steps in a row must differ from what was expected before a plain step is measured. If the plain step
 differs by its root, the whole machine is slower or faster."""
 COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps behind a draft that are slow, as it filled the caches, and what each loses at most
-PROBE_STEPS = COLD_STEPS + 2  # of which the last two are measured
+PROBE_STEPS = COLD_STEPS + 2  # the last two are measured
 STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
 """Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes about 2 % of
 the shortest steps there are (1.6 ms). Also the tokens between two probes."""
@@ -249,7 +249,7 @@ class Policy:
     def _wait(self, current: str | None, price: float, amount: float) -> Decision:
         """Plain steps until so much may be lost."""
         steps = self.budget.steps_until(amount, WINDOW if current is not None else PLAIN_AT_ONCE)
-        return Decision(PLAIN, price, current, "more time was lost than may be: plain until it is won back", steps=steps)
+        return Decision(PLAIN, price, current, "the regret budget is spent: plain until it recovers", steps=steps)
 
     def _draft(self, current: str | None, price: float) -> Decision:
         """What the best drafter does."""

@@ -12,7 +12,7 @@ from typing import Any
 from skipstone.policy.draft_length import LOOKAHEAD
 
 FIRST_SLOPE = 0.04  # plain steps that scoring one token more takes, until measured: 25 tokens double a pass on two CPU cores
-FIRST_START = 0.1  # plain steps that drafting takes beside its draft steps, until measured
+FIRST_START = 0.1  # plain steps that a chain takes besides its draft steps, until measured
 RELATIVE_NOISE, START_DEVIATION = 0.1, 2 * FIRST_START
 """Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
 MEMORY, PLAIN_MEMORY = 50.0, 4.0
@@ -196,7 +196,7 @@ class LearnedCosts:
     """What steps take, as far as the loop has measured. All times but `plain_seconds` are in plain steps, so that they stay
     right while the whole machine is slower.
 
-    plain: seconds of a plain step. fixed: of a step that drafts, beside drafting and scoring. drafting: drafter -> a chain.
+    plain: seconds of a plain step. fixed: of a step that drafts, without drafting and scoring. drafting: drafter -> a chain.
     scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
     -> a whole step. replays: drafter -> a replay. timed_at: drafter -> position at which this process timed it.
     """

@@ -118,7 +118,7 @@ class AutoDrafter(Drafter):
         # the decision that is being carried out, what it was before it turned out that there is nothing to draft, and what it
         # was asked with
         self._decision, self._decided, self._asked = Decision(PLAIN), None, (list[int](), True)
-        self._left = 0  # steps that it stands for beside this one
+        self._left = 0  # further steps that it stands for
         self._results: list[StepResult] = []  # of its steps, plain ones as one
         self._warm: list[float] = []  # seconds of plain steps that did nothing else, behind others
         self._is_quiet = False  # it does nothing but decode plainly

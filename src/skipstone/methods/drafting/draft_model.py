@@ -366,7 +366,7 @@ class DraftModelDrafter(ChainDrafter):
         return max(len(self.text[row]) - 1 - self.store.length[row], wanted)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """It reads what it lacks of the row, the last part of which tells."""
+        """The draft model reads the tokens that it has not read yet. The last of them are the replay."""
         store, wanted, text, device = self.store, len(tokens) - 1, self.text[row], self.draft_model.device
         if len(text) - 1 - store.length[row] < wanted:
             return None

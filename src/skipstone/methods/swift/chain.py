@@ -1,4 +1,4 @@
-"""SWIFT as a candidate of `auto`: chains of the best layer set so far, and a search whose evaluations are `auto`'s replays."""
+"""SWIFT as a candidate of `auto`: chains of the best layer set so far. `auto`'s replays evaluate its search."""
 
 from collections.abc import Sequence
 

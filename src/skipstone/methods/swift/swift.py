@@ -47,7 +47,7 @@ class Swift(SwiftSettings):
         return SwiftDrafter(self, model, rows, self.optimisation(model))
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains whose length `auto` decides. Its replays are the evaluations of the search."""
+        """Chains. `auto` decides their length. Its replays are the evaluations of the search."""
         optimisation = self.optimisation(model)
         drafter = SwiftChainDrafter(optimisation, model, rows, MAX_DRAFTS, self.shortlist(model))
         layers = model.depth - float(optimisation.skipped.sum()) / 2
