@@ -33,7 +33,8 @@ serve: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: an OpenAI-compatible server 
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \
-	$(patsubst %,tests/models/test_%.py,frontier kvstore layers masks) tests/hf/test_options.py tests/methods/test_spelling.py
+	$(patsubst %,tests/engines/test_%.py,partial_forward kv_cache model_runner) tests/models/test_masks.py tests/hf/test_options.py \
+	tests/methods/test_spelling.py
 quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
 	$(PYTEST) -m "not slow" $(QUICK)
 
@@ -68,7 +69,7 @@ test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromi
 	$(BIN)/python -m pytest -m browser tests/browser
 
 test-ray: $(STAMP) $(NATIVE) $(VENV)/.ray  ## batches and replicas on Ray, in clusters of this machine; under three minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m ray --durations=5 tests/ray
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ray --durations=5 tests/serving/ray
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,8 +6,13 @@ import functools
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.helpers.hub import Hub
 
 # A name that is no folder would be asked for at the hub, again and again where there is no network. It is set before a
 # folder's conftest.py imports what reads it.
@@ -61,3 +66,13 @@ def no_gradients() -> Iterator[None]:
 
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """An empty hub that a test pushes to and loads from. Nothing but its own routes was asked for in the end."""
+    from tests.helpers.hub import serving  # huggingface_hub reads the environment when it is imported, which comes later
+
+    with serving(monkeypatch, tmp_path / "hub-cache") as made:
+        yield made
+        assert made.unknown == []

@@ -6,20 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commandline import assert_refused, run, succeed
-from tests.helpers.hub import TOKEN, Hub, serving
+from tests.helpers.hub import TOKEN, Hub
 from tests.helpers.parcels import everything, heads_folder, model_folder
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with serving(monkeypatch, tmp_path / "hub-cache") as made:
-        yield made
 
 
 def test_the_address_of_the_commit_is_what_is_printed(hub: Hub, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SIZES = (
 )
 """Fields of a config that are at least 1."""
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
-"""PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
+"""PEFT types that live wholly inside the model's modules, each with a test in tests/engines/test_peft.py."""
 KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
 """Classes of tensors that weights may be: plain ones, and shards of tensor parallelism."""
 

@@ -236,7 +236,7 @@ ODD: dict[str, tuple[Callable[[Any], None], str]] = {
     "pre-hook": (_pre_hook, "model.norm has hooks or a forward of its own, which only transformers' modules run"),
     "subclass": (
         _subclass,
-        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native_refusals, and the native engine knows only "
+        "model.layers.2.mlp.up_proj is a OtherLinear of tests.engines.test_native_refusals, and the native engine knows only "
         "the modules that transformers builds this family of",
     ),
     "own forward": (

@@ -213,7 +213,7 @@ def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Pat
 def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {
         "tasks": ["humaneval"],
-        "data_dir": str(Path(__file__).parents[1] / "helpers" / "records"),
+        "data_dir": str(Path(__file__).parents[2] / "helpers" / "records"),
         "methods": ["autoregressive"],
     }
     said: list[str] = []

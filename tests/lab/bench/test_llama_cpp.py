@@ -28,7 +28,7 @@ Make = Callable[..., LlamaCpp]
 @pytest.fixture
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A peer over a file of the stand-in. drafts: None, "prompt-lookup", or the stand-in's settings of a draft model."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers" / "fakes"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "helpers" / "fakes"))
 
     def written(name: str, settings: dict[str, Any]) -> str:
         (tmp_path / name).write_text(json.dumps({"vocabulary": V, "wrong": 1000} | settings))
@@ -97,7 +97,7 @@ PASSES = {  # (drafts, rows of the target's passes behind the prompt, passes of 
 @pytest.mark.parametrize(("drafts", "rows", "drafting"), PASSES.values(), ids=PASSES)
 def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in this process, where passes can be counted."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers" / "fakes"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "fakes"))
     monkeypatch.setattr(sys, "modules", {**sys.modules})  # what is imported here is forgotten afterwards
     llama_cpp = importlib.import_module("llama_cpp")
     ggml_worker = importlib.import_module("skipstone.lab.bench.peers.ggml_worker")

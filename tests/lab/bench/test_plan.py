@@ -16,7 +16,7 @@ from skipstone.lab.tasks.task import untabbed
 from skipstone.lab.timing.measure import MethodBackend
 from tests.helpers import families
 
-TASKS_HERE = Path(__file__).parents[1] / "helpers" / "records"
+TASKS_HERE = Path(__file__).parents[2] / "helpers" / "records"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from skipstone.lab.tasks import protocols
 from skipstone.lab.tasks.data_sets import TASKS
 from skipstone.lab.tasks.task import Task, prompt_of
 
-FOLDER = Path(__file__).parents[1] / "helpers" / "records"
+FOLDER = Path(__file__).parents[2] / "helpers" / "records"
 ANSWERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "humaneval": lambda row: row["canonical_solution"],
     "mbpp": lambda row: row["code"] + "\n[DONE]",
