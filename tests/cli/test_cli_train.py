@@ -51,7 +51,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     [
         ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output"),
         ({"exits": {"dilation": 0}}, "found 0"),
-        ({"dropout": {"p_max": 2}}, "between 0 and 1, found 2"),
+        ({"dropout": {"p_max": 2}}, "dropout.p_max: Input should be less than or equal to 1 (found 2)"),
         ({"training__max_steps": ...}, "training.max_steps must be given"),
         ({"training__optim": "magic"}, "magic"),
         ({"training__fsdp": True}, "training.fsdp belongs to the launch"),

@@ -101,7 +101,7 @@ def _estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json:
 
     recipe = read(path, data_dir)
     found = estimating.estimate(recipe, path.parent, arguments(recipe, Path(recipe.output)), **given)
-    typer.echo(json.dumps(estimating.as_json(found)) if as_json else "\n".join(estimating.told(found)))
+    typer.echo(json.dumps(found.to_json()) if as_json else "\n".join(estimating.format_estimate(found)))
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_recipe: bool) -> None:

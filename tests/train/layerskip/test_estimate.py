@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from skipstone.train.layerskip.arguments import arguments, read
-from skipstone.train.layerskip.estimate import MemoryEstimate, as_json, estimate, told
+from skipstone.train.layerskip.estimate import MemoryEstimate, estimate, format_estimate
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from skipstone.train.layerskip.shapes import SHAPES, meta_model, shape_of
@@ -94,36 +94,36 @@ def estimated(folder: Path, changes: dict[str, Any] | None = None, **given: Any)
 def test_an_estimate_adds_up(tmp_path: Path) -> None:
     exits = {"curriculum": "none", "e_scale": 0.5}
     one = estimated(tmp_path, {"exits": exits, "dropout": {"p_max": 0.0}, "training__loss_chunk": 8}, size="8B", gpus=8)
-    shape, bytes_of = one.shape, one.kept
-    assert bytes_of.parameters == bytes_of.gradients == 4 * PUBLISHED["8B"] // 8
-    assert bytes_of.optimizer == 8 * PUBLISHED["8B"] // 8
-    assert bytes_of.logits == 8 * 128256 * 4 * 3
+    shape, bytes_of = one.shape, one.bytes["plain"]
+    assert bytes_of["parameters"] == bytes_of["gradients"] == 4 * PUBLISHED["8B"] // 8
+    assert bytes_of["optimizer"] == 8 * PUBLISHED["8B"] // 8
+    assert bytes_of["logits"] == 8 * 128256 * 4 * 3
     assert one.all_logits == 32 * 128256 * 4 * 31, "e(0) = 0: the first exit is not trained"
     assert one.tokens == 2 * 16
     assert one.step_tokens == 2 * 16 * 8
     work = 6 * shape.in_layers + 31 * 8 * 4096 * 128256
-    assert one.seconds[0] == pytest.approx(work * one.tokens / (0.4 * 989e12))
-    assert one.seconds[1] == pytest.approx((work + 2 * shape.in_layers) * one.tokens / (0.4 * 989e12))
-    assert bytes_of.total == sum(value for name, value in vars(bytes_of).items())
-    assert one.kept.activations > 5 * one.checkpointed.activations
+    assert one.seconds_a_step["plain"] == pytest.approx(work * one.tokens / (0.4 * 989e12))
+    assert one.seconds_a_step["checkpointed"] == pytest.approx((work + 2 * shape.in_layers) * one.tokens / (0.4 * 989e12))
+    assert 2 * bytes_of["total"] == sum(bytes_of.values())
+    assert bytes_of["activations"] > 5 * one.bytes["checkpointed"]["activations"]
     twice = estimated(tmp_path, {"exits": exits}, size="8B", gpus=16, mfu=0.2)
-    assert twice.kept.parameters == bytes_of.parameters // 2
-    assert twice.kept.activations == bytes_of.activations
-    assert json.loads(json.dumps(as_json(one)))["bytes"]["plain"]["total"] == bytes_of.total
-    assert "32 layers; 8 GPUs" in told(one)[0]
+    assert twice.bytes["plain"]["parameters"] == bytes_of["parameters"] // 2
+    assert twice.bytes["plain"]["activations"] == bytes_of["activations"]
+    assert json.loads(json.dumps(one.to_json()))["bytes"]["plain"]["total"] == bytes_of["total"]
+    assert "32 layers; 8 GPUs" in format_estimate(one)[0]
 
 
 def test_what_a_recipe_changes(tmp_path: Path) -> None:
     plain = estimated(tmp_path, size="1B")
     dropping = estimated(tmp_path, {"dropout": {"p_max": 1.0}}, size="1B")
-    assert dropping.seconds[0] < 0.9 * plain.seconds[0]
-    assert dropping.kept == plain.kept, "a step may keep all rows"
+    assert dropping.seconds_a_step["plain"] < 0.9 * plain.seconds_a_step["plain"]
+    assert dropping.bytes == plain.bytes, "a step may keep all rows"
     half = estimated(tmp_path, {"training__bf16": True}, size="1B")
-    assert half.kept.activations < 0.75 * plain.kept.activations
-    assert half.kept.gathered == 2 * PUBLISHED["1B"], "autocast's copies"
+    assert half.bytes["plain"]["activations"] < 0.75 * plain.bytes["plain"]["activations"]
+    assert half.bytes["plain"]["gathered"] == 2 * PUBLISHED["1B"], "autocast's copies"
     towards = estimated(tmp_path, {"exits": {"dilation": 2, "kl_weight": 1.0}}, size="1B")
-    assert towards.kept.logits == plain.kept.logits * 4 // 3
-    assert estimated(tmp_path, {"training__optim": "sgd"}, size="1B").kept.optimizer == 0
+    assert towards.bytes["plain"]["logits"] == plain.bytes["plain"]["logits"] * 4 // 3
+    assert estimated(tmp_path, {"training__optim": "sgd"}, size="1B").bytes["plain"]["optimizer"] == 0
     own = estimated(tmp_path)
     assert own.shape.vocabulary == 270
     assert own.shape.parameters == by_hand(LlamaConfig(**OWN))

@@ -22,10 +22,31 @@ DECIDING = (
     *("average_tokens_across_devices", "dataloader_drop_last"),
 )
 """Arguments that a run must keep when it resumes: with others it would be another run, or they would have no effect."""
-NO_EFFECT = {
-    "num_train_epochs": "training.max_steps says how long a run is, and sources repeat as their weights ask",
-    "resume_from_checkpoint": "a run resumes from its own folder; --fresh refuses to",
+REFUSED_IN_RECIPES = {
+    "num_train_epochs": "has no effect: training.max_steps says how long a run is, and sources repeat as their weights ask",
+    "resume_from_checkpoint": "has no effect: a run resumes from its own folder; --fresh refuses to",
+    **dict.fromkeys(("dropout", "exits"), "is a part of its own of the recipe: write it next to training, not inside"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config"),
+        "belongs to the launch, so that any number of processes can resume a run: "
+        "accelerate launch --use_fsdp --fsdp_version 2",
+    ),
 }
+"""Training settings that a recipe must not have, and why."""
+UNSUPPORTED = {
+    "load_best_model_at_end": "every checkpoint is kept or removed by its step alone",
+    "metric_for_best_model": "every checkpoint is kept or removed by its step alone",
+    "auto_find_batch_size": "a run resumes with the batch size that it was started with",
+    "save_only_model": "a checkpoint without the optimiser cannot be resumed from",
+    "label_smoothing_factor": "the early-exit loss has no label smoothing",
+    "logging_nan_inf_filter": "a loss that is not finite stops the run",
+    "use_liger_kernel": "it replaces the forward that the early-exit loss is computed in",
+    "ignore_data_skip": "a run resumes at the row where it stopped",
+    "bf16_full_eval": "exits are measured in the precision of the weights",
+    "fp16_full_eval": "exits are measured in the precision of the weights",
+    "prediction_loss_only": "an evaluation reports every exit",
+}
+"""Settings of transformers that contradict what this trainer promises."""
 
 
 @dataclass
@@ -58,25 +79,15 @@ class LayerSkipArguments(TrainingArguments):
                 raise ValueError(f"{name} must be a finite number that is not negative, found {getattr(self, name)}")
         if self.ddp_find_unused_parameters is None and (self.dropout.p_max > 0 or not self.exits.keep_last):
             self.ddp_find_unused_parameters = True  # a layer may drop all rows, or lie above all exits of a step
-        by_metric = "load_best_model_at_end" if self.load_best_model_at_end else "metric_for_best_model"
-        muon, usual = self.muon_learning_rate is not None, type(self).__dataclass_fields__["optim"].default
-        refused = {  # settings of transformers that contradict what this trainer promises
-            "optim": (muon and self.optim != usual, "muon_learning_rate makes the optimiser, Muon with AdamW"),
-            "optim_args": (muon and self.optim_args is not None, "muon_learning_rate makes the optimiser, Muon with AdamW"),
-            by_metric: (self.metric_for_best_model is not None, "every checkpoint is kept or removed by its step alone"),
-            "auto_find_batch_size": (self.auto_find_batch_size, "a run resumes with the batch size that it was started with"),
-            "save_only_model": (self.save_only_model, "a checkpoint without the optimiser cannot be resumed from"),
-            "label_smoothing_factor": (self.label_smoothing_factor != 0, "the early-exit loss has no label smoothing"),
-            "logging_nan_inf_filter": (self.logging_nan_inf_filter, "a loss that is not finite stops the run"),
-            "use_liger_kernel": (self.use_liger_kernel, "it replaces the forward that the early-exit loss is computed in"),
-            "ignore_data_skip": (self.ignore_data_skip, "a run resumes at the row where it stopped"),
-            "bf16_full_eval": (self.bf16_full_eval, "exits are measured in the precision of the weights"),
-            "fp16_full_eval": (self.fp16_full_eval, "exits are measured in the precision of the weights"),
-            "prediction_loss_only": (self.prediction_loss_only, "an evaluation reports every exit"),
-        }
-        for name, (wanted, reason) in refused.items():
-            if wanted:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {reason}")
+        reasons = UNSUPPORTED
+        if self.muon_learning_rate is not None:
+            reasons = reasons | dict.fromkeys(
+                ("optim", "optim_args"), "muon_learning_rate makes the optimiser, Muon with AdamW"
+            )
+        for name, reason in reasons.items():
+            value = getattr(self, name)
+            if value and value != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name}={value!r} is not supported: {reason}")
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers writes arguments, with plain values only."""
@@ -245,8 +256,8 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
     base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExitLoss()), {}
     if recipe.preset is not None:
         base = PRESETS[recipe.preset]
-        schedule = {"learning_rate": base.learning_rate, "max_steps": base.steps}
-        schedule["per_device_train_batch_size"] = base.batch_size
+        sizes = {"max_steps": base.steps, "per_device_train_batch_size": base.batch_size}
+        schedule = {"learning_rate": base.learning_rate, **sizes}
     fixed = {
         "output_dir": str(output),
         "seed": recipe.seed,
@@ -273,17 +284,11 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
 
 def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     """Training settings that exist, are not the recipe's own to set, and have an effect. ValueError for others."""
-    if taken := [name for name in given if name in fixed]:
-        raise ValueError(f"training.{taken[0]} is set by the recipe itself ({fixed[taken[0]]!r}): leave it out")
-    if elsewhere := [name for name in given if name in ("dropout", "exits")]:
-        raise ValueError(f"training.{elsewhere[0]}: {elsewhere[0]} is a part of its own of the recipe, beside training")
-    if sharding := [name for name in given if name in ("fsdp", "fsdp_config")]:
-        raise ValueError(
-            f"training.{sharding[0]} belongs to the launch, so that any number of processes can go on with a run: "
-            "accelerate launch --use_fsdp --fsdp_version 2"
-        )
-    if idle := [name for name in given if name in NO_EFFECT]:
-        raise ValueError(f"training.{idle[0]} has no effect: {NO_EFFECT[idle[0]]}")
+    for name in given:
+        if name in fixed:
+            raise ValueError(f"training.{name} is set by the recipe itself ({fixed[name]!r}): leave it out")
+        if name in REFUSED_IN_RECIPES:
+            raise ValueError(f"training.{name} {REFUSED_IN_RECIPES[name]}")
     if given.get("save_strategy") in ("no", False):
         raise ValueError("training.save_strategy: a run without checkpoints could not be resumed; raise save_steps instead")
     return _typed("training", LayerSkipArguments, given, "a field of TrainingArguments or LayerSkipArguments")
@@ -291,7 +296,8 @@ def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
 
 def _typed(part: str, kind: type[Any], given: Mapping[str, Any], known: str | None = None) -> dict[str, Any]:
     """Values for fields of a dataclass, of the fields' types: YAML reads 3e-5 as a text. ValueError names what does not fit."""
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    hints = get_type_hints(kind, include_extras=True)
+    hints = {name: hints[name] for name in kind.__dataclass_fields__ if name in hints}
     typed = {}
     for name, value in given.items():
         if name not in hints:

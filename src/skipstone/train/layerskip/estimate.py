@@ -1,4 +1,4 @@
-"""What a run will take on each GPU, in bytes and in time, before it starts: from the recipe and the model's config alone.
+"""Estimates the memory and time of a run on each GPU before it starts, from the recipe and the model's config alone.
 
 Bytes follow from what FSDP2 and the early-exit loss keep (sharding.py, objective.py); time is 6 N D operations and those of the
 exits at a share of the GPU's peak. Workspaces of kernels, fragments and communication are not counted.
@@ -27,35 +27,21 @@ STATES = {"adamw": 2, "sgd": 0}
 MUON_STATES = 1  # of a matrix inside the layers, with Muon
 
 
-@dataclass(frozen=True)
-class GpuBytes:
-    """On each GPU at the fullest moment of a step. gathered: weights that are whole for a while, and their gradients."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-    teacher: int
-
-    @property
-    def total(self) -> int:
-        """All together."""
-        return sum(vars(self).values())
+COLUMNS = ("plain", "checkpointed")
+"""Without and with activation checkpointing."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """kept, checkpointed: without and with activation checkpointing. checkpoints: whether the recipe asks for the latter.
+    """bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while, and
+    their gradients. seconds_a_step: column -> seconds. checkpoints: whether the recipe asks for activation checkpointing.
     all_logits: bytes of all exits' float32 logits if they existed together. tokens: of a pass of one GPU. exits, most_exits:
-    that a step trains, in the mean and at most. seconds: a step, without and with checkpointing. loading: bytes of host memory
-    that each process takes first."""
+    exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first."""
 
     shape: ModelShape
     gpus: int
-    kept: GpuBytes
-    checkpointed: GpuBytes
+    bytes: dict[str, dict[str, int]]
+    seconds_a_step: dict[str, float]
     checkpoints: bool
     all_logits: int
     tokens: int
@@ -63,8 +49,11 @@ class MemoryEstimate:
     steps: int
     exits: float
     most_exits: int
-    seconds: tuple[float, float]
     loading: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate for programs."""
+        return {"kind": "skipstone-train-estimate", **vars(self), "shape": vars(self.shape)}
 
 
 def estimate(
@@ -93,31 +82,29 @@ def estimate(
     shape = shape_of(meta_model(config, layers))
     plan = LayerSkipRecipe(settings.dropout, settings.exits)
     plan.check(shape.layers, settings.max_steps)
-    run = _RunNumbers(shape, settings, plan, gpus, recipe.data.length, _teacher(recipe, base))
-    return run.estimate(mfu * peak_tflops * 1e12)
+    teacher = None if recipe.teacher is None else shape_of(meta_model(_text_config(recipe.teacher, base)))
+    return _RunNumbers(shape, settings, plan, gpus, recipe.data.length, teacher).estimate(mfu * peak_tflops * 1e12)
+
+
+def _text_config(name: str, base: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(beside(name, base)).get_text_config(decoder=True)
 
 
 def _config(recipe: TrainingRecipe, base: Path) -> tuple[PreTrainedConfig, int | None]:
     """Of the model that a recipe begins with, and how many of its layers it takes."""
     start = recipe.model
     if start.recipe is not None:
-        before = read(base / start.recipe)
-        config, layers = _config(before, base)
+        config, layers = _config(read(base / start.recipe), base)
         return config, start.layers or layers
     if start.pretrained is not None:
-        return AutoConfig.from_pretrained(beside(start.pretrained, base)).get_text_config(decoder=True), start.layers
-    source = recipe.tokenizer
-    tokens = source.vocab_size or (len(load_tokenizer(beside(source.pretrained, base))) if source.pretrained else None)
-    given = start.config or {}
-    if tokens is None and "vocab_size" not in given:
+        return _text_config(start.pretrained, base), start.layers
+    source, given = recipe.tokenizer, start.config or {}
+    tokens = source.vocab_size or given.get("vocab_size")
+    if source.pretrained is not None:
+        tokens = len(load_tokenizer(beside(source.pretrained, base)))
+    if tokens is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
-    return config_from(given, tokens or given["vocab_size"], {}), None
-
-
-def _teacher(recipe: TrainingRecipe, base: Path) -> ModelShape | None:
-    if recipe.teacher is None:
-        return None
-    return shape_of(meta_model(AutoConfig.from_pretrained(beside(recipe.teacher, base)).get_text_config(decoder=True)))
+    return config_from(given, tokens, {}), None
 
 
 class _RunNumbers:
@@ -141,47 +128,43 @@ class _RunNumbers:
 
     def estimate(self, speed: float) -> MemoryEstimate:
         """speed: operations a second of one GPU."""
-        work = self._operations(False), self._operations(True)
-        each = tuple(operations * self.step_tokens / (self.gpus * speed) for operations in work)
-        checkpoints = bool(getattr(self.settings, "activation_checkpointing", False))
+        each = self.step_tokens / (self.gpus * speed)
         return MemoryEstimate(
             shape=self.shape,
             gpus=self.gpus,
-            kept=self._bytes(False),
-            checkpointed=self._bytes(True),
-            checkpoints=checkpoints,
+            bytes={name: self._bytes(name == "checkpointed") for name in COLUMNS},
+            seconds_a_step={name: self._operations(name == "checkpointed") * each for name in COLUMNS},
+            checkpoints=bool(getattr(self.settings, "activation_checkpointing", False)),
             all_logits=self.tokens * self.shape.vocabulary * FLOAT * self.most_exits,
             tokens=self.tokens,
             step_tokens=self.step_tokens,
             steps=self.settings.max_steps,
             exits=self.exits,
             most_exits=self.most_exits,
-            seconds=(each[0], each[1]),
             loading=FLOAT * (self.shape.parameters + (self.teacher.parameters if self.teacher else 0)),
         )
 
-    def _bytes(self, checkpointing: bool) -> GpuBytes:
+    def _bytes(self, checkpointing: bool) -> dict[str, int]:
         shape, width = self.shape, HALF if self.half else FLOAT
-        share = -(-shape.parameters // self.gpus)  # parameters on each GPU
+        share = FLOAT * -(-shape.parameters // self.gpus)  # of the parameters on each GPU
         gathered = 0
         if self.sharded:  # the root's group and its gradients, two layers (one comes while the other runs) and one's gradients
             gathered = width * (2 * shape.rest + 3 * shape.layer) + FLOAT * shape.layer  # gradients are summed in float32
         elif self.half:
             gathered = HALF * shape.parameters  # autocast's copies
-        layer = shape.activations(self.half, self.autocast)
-        between = shape.stream(self.half, self.autocast)
+        layer, between = shape.activations(self.half, self.autocast), shape.stream(self.half, self.autocast)
         depth = between * shape.layers + layer if checkpointing else layer * shape.layers
-        chunk = min(self.settings.loss_chunk, self.tokens)
         copies = COPIES_OF_LOGITS + (self.plan.exits.kl_weight is not None or self.teacher is not None)
-        return GpuBytes(
-            parameters=FLOAT * share,
-            gradients=FLOAT * share,
-            optimizer=FLOAT * self._states() // self.gpus,
-            gathered=gathered,
-            activations=self.tokens * (depth + between * self.most_exits),
-            logits=chunk * shape.vocabulary * FLOAT * copies,
-            teacher=FLOAT * self.teacher.parameters if self.teacher else 0,
-        )
+        parts = {
+            "parameters": share,
+            "gradients": share,
+            "optimizer": FLOAT * self._states() // self.gpus,
+            "gathered": gathered,
+            "activations": self.tokens * (depth + between * self.most_exits),
+            "logits": min(self.settings.loss_chunk, self.tokens) * shape.vocabulary * FLOAT * copies,
+            "teacher": FLOAT * self.teacher.parameters if self.teacher else 0,
+        }
+        return {**parts, "total": sum(parts.values())}
 
     def _states(self) -> int:
         """Numbers that the optimiser keeps."""
@@ -190,12 +173,10 @@ class _RunNumbers:
             if self.sharded:
                 raise ValueError("Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW")
             return MUON_STATES * shape.in_layers + STATES["adamw"] * shape.rest
-        kind = next((kind for kind in STATES if name.startswith(kind) and "bit" not in name), None)
-        if kind is None:
-            raise ValueError(
-                f"the estimate does not know what the optimiser {name} keeps: it knows {', '.join(STATES)} and Muon"
-            )
-        return STATES[kind] * shape.parameters
+        for kind, count in STATES.items():
+            if name.startswith(kind) and "bit" not in name:
+                return count * shape.parameters
+        raise ValueError(f"the estimate does not know what the optimiser {name} keeps: it knows {', '.join(STATES)} and Muon")
 
     def _sampled(self) -> Iterable[int]:
         """Steps that stand for the run: a whole rotation, or some from its beginning to its end."""
@@ -207,10 +188,8 @@ class _RunNumbers:
     def _exits(self) -> tuple[float, int]:
         """How many exits a step trains: in the mean, and at most."""
         exits, layers, steps = self.plan.exits, self.shape.layers, self.settings.max_steps
-        if exits.kl_weight is None:
-            counts = [sum(weight > 0 for weight in exits.weights(step, layers, steps)) for step in self._sampled()]
-        else:
-            counts = [sum(exits.active(step, layers, steps)) for step in self._sampled()]
+        chosen = exits.weights if exits.kl_weight is None else exits.active
+        counts = [sum(value > 0 for value in chosen(step, layers, steps)) for step in self._sampled()]
         return sum(counts) / len(counts), max(counts)
 
     def _operations(self, checkpointing: bool) -> float:
@@ -228,28 +207,23 @@ class _RunNumbers:
         return total
 
 
-def told(found: MemoryEstimate) -> list[str]:
+def format_estimate(found: MemoryEstimate) -> list[str]:
     """An estimate for people, a line a fact."""
-    shape, bytes_of = found.shape, {False: found.kept, True: found.checkpointed}
-    lines = [
+    shape = found.shape
+    hours = [seconds * found.steps / 3600 for seconds in found.seconds_a_step.values()]
+    rows = [(label, *(found.bytes[column][name] / 1e9 for column in COLUMNS)) for name, label in _LABELS.items()]
+    rows += [("seconds a step", *found.seconds_a_step.values()), (f"hours for {found.steps:,} steps", *hours)]
+    return [
         f"{shape.parameters:,} parameters, {shape.in_layers:,} of them in {shape.layers} layers; {found.gpus} GPUs, "
         f"{found.tokens:,} tokens a pass and GPU, {found.step_tokens:,} a step",
         f"{'GB on each GPU':<36}{'plain':>10}{'activation checkpointing':>28}",
-    ]
-    for name, label in _LABELS.items():
-        one, other = (getattr(each, name) / 1e9 for each in bytes_of.values())
-        lines.append(f"{label:<36}{one:>10.2f}{other:>28.2f}")
-    a_step = [f"{seconds:.2f}" for seconds in found.seconds]
-    lines += [
-        f"{'seconds a step':<36}{a_step[0]:>10}{a_step[1]:>28}",
-        f"{f'hours for {found.steps:,} steps':<36}{_hours(found, 0):>10}{_hours(found, 1):>28}",
+        *(f"{label:<36}{plain:>10.2f}{checkpointed:>28.2f}" for label, plain, checkpointed in rows),
         f"the recipe asks for the {'second' if found.checkpoints else 'first'} column (training.activation_checkpointing)",
         f"a step trains {found.exits:.1f} exits in the mean, {found.most_exits} at most; their logits in float32 would take "
         f"{found.all_logits / 1e9:.2f} GB together, and exist for loss_chunk positions of one exit at a time",
         f"every process loads the whole model first: {found.loading / 1e9:.2f} GB of host memory each",
         "formulas, not measured on a GPU: without workspaces of kernels, fragments, communication and attention's products",
     ]
-    return lines
 
 
 _LABELS = {
@@ -262,17 +236,3 @@ _LABELS = {
     "teacher": "teacher",
     "total": "together",
 }
-
-
-def _hours(found: MemoryEstimate, column: int) -> str:
-    return f"{found.seconds[column] * found.steps / 3600:.2f}"
-
-
-def as_json(found: MemoryEstimate) -> dict[str, Any]:
-    """An estimate for programs."""
-    apart = ("shape", "kept", "checkpointed", "seconds")
-    whole = {name: value for name, value in vars(found).items() if name not in apart}
-    columns = {"plain": found.kept, "checkpointed": found.checkpointed}
-    memory = {name: {**vars(each), "total": each.total} for name, each in columns.items()}
-    seconds = {"plain": found.seconds[0], "checkpointed": found.seconds[1]}
-    return {"kind": "skipstone-train-estimate", **whole, "shape": vars(found.shape), "bytes": memory, "seconds_a_step": seconds}

@@ -4,14 +4,15 @@ Layers l and steps t count from 0, L is the number of layers, T the number of st
 exit that decoding calls E = l + 1.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-Curriculum = Literal["rotational", "gradual", "none"]
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 
 def dropout_by_layer(layer: int, layers: int) -> float:
@@ -48,9 +49,9 @@ def gradual(step: int, layers: int, steps: int) -> list[bool]:
 
 def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
     """e~(t, l), eq. 6. ValueError where the active layers weigh nothing: e(0) = 0, so {0} alone is no objective."""
-    kept = [scale if on else 0.0 for on, scale in zip(active, scales, strict=True)]
+    kept = [scale * on for on, scale in zip(active, scales, strict=True)]
     if (total := sum(kept)) <= 0:
-        layers = [layer + 1 for layer, on in enumerate(active) if on]
+        layers = [layer for layer, on in enumerate(active, 1) if on]
         raise ValueError(
             f"the active exits E = {layers} have no weight (e(0) = 0, and e_scale = 0 leaves the last layer alone): "
             f"keep the last layer (keep_last) or raise e_scale"
@@ -58,39 +59,19 @@ def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
     return [scale / total for scale in kept]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+_CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _within(name: str, value: Any, low: float, high: float) -> None:
-    if not _is_number(value) or not low <= value <= high:  # NaN compares as false
-        raise ValueError(f"{name} must be a number between {low} and {high}, found {value!r}")
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}")
-
-
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=_CHECKED)
 class LayerDropout:
     """p_max: rate of the last layer once the curriculum is over. curriculum: "exponential" over the run (training from
     scratch) or "none" (continual training and fine-tuning). by_layer: "exponential", eq. 3's growth from 0 to p_max, or
-    "constant", p_max for every layer, which the paper holds beside it (appendix A.3, figure 12); the first layer then keeps a
-    row where it would drop all of them."""
+    "constant", p_max for every layer, the paper's alternative (appendix A.3, figure 12). If all rows drop the first layer, a
+    constant rate keeps one of them."""
 
-    p_max: float = 0.1
+    p_max: Annotated[float, Field(ge=0, le=1)] = 0.1
     curriculum: Literal["exponential", "none"] = "none"
     by_layer: Literal["exponential", "constant"] = "exponential"
-
-    def __post_init__(self) -> None:
-        _within("p_max", self.p_max, 0, 1)
-        _one_of("dropout curriculum", self.curriculum, ("exponential", "none"))
-        _one_of("dropout by_layer", self.by_layer, ("exponential", "constant"))
 
     def rates(self, step: int, layers: int, steps: int) -> list[float]:
         """p_{l,t} = S(t) D(l) p_max, eq. 2, for every layer."""
@@ -99,45 +80,34 @@ class LayerDropout:
         return [by_step * by_depth * self.p_max for by_depth in depths]
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=_CHECKED)
 class EarlyExitLoss:
     """The early-exit loss.
 
-    curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: the last layer is
-    trained at every step (ours: the paper's text does not say it). e_scale: eq. 6's.
+    curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: every step trains the
+    last layer (ours: the paper's text does not say it). e_scale: eq. 6's.
     kl_weight: ours, None for the paper's cross-entropy. A number trains the active exits towards the last layer's own
     distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit), without e_scale.
     exit_layers: ours, the exits E that the curriculum ranges over, counted from 1 as decoding counts them, None for all: L and
     R then count *these*. exits: an older spelling, which numbers layers from 0.
     """
 
-    e_scale: float = 0.2
-    curriculum: Curriculum = "rotational"
-    dilation: int | None = 8
+    e_scale: Annotated[float, Field(ge=0, le=1)] = 0.2
+    curriculum: Literal["rotational", "gradual", "none"] = "rotational"
+    dilation: Annotated[int, Field(ge=1)] | None = 8
     keep_last: bool = True
-    kl_weight: float | None = None
+    kl_weight: Annotated[float, Field(gt=0)] | None = None
     exits: InitVar[tuple[int, ...] | None] = None
-    exit_layers: tuple[int, ...] | None = None
+    exit_layers: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
 
     def __post_init__(self, exits: tuple[int, ...] | None) -> None:
         if exits is not None:
             object.__setattr__(self, "exit_layers", renamed_exits(exits, self.exit_layers))
-        _within("e_scale", self.e_scale, 0, 1)
-        _one_of("exit curriculum", self.curriculum, ("rotational", "gradual", "none"))
-        if self.dilation is not None and not (_is_whole(self.dilation) and self.dilation >= 1):
-            raise ValueError(f"dilation (R) must be a whole number of at least 1, or None for L - 1, found {self.dilation!r}")
-        if not isinstance(self.keep_last, bool):
-            raise ValueError(f"keep_last must be True or False, found {self.keep_last!r}")
-        if self.kl_weight is not None and not (_is_number(self.kl_weight) and 0 < self.kl_weight < math.inf):
-            raise ValueError(f"kl_weight must be a positive number, or None for the paper's loss, found {self.kl_weight!r}")
-        if self.kl_weight is not None and not self.keep_last:
-            raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
-        layers = self.exit_layers
-        if layers is not None and not (isinstance(layers, tuple) and layers and all(_is_whole(e) and e >= 1 for e in layers)):
-            raise ValueError(f"exit_layers must be a tuple of layers E counted from 1, or None for all, found {layers!r}")
 
     def check(self, layers: int, steps: int) -> None:
         """ValueError where some step of a run would have no objective, or where no step trains an exit that was asked for."""
+        if self.kl_weight is not None and not self.keep_last:
+            raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
         among = self._among(layers)
         if self.curriculum == "rotational" and self.dilation is not None and self.dilation > len(among):
             raise ValueError(
@@ -161,14 +131,13 @@ class EarlyExitLoss:
     def active(self, step: int, layers: int, steps: int) -> list[bool]:
         """C(t, l) for every layer."""
         among = self._among(layers)
+        chosen = [True] * len(among)
         if self.curriculum == "rotational":
             chosen = rotational(step, len(among), self.dilation or max(1, len(among) - 1))
         elif self.curriculum == "gradual":
             chosen = gradual(step, len(among), steps)
-        else:
-            chosen = [True] * len(among)
-        on = {layer for layer, chose in zip(among, chosen, strict=True) if chose}
-        return [layer in on or (self.keep_last and layer == layers - 1) for layer in range(layers)]
+        active = set(itertools.compress(among, chosen))
+        return [layer in active or (self.keep_last and layer == layers - 1) for layer in range(layers)]
 
     def weights(self, step: int, layers: int, steps: int) -> list[float]:
         """e~(t, l) of every layer's cross-entropy."""
@@ -190,7 +159,7 @@ def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, .
         raise ValueError(
             f"give exit_layers, counted from 1, or exits, counted from 0, found both: {exit_layers!r} and {exits!r}"
         )
-    if not isinstance(exits, (list, tuple)) or not all(_is_whole(layer) and layer >= 0 for layer in exits):
+    if not all(type(layer) is int and layer >= 0 for layer in exits):
         raise ValueError(f"exits must be layers counted from 0, or None for all, found {exits!r}")
     renamed = tuple(layer + 1 for layer in exits)
     warnings.warn(
