@@ -79,12 +79,9 @@ class LayerSkipArguments(TrainingArguments):
                 raise ValueError(f"{name} must be a finite number that is not negative, found {getattr(self, name)}")
         if self.ddp_find_unused_parameters is None and (self.dropout.p_max > 0 or not self.exits.keep_last):
             self.ddp_find_unused_parameters = True  # a layer may drop all rows, or lie above all exits of a step
-        reasons = UNSUPPORTED
-        if self.muon_learning_rate is not None:
-            reasons = reasons | dict.fromkeys(
-                ("optim", "optim_args"), "muon_learning_rate makes the optimiser, Muon with AdamW"
-            )
-        for name, reason in reasons.items():
+        muon = () if self.muon_learning_rate is None else ("optim", "optim_args")
+        reasons = dict.fromkeys(muon, "muon_learning_rate makes the optimiser, Muon with AdamW")
+        for name, reason in (UNSUPPORTED | reasons).items():
             value = getattr(self, name)
             if value and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name}={value!r} is not supported: {reason}")

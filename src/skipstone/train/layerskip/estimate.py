@@ -33,8 +33,8 @@ COLUMNS = ("plain", "checkpointed")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while, and
-    their gradients. seconds_a_step: column -> seconds. checkpoints: whether the recipe asks for activation checkpointing.
+    """bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while,
+    and their gradients. seconds_a_step: column -> seconds. checkpoints: whether the recipe asks for activation checkpointing.
     all_logits: bytes of all exits' float32 logits if they existed together. tokens: of a pass of one GPU. exits, most_exits:
     exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first."""
 
