@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ONE_TOKEN = "whole call of one token"
 CALLS = 8
 """Calls of one token in a round."""
-INSIDE = ("run", "embed", "normed", "project", "likeliest", "chain")
+INSIDE = ("run", "embed", "normed", "project", "greedy_tokens", "chain")
 """Calls of an engine."""
 
 

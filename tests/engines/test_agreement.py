@@ -20,7 +20,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import find_layers
 from skipstone.models.facts import Facts
-from skipstone.models.families import reaches, text_config
+from skipstone.models.families import attention_reaches, text_config
 from skipstone.models.passes import Pass
 from skipstone.models.trace import shrunk_windows, trace
 from tests.helpers import families
@@ -176,7 +176,7 @@ def found_in(name: str) -> str | None:
     facts, config = Facts(model), text_config(model)
     engine = EagerEngine(model, facts)
     with shrunk_windows(config):
-        engine.reaches = reaches(config, facts.family)
+        engine.reaches = attention_reaches(config, facts.family)
     layers = torch.nn.ModuleList(facts.layers)
     difference = disagreement(engine, facts, trace(model, facts.decoder, layers, config, facts.max_positions))
     return None if difference.share <= difference.allowed else difference.where

@@ -87,16 +87,16 @@ def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
 def test_the_largest_logits_are_those_of_a_sort(count: int) -> None:
     model = native(families.build("llama"))
     logits = torch.randn(2, 5, 700, generator=torch.Generator().manual_seed(count))
-    found = model.largest(logits, count)
+    found = model.top_k_tokens(logits, count)
     assert torch.equal(found, logits.sort(dim=-1, descending=True).indices[..., :count])
     few = logits[..., :count]
-    assert torch.equal(model.largest(few, count).sort(-1).values, torch.arange(count).expand(2, 5, count))
+    assert torch.equal(model.top_k_tokens(few, count).sort(-1).values, torch.arange(count).expand(2, 5, count))
 
 
 def test_of_equal_logits_the_lower_token_is_the_larger() -> None:
     logits = torch.zeros(1, 1, 300)
     logits[..., [7, 200, 201]] = 1.0
-    assert native(families.build("llama")).largest(logits, 5).tolist() == [[[7, 200, 201, 0, 1]]]
+    assert native(families.build("llama")).top_k_tokens(logits, 5).tolist() == [[[7, 200, 201, 0, 1]]]
 
 
 def test_rows_that_are_apart_in_memory() -> None:

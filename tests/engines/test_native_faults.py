@@ -35,7 +35,7 @@ def in_process(*lines: str) -> str:
 def test_as_many_of_the_largest_as_there_are_not_are_refused(count: int, engine: str) -> None:
     model = ModelRunner(families.build("llama"), engine)
     with pytest.raises(ValueError, match=rf"between 1 and the 97 .*{count}"):
-        model.largest(torch.zeros(2, 97), count)
+        model.top_k_tokens(torch.zeros(2, 97), count)
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
@@ -43,7 +43,7 @@ def test_of_logits_with_a_nan_no_token_is_the_largest(engine: str) -> None:
     model, logits = ModelRunner(families.build("llama"), engine), torch.randn(3, 97)
     expected = logits.topk(4).indices
     logits[1, 50] = NAN
-    found = model.largest(logits, 4)
+    found = model.top_k_tokens(logits, 4)
     assert found[1].tolist() == [-1] * 4
     assert found[::2].equal(expected[::2])
 
@@ -53,13 +53,13 @@ def test_of_logits_with_a_nan_no_token_is_the_largest(engine: str) -> None:
 def test_states_with_a_nan_have_no_likeliest_token_and_no_logit_hides_it(name: str, quantize: str) -> None:
     model = ModelRunner(families.build(name), "native", quantize)
     hidden = torch.randn(1, 5, model.config.hidden_size)
-    expected = model.likeliest(hidden)
+    expected = model.greedy_tokens(hidden)
     hidden[0, 2, 3] = NAN
-    found = model.likeliest(hidden)
+    found = model.greedy_tokens(hidden)
     assert found[0, 2] == -1
     assert found[0, [0, 1, 3, 4]].equal(expected[0, [0, 1, 3, 4]])
     assert model.logits(hidden)[0, 2].isnan().all()
-    best, probability = model.engine.exit_picks(hidden, None)
+    best, probability = model.engine.score_exit(hidden, None)
     assert best[0, 2] == -1
     assert probability[0, 2] == 0
 
@@ -105,9 +105,9 @@ def test_the_memory_of_a_long_prompt_is_given_back() -> None:
             "def megabytes(): return int(open('/proc/self/statm').read().split()[1]) * 4096 / 2**20",
             "model = ModelRunner(families.build('llama'), 'native')",
             "few, many = (torch.zeros(1, n, model.config.hidden_size) for n in (1, 200_000))",
-            "model.likeliest(few); before = megabytes()",
-            "model.likeliest(many); grown = megabytes()",
-            "for _ in range(600): model.likeliest(few)",
+            "model.greedy_tokens(few); before = megabytes()",
+            "model.greedy_tokens(many); grown = megabytes()",
+            "for _ in range(600): model.greedy_tokens(few)",
             "print(before, grown, megabytes())",
         ).split(),
     )

@@ -275,13 +275,13 @@ def test_the_eager_engines_patches_are_no_forward_of_their_own() -> None:
 def test_changed_weights_are_noticed() -> None:
     model: Any = families.build("qwen2")
     engine: Any = native(model).engine
-    assert engine.holds(model_version(model).weights)
+    assert engine.is_current(model_version(model).weights)
     model.model.layers[1].self_attn.q_proj.bias.add_(1)
-    assert not engine.holds(model_version(model).weights)
+    assert not engine.is_current(model_version(model).weights)
     engine = NativeEngine(model, Facts(model))
-    assert engine.holds(model_version(model).weights)
+    assert engine.is_current(model_version(model).weights)
     _hook(model)
-    assert not engine.holds(model_version(model).weights)
+    assert not engine.is_current(model_version(model).weights)
 
 
 def test_a_model_changed_in_place_gets_a_new_engine() -> None:

@@ -183,7 +183,7 @@ def test_the_engine_picks_among_some_tokens() -> None:
         for matrix in (None, transform):
             normed = runner.normed(hidden)
             logits = runner.project(normed if matrix is None else normed @ matrix.t(), None, ids)
-            picked, probability = runner.engine.exit_picks(hidden, matrix, ids)
+            picked, probability = runner.engine.score_exit(hidden, matrix, ids)
             assert torch.equal(picked, logits.argmax(-1))
             torch.testing.assert_close(probability, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
 

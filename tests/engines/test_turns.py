@@ -302,7 +302,7 @@ def test_the_next_call_works_after_ctrl_c_while_a_model_is_recognised(monkeypatc
 
 def _interrupt_passes(patch: pytest.MonkeyPatch, engine: Any, interrupt: Interrupt) -> None:
     """Ctrl-C arrives in the middle of an engine's call: when it has written keys and values, before it returns."""
-    for name in ("run", "chain") if engine.chains else ("run",):
+    for name in ("run", "chain") if engine.supports_chains else ("run",):
         call = getattr(engine, name)
 
         def interrupted(*given: Any, call: Any = call, **more: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from skipstone import LayerSkip
-from skipstone.engines.engine import ChainEnd
+from skipstone.engines.engine import ChainOutputs
 from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.passes import Pass
@@ -67,7 +67,7 @@ def rotary_position_off_by_one(patch: Patch) -> None:
 
 
 def head_reads_the_state_before(patch: Patch) -> None:
-    for name in ("project", "likeliest"):
+    for name in ("project", "greedy_tokens"):
         own = getattr(NativeEngine, name)
         patch.setattr(NativeEngine, name, lambda self, states, *more, own=own: own(self, states.roll(1, 1), *more))
 
@@ -79,7 +79,7 @@ def skip_set_ignored(patch: Patch) -> None:
 def state_of_the_last_draft(patch: Patch) -> None:
     own = NativeEngine.chain
 
-    def chain(self: Any, *given: Any) -> ChainEnd:
+    def chain(self: Any, *given: Any) -> ChainOutputs:
         end = own(self, *given)
         for row, count in enumerate(end.counts):
             end.states[row, count] = end.states[row, max(0, count - 1)]

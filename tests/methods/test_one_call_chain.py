@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skipstone import LayerSkip, Method, Request, SelfSpeculative
 from skipstone.decoding.draft import Draft
-from skipstone.engines.engine import ChainStart
+from skipstone.engines.engine import ChainInputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
@@ -37,9 +37,9 @@ class Noting(NativeEngine):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.asked: list[ChainStart] = []
+        self.asked: list[ChainInputs] = []
 
-    def chain(self, start: ChainStart, store: KVCache) -> Any:
+    def chain(self, start: ChainInputs, store: KVCache) -> Any:
         self.asked.append(start)
         return super().chain(start, store)
 

@@ -332,13 +332,13 @@ def test_every_method_refuses_before_any_work(name: str, model: Any, draft: Any,
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_draft_model_drafts_no_id_that_its_target_has_not(engine: str) -> None:
     larger, states = DraftModel(llama(120), VOCABULARY, EngineOptions(engine)), torch.randn(1, 1, 32)
-    assert larger.draftable == VOCABULARY
+    assert larger.num_draftable_tokens == VOCABULARY
     with pytest.raises(ValueError, match="at most 97"):
         Speculative("x", draft_vocabulary=98).shortlist(larger)
     smaller = DraftModel(llama(80), VOCABULARY, EngineOptions(engine))
-    assert smaller.draftable == 80
+    assert smaller.num_draftable_tokens == 80
     for drafter in (larger, smaller):
-        for wanted in (40, drafter.draftable):
+        for wanted in (40, drafter.num_draftable_tokens):
             ids = Speculative("x", draft_vocabulary=wanted).shortlist(drafter)
             logits = drafter.logits(states, ids)[0, 0]
             assert logits.shape == (VOCABULARY,)

@@ -24,7 +24,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import METHODS
 from skipstone.models import unsupported
-from skipstone.models.device_map import home
+from skipstone.models.device_map import input_device
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import Pass
 from tests.helpers import families
@@ -79,9 +79,9 @@ def spread(name: str, where: str, **overrides: Any) -> Any:
 def written(model: Any, method: Any, drawn: bool, new: int) -> list[list[int]]:
     """The new tokens of a ragged batch, or of one row that is drawn."""
     inputs = {"input_ids": families.prompts(1)[0][None]} if drawn else families.padded(families.prompts(2))
-    there = {name: value.to(home(model)) for name, value in inputs.items()}
+    there = {name: value.to(input_device(model)) for name, value in inputs.items()}
     output = skipstone.generate(model, there, method, max_new_tokens=new, engine="eager", **(SAMPLED if drawn else {}))
-    assert output.sequences.device == home(model)
+    assert output.sequences.device == input_device(model)
     return output.new_tokens or []
 
 
@@ -206,7 +206,7 @@ def test_weights_in_the_cpus_memory_are_brought_to_the_device_that_computes(pret
     places = device_map(model, ["cpu", "cpu", "cpu", "lazy:0", "lazy:0", "lazy:0"])
     model = accelerate.dispatch_model(model, places, main_device="lazy:0")
     assert model.model.embed_tokens.weight.is_meta
-    assert home(model) == FIRST
+    assert input_device(model) == FIRST
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "You are calling .generate")  # with the ids on another device than the model
         assert_same(model, "llama", "layerskip", drawn=True)

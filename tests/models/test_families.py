@@ -16,7 +16,7 @@ import skipstone
 from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.noise import TARGET, Noise, row_seed
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.families import RECURRENT, kinds
+from skipstone.models.families import RECURRENT, layer_types
 from tests.helpers import families, support, wrapped
 from tests.helpers.pairwise import all_but
 from tests.helpers.wrapped import WRAPPERS
@@ -191,7 +191,7 @@ def test_a_further_type_is_derived_and_verified(name: str) -> None:
     runner = ModelRunner(families.cached(name), "eager")
     assert len(runner.reaches) == runner.depth == len(runner.family.rotary)
     mixed = len(set(runner.reaches)) == 2
-    assert mixed == (len({*kinds(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
+    assert mixed == (len({*layer_types(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))

@@ -24,7 +24,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.recurrent_states import StateHistory
 from skipstone.methods import METHODS, resolve
 from skipstone.models.facts import Facts
-from skipstone.models.families import RECURRENT, kinds, text_config
+from skipstone.models.families import RECURRENT, layer_types, text_config
 from skipstone.models.passes import Pass, SkipSet, Tree
 from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
@@ -64,7 +64,7 @@ def asked(name: str, rows: int = 3) -> tuple[list[Tensor], list[list[int]]]:
 @in_turn(method=METHOD, name=all_but(["lfm2"], MAIN))
 def test_the_text_is_that_of_generate(name: str, method: str) -> None:
     prompts, expected = asked(name)
-    assert {*kinds(families.cached(name).config)} & {*RECURRENT}
+    assert {*layer_types(families.cached(name).config)} & {*RECURRENT}
     for rows in (1, 3):
         out = support.decode(families.cached(name), prompts[:rows], METHOD[method](name), max_new_tokens=NEW)
         assert out.new_tokens == expected[:rows]

@@ -314,15 +314,15 @@ def test_trained_exit_heads_are_packed_again(change: str) -> None:
     model = ModelRunner(families.build("llama"), "native")
     heads, states = heads_of(model), torch.randn(1, 3, 32)
     transform: Any = heads.transform(0)
-    model.engine.exit_picks(states, transform.detach().requires_grad_(False))
-    before = model.engine.exit_picks(states, transform)
+    model.engine.score_exit(states, transform.detach().requires_grad_(False))
+    before = model.engine.score_exit(states, transform)
     if change == "step":
         transform.grad = torch.randn(32, 32)
         torch.optim.AdamW(heads.parameters(), lr=1.0, fused=True).step()
     else:
         transform.data.copy_(torch.randn(32, 32))
         skipstone.refresh(heads)
-    found, expected = model.engine.exit_picks(states, transform), model.engine.exit_picks(states, transform.detach().clone())
+    found, expected = (model.engine.score_exit(states, transform), model.engine.score_exit(states, transform.detach().clone()))
     assert torch.equal(found[1], expected[1])
     assert not torch.equal(found[1], before[1])
 

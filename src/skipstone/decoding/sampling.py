@@ -490,7 +490,7 @@ class Scores:
         """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first; NO_TOKEN as of an engine."""
         if self._scored is None or "logits" in self.__dict__:
             return greedy_tokens.greedy_token(self.logits)
-        return self._scored.likeliest()
+        return self._scored.greedy_tokens()
 
     def picks(self) -> Tensor | None:
         """The same where it is all there is to know (all rows greedy, no processors)."""

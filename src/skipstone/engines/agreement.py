@@ -16,7 +16,7 @@ from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.facts import Facts
-from skipstone.models.families import reaches, text_config
+from skipstone.models.families import attention_reaches, text_config
 from skipstone.models.nan_checks import overflow, refuse_not_finite
 from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
@@ -79,7 +79,7 @@ def ensure(model: Any, facts: Facts) -> None:
         engine = EagerEngine(model, facts)
         config = text_config(model)
         with shrunk_windows(config):
-            engine.reaches = reaches(config, facts.family)
+            engine.reaches = attention_reaches(config, facts.family)
         difference = disagreement(engine, facts, traced(model))
     except torch.OutOfMemoryError:
         raise

@@ -112,7 +112,7 @@ def kv_dtype_of(asked: EngineOptions) -> torch.dtype | None:
 
 def choose(asked: EngineOptions, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
     """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. version: of
-    the weights that it is to compute with (`Engine.holds`).
+    the weights that it is to compute with (`Engine.is_current`).
 
     ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
     which no other engine has.
@@ -120,7 +120,7 @@ def choose(asked: EngineOptions, model: Any, facts: Facts, version: int | None) 
     made = _MADE.get(model, None, lambda: _EngineCache(facts), lambda made: made.facts is facts)
     key = asked.engine, asked.quantize
     found = made.chosen.get(key)
-    if found is None or found[1] is not None or not found[0].holds(version):  # what kept native away may be gone
+    if found is None or found[1] is not None or not found[0].is_current(version):  # what kept native away may be gone
         found = made.chosen[key] = _choice(asked, model, facts, version)
     return found
 

@@ -192,9 +192,9 @@ class CompiledEngine(EagerEngine):
         self._plainly = self.detail
         self._tell()
 
-    def holds(self, version: int | None) -> bool:
+    def is_current(self, version: int | None) -> bool:
         """Whether no hooks were added since, and the plain attributes are those that were compiled."""
-        super().holds(version)
+        super().is_current(version)
         same = all(attributes.get(name) == value for attributes, name, value in self._plain)
         return same and not any(map(changed, self._parts))
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from skipstone.engines import greedy_tokens
 from skipstone.engines.agreement import ensure
 from skipstone.engines.choose_engine import EngineOptions, asked_for, choose, kv_dtype_of, missing_room_for_copy
-from skipstone.engines.engine import ChainEnd, ChainStart, EngineDraw
+from skipstone.engines.engine import ChainInputs, ChainOutputs, EngineDraw
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import lock_of, lock_of_config
 from skipstone.engines.torch_threads import alone_after_fork
@@ -112,7 +112,7 @@ class ModelRunner(DecoderModules):
         with self._pass_lock:
             return self.engine.run(hidden, at, store, layers, skip)
 
-    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
+    def chain(self, start: ChainInputs, store: KVCache) -> ChainOutputs:
         """Draft a greedy chain in one call of an engine with `chains`."""
         with self._pass_lock:
             return self.engine.chain(start, store)
@@ -132,25 +132,27 @@ class ModelRunner(DecoderModules):
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.engine.normed(hidden)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
         No logits are kept."""
         with self._pass_lock:
-            return self.engine.likeliest(hidden) if self.engine_picks else greedy_tokens.greedy_token(self.logits(hidden))
+            if self.uses_engine_argmax:
+                return self.engine.greedy_tokens(hidden)
+            return greedy_tokens.greedy_token(self.logits(hidden))
 
-    def largest(self, logits: Tensor, count: int) -> Tensor:
+    def top_k_tokens(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`. ValueError for a count of logits that there are not."""
         if not 1 <= count <= logits.shape[-1]:
             raise ValueError(f"count must lie between 1 and the {logits.shape[-1]} logits of a token, found {count}")
-        return self.engine.largest(logits, count)
+        return self.engine.top_k_tokens(logits, count)
 
     @property
-    def engine_picks(self) -> bool:
+    def uses_engine_argmax(self) -> bool:
         """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
         return type(self).project is ModelRunner.project
 
     @property
-    def draftable(self) -> int:
+    def num_draftable_tokens(self) -> int:
         """How many ids it may draft, from 0 on: those that it has logits of and can read."""
         return min(int(self.head.weight.shape[0]), self.embeddings)
 
@@ -162,7 +164,7 @@ class ModelRunner(DecoderModules):
     @property
     def engine_draw(self) -> EngineDraw | None:
         """The engine's own way to draw tokens; None where it has none."""
-        return self.engine.draw if self.engine.draws else None
+        return self.engine.draw if self.engine.supports_draws else None
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines.engine import ChainEnd, ChainStart, SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
 from skipstone.engines.host_transfer import counting, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
@@ -233,70 +233,68 @@ class PartialForward:
         thresholds: list[float] | None,
         ends: Sequence[frozenset[int]],
         transform: Tensor | None = None,
-        sure: bool = False,
+        excludes_uncertain: bool = False,
         survival: SurvivalThresholds | None = None,
-    ) -> ChainEnd | None:
-        """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
-        None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
-        (a draft model brings them to its target's vocabulary).
+    ) -> ChainOutputs | None:
+        """Append a greedy chain that the first `layers` layers draft without the sublayers in `skip`, in one engine call.
 
-        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0, and so they
-        are of another drafter, which needs a skip set. transform, sure, survival: as in `ChainStart`.
+        Returns None and changes nothing if the engine has no such call, or if the model changes logits after the engine (a
+        draft model maps them to its target's vocabulary). Without a skip set all tokens have then passed the layers that
+        drafted them. With one they are at depth 0, as the drafter may be another model runner. transform, excludes_uncertain,
+        survival: as in `ChainInputs`.
         """
         assert self.width == 1, "a chain starts at the root"
         assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
-        wanted = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
-        if max(wanted) < 1 or not self._chains:
+        if (limits := self._chain_limits(max_drafts)) is None:
             return None
-        keep, roots = skip is None, self._tokens[:, 0]
-        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
-        start.transform, start.sure, start.shortlist, start.survival = transform, sure, self.shortlist, survival
-        chain = self.drafter.chain(start, self.store)
+        keeps_states, roots = skip is None, self._tokens[:, 0]
+        inputs = ChainInputs(roots, self.base, limits, layers, skip, keeps_states, thresholds, ends, self._end, self._room)
+        inputs.transform, inputs.excludes_uncertain = transform, excludes_uncertain
+        inputs.shortlist, inputs.survival = self.shortlist, survival
+        chain = self.drafter.chain(inputs, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()
         self._tokens[:, 1:width] = chain.tokens
         self.width = width
-        if self.drafter is self.model:  # else its embeddings are rounded, too
+        if self.drafter is self.model:  # the embeddings of another drafter are rounded, too
             self._hidden, self._embedded = chain.states, width
         if min(chain.counts) < width - 1:
             counts = on_device(chain.counts, self.device)[:, None]
             self.valid = counting(max(COUNTED, width), self.device)[:width] <= counts
             if not self._everyone:
                 self.valid &= self._alive
-        self.passes += [(0, layers, 1)] * (width - 1)
-        if keep:
-            self.passes.append((0, layers, 1))
-            self._reached = [layers] * width
-        else:
-            self._reached = [0] * width
+        self.passes += [(0, layers, 1)] * (width - 1 + keeps_states)
+        self._reached = [layers if keeps_states else 0] * width
         return chain
 
-    @property
-    def _chains(self) -> bool:
-        """Whether the engine drafts greedy chains of this model by itself."""
-        return self.drafter.engine_picks and self.drafter.engine.chains
+    def _chain_limits(self, max_drafts: list[int]) -> list[int] | None:
+        """`ChainInputs.max_drafts`; None if no row drafts, or if the engine does not draft chains of this model."""
+        if not (self.drafter.uses_engine_argmax and self.drafter.engine.supports_chains):
+            return None
+        limits = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
+        return limits if max(limits) > 0 else None
 
-    def write_on(
+    def draft_with_all_layers(
         self,
         max_drafts: list[int],
         thresholds: list[float] | None,
         ends: Sequence[frozenset[int]],
         survival: SurvivalThresholds | None = None,
-    ) -> ChainEnd | None:
-        """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
-        then read all of them but every row's last one; the forward is of no use any more. None, and nothing has changed, as
-        in `draft_greedily`.
+    ) -> ChainOutputs | None:
+        """Greedy tokens of the whole model after the newest column, in one engine call: the drafts of a draft model.
+
+        The model has then read all of them but the last one of each row. This forward cannot be used afterwards. Returns None
+        and changes nothing where `draft_greedily` does.
         """
-        wanted = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
-        before = self.width - 1
-        if max(wanted) < 1 or not self._chains:
+        if (limits := self._chain_limits(max_drafts)) is None:
             return None
+        before = self.width - 1
         bases, newest = [base + before for base in self.base], self._tokens[:, before]
-        start = ChainStart(newest, bases, wanted, self.top, None, False, thresholds, ends, self._end, max(wanted) + 1)
-        start.shortlist, start.survival = self.shortlist, survival
+        inputs = ChainInputs(newest, bases, limits, self.top, None, False, thresholds, ends, self._end, max(limits) + 1)
+        inputs.shortlist, inputs.survival = self.shortlist, survival
         if before:
             self._run(slice(0, before), None, range(self.top))
-        return self.model.chain(start, self.store)
+        return self.model.chain(inputs, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """Logits of the newest column after E layers [B, V] float32, -inf of what is not on the shortlist. Its state stays at
@@ -329,7 +327,7 @@ class PartialForward:
         self.advance(self.top)
         return self.model.logits(self.hidden)
 
-    def likeliest(self) -> Tensor:
+    def greedy_tokens(self) -> Tensor:
         """The same, but the likeliest token of every column only, [B, n+1] int64."""
         self.advance(self.top)
-        return self.model.likeliest(self.hidden)
+        return self.model.greedy_tokens(self.hidden)

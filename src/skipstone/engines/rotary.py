@@ -26,7 +26,7 @@ class RotaryTables:
         ] = {}  # buffers and numbers of the modules that gave them
         self._outdated: set[RotarySource] = set()
 
-    def hold(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the modules still give what is in the tables. Others are made again when they are next asked for."""
         for source, (values, numbers) in self._made_of.items():
             buffers, current = self._inputs(source)

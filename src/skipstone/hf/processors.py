@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from skipstone.hf.generation_config_fields import EXOTIC
-from skipstone.models.device_map import home
+from skipstone.models.device_map import input_device
 
 
 class RowProcessors:
@@ -50,10 +50,10 @@ class RowProcessors:
 
 def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Tensor, max_new_tokens: int) -> list[Any]:
     """What transformers builds from the options for one row on its unpadded ids, without warpers. prompt: [T] int64."""
-    config, prompt = copy.deepcopy(config), prompt.to(home(model))
+    config, prompt = copy.deepcopy(config), prompt.to(input_device(model))
     config.do_sample, config.renormalize_logits = False, False
     if (ends := config._eos_token_tensor) is not None:  # transformers leaves it where the ids were
-        config._eos_token_tensor = ends.to(home(model))
+        config._eos_token_tensor = ends.to(input_device(model))
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # generate() turned it into a min_length of the padded batch
         config.min_length = 0
@@ -74,7 +74,7 @@ def warpers(model: PreTrainedModel, config: GenerationConfig) -> list[Callable[[
         setattr(bare, name, getattr(config, name, None))
     bare._eos_token_tensor = None
     build: Any = model._get_logits_processor
-    return list(build(generation_config=bare, input_ids_seq_length=1, device=str(home(model)), model_kwargs={}))
+    return list(build(generation_config=bare, input_ids_seq_length=1, device=str(input_device(model)), model_kwargs={}))
 
 
 def _take(built: list[Any], processor: Any) -> bool:

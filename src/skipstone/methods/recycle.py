@@ -130,7 +130,7 @@ class RecycleDrafter(LookupDrafter):
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor:
         """[B, (n + 1) k] int64: the k likeliest continuations of the root and of every node."""
-        return self.model.largest(scores.logits, self.candidates).flatten(1)
+        return self.model.top_k_tokens(scores.logits, self.candidates).flatten(1)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Keep what was said behind every scored token, behind the accepted ones last; of what others drafted, behind those

@@ -25,7 +25,7 @@ def computes_on(module: Any) -> torch.device:
     return next((torch.device(device) for device in devices if device is not None), kept)
 
 
-def home(model: Any) -> torch.device:
+def input_device(model: Any) -> torch.device:
     """The device on which tokens enter a model: that of its input embedding. `model.device` may be where an offloaded weight
     is kept."""
     return computes_on(model.get_input_embeddings())

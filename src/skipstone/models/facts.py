@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from skipstone.models.device_map import home, hooks
-from skipstone.models.families import kinds, max_positions, reaches, text_config, text_ids
+from skipstone.models.device_map import hooks, input_device
+from skipstone.models.families import attention_reaches, layer_types, max_positions, text_config, text_ids
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
-from skipstone.models.quantised import kernels, settle
+from skipstone.models.quantised import kernels, warm_up_kernels
 from skipstone.models.tensor_parallel import TensorParallelGroup
 from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
@@ -26,14 +26,14 @@ class Facts:
     def __init__(self, model: Any) -> None:
         refuse_weights(model)
         config = text_config(model)
-        settle(model)
+        warm_up_kernels(model)
         modules = DecoderModules(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings = text_ids(model)
-        self.kinds = kinds(config)
-        self.reaches = reaches(config, self.family)
+        self.kinds = layer_types(config)
+        self.reaches = attention_reaches(config, self.family)
         self.max_positions, self.max_positions_source = max_positions(config, self.family)
-        self.device: torch.device = home(model)
+        self.device: torch.device = input_device(model)
         self.ranks = TensorParallelGroup.of(model)
         self.spread = self._spread(model)
         self.dtype: torch.dtype = model.dtype

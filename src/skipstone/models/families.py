@@ -190,7 +190,7 @@ def text_ids(model: Any) -> int:
     return min([model.get_input_embeddings().weight.shape[0], *offsets])
 
 
-def reaches(config: Any, family: Family) -> list[AttentionReach]:
+def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
     """How far every layer of a model sees back."""
     sizes = {
         "full": AttentionReach(),
@@ -200,7 +200,7 @@ def reaches(config: Any, family: Family) -> list[AttentionReach]:
     return [sizes[kind] for kind in family.reaches]
 
 
-def kinds(config: Any) -> list[str]:
+def layer_types(config: Any) -> list[str]:
     """transformers' layer type of every layer."""
     found = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
     if any(getattr(config, "kv_sharing_modes", None) or ()):  # those that read another layer's keys and values count as "dummy"
@@ -210,7 +210,7 @@ def kinds(config: Any) -> list[str]:
 
 def stateful_kinds(config: Any) -> list[str]:
     """transformers' layer type of every layer whose state has no positions, "" of all others."""
-    return [kind if kind in RECURRENT else "" for kind in kinds(config)]
+    return [kind if kind in RECURRENT else "" for kind in layer_types(config)]
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:

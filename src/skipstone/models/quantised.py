@@ -143,7 +143,7 @@ def expect_loadable(config: Any) -> None:
         raise ImportError(f"the checkpoint is quantised ({method}), which needs {known.package}: {known.install}") from error
 
 
-def settle(model: Any) -> None:
+def warm_up_kernels(model: Any) -> None:
     """Have the kernels of a quantised model in the form that they keep: many unpack or repack their weights when they first
     run, compressed-tensors those of the whole model, in a hook of it. One token goes through the model."""
     if kernels(model):

@@ -13,7 +13,7 @@ import transformers
 from pydantic import TypeAdapter
 
 from skipstone.models.derivation import DerivationError, derive, find_layers
-from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
+from skipstone.models.families import Family, attention_reaches, max_positions, submodule, text_config
 from skipstone.models.known_types import TESTED
 from skipstone.models.nan_checks import refuse_not_finite, refuse_overflow
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
@@ -97,7 +97,7 @@ def _derived(model: Any) -> Family:
         refuse_not_finite(model)
         raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
     if family.own_masks is None:
-        refuse_contradiction(config, reaches(config, family), family)
+        refuse_contradiction(config, attention_reaches(config, family), family)
     _LATEST[:] = [(ref(model), model_version(model), found)]
     return family
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from skipstone.models.device_map import home
+from skipstone.models.device_map import input_device
 from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.torch_defaults import stable_defaults
 
@@ -63,7 +63,8 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[ModuleCall]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
-    found = Trace(ids.to(home(model)), inside=first, cache=DynamicCache(config=config) if any(of_kind) else DynamicCache())
+    cache = DynamicCache(config=config) if any(of_kind) else DynamicCache()
+    found = Trace(ids.to(input_device(model)), inside=first, cache=cache)
     with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found), stable_defaults():
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
     return found

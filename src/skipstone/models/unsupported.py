@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from skipstone.models import quantised
 from skipstone.models.device_map import undispatched
-from skipstone.models.families import RECURRENT, Family, kinds, text_config
+from skipstone.models.families import RECURRENT, Family, layer_types, text_config
 from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
 from skipstone.models.packed import PackedWeight
 from skipstone.models.passes import AttentionReach
@@ -73,7 +73,7 @@ def _unsupported_setting(config: Any) -> str | None:
         return "cross-attention"
     if getattr(config, "alibi", False):
         return "alibi position biases inside its masks"
-    if "sliding_attention" in kinds(config) and not getattr(config, "sliding_window", None):
+    if "sliding_attention" in layer_types(config) and not getattr(config, "sliding_window", None):
         return "sliding layers with sliding_window=None"
     return None
 
@@ -84,7 +84,7 @@ def _beyond(model: Any, config: Any) -> str | None:
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
         return "is a composite model (its layers are those of a model inside it); load the text model by itself"
-    types = set(kinds(config))
+    types = set(layer_types(config))
     if not types <= TYPES:
         return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"
     if types <= {*RECURRENT} or (model._is_stateful and not types & {*RECURRENT}):
@@ -96,7 +96,7 @@ def refuse_contradiction(config: Any, seen: list[AttentionReach], family: Family
     """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen:
     how far the masks of every layer let it see; recurrent layers have none."""
     masked = [layer for layer in range(len(seen)) if not family.recurs(layer)]
-    found, reaches = [kinds(config)[layer] for layer in masked], [seen[layer] for layer in masked]
+    found, reaches = [layer_types(config)[layer] for layer in masked], [seen[layer] for layer in masked]
     names = [
         ("chunked_attention" if one.chunk else "sliding_attention") if one != AttentionReach() else "full_attention"
         for one in reaches

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.engines import greedy_tokens, host_transfer
 from skipstone.engines.eager import linear, patches
-from skipstone.engines.engine import ChainEnd, ChainStart, WarperInputs
+from skipstone.engines.engine import Engine
 from skipstone.engines.kv_cache import KVCache, SharedKVView
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
@@ -22,17 +22,10 @@ from skipstone.models.weight_version import TensorValues
 _NOTHING = SkipSet()
 
 
-class EagerEngine:
+class EagerEngine(Engine):
     """Runs the modules of a model, with what `patches` puts on them. It runs every model that skipstone decodes at all."""
 
     name = "eager"
-    row_exact = False
-    chains = False
-    draws = False
-    own_threads = False
-    preparations = 0
-    quantize: str | None = None
-    version: int | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype
@@ -62,26 +55,19 @@ class EagerEngine:
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
 
-    def holds(self, version: int | None) -> bool:
-        """Always: the modules are the model's own."""
-        self._rotary.hold()
+    def is_current(self, version: int | None) -> bool:
+        """True, always: the modules are the model's own."""
+        self._rotary.is_current()
         return True
-
-    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
-        """As in `Engine`: there is nothing to compile."""
-        return self.detail
 
     @with_stable_defaults
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
+        """As in `Engine`."""
         return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
 
     @with_stable_defaults
     def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
-        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
-
-        skip: sublayers that add nothing to the residual stream in this pass.
-        """
+        """As in `Engine`."""
         if self._recurrent and (skip or at.tree is not None):
             raise ValueError(f"the recurrent states of this {self._type} go along chains that all layers of a pass run")
         if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
@@ -115,28 +101,16 @@ class EagerEngine:
 
     @with_stable_defaults
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        """As in `Engine`."""
         return self.family.finish(self.decoder, hidden).to(self._home)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         return greedy_tokens.greedy_token(self.project(self.normed(hidden)))
 
-    def largest(self, logits: Tensor, count: int) -> Tensor:
+    def top_k_tokens(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
         return greedy_tokens.top_k_tokens(logits, count)
-
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Never asked for: `chains` is False."""
-        raise NotImplementedError
-
-    def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
-        """Never asked for: `draws` is False."""
-        raise NotImplementedError
-
-    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
-        """Never asked for: `chains` is False."""
-        raise NotImplementedError("transformers' modules are called one by one")
 
     @with_stable_defaults
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.engines.buffers import dense, new_buffer, pointer
 from skipstone.engines.eager.patches import changed
-from skipstone.engines.engine import ChainEnd, ChainStart, WarperInputs
+from skipstone.engines.engine import ChainInputs, ChainOutputs, Engine, WarperInputs
 from skipstone.engines.greedy_tokens import top_k_tokens
 from skipstone.engines.host_transfer import CPU
 from skipstone.engines.kv_cache import KVCache
@@ -51,16 +51,15 @@ def why_not(model: Any, facts: Facts) -> str | None:
     return None
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made, matrix by matrix;
     without keep_weights the model gives each up at once, and a `PackedWeight` stands in its place."""
 
     name = "native"
     row_exact = True
-    chains = True
-    draws = True
+    supports_chains = True
+    supports_draws = True
     own_threads = True
-    preparations = 0
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
@@ -106,20 +105,16 @@ class NativeEngine:
         at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
         self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, range(self._depth))
 
-    def holds(self, version: int | None) -> bool:
+    def is_current(self, version: int | None) -> bool:
         """Whether the weights and plain attributes are those that were copied, and no module has got a hook or a forward of its
         own since."""
-        if self.version != version or not self._weights.attributes_hold():
+        if self.version != version or not self._weights.attributes_are_current():
             return False
         if (any(self._hooks) or any("forward" in one for one in self._attributes)) and any(map(changed, self._covered)):
             return False
-        if not self._rotary.hold():
+        if not self._rotary.is_current():
             self._known_positions = 0
         return True
-
-    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
-        """As in `Engine`: all was compiled when the package was built."""
-        return self.detail
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -153,46 +148,46 @@ class NativeEngine:
         del kept
         return out
 
-    def chain(self, start: ChainStart, store: KVCache) -> ChainEnd:
+    def chain(self, inputs: ChainInputs, store: KVCache) -> ChainOutputs:
         """As in `Engine`."""
-        rows, width = len(start.max_drafts), max(start.max_drafts)
-        roots = dense(start.roots)
+        rows, width = len(inputs.max_drafts), max(inputs.max_drafts)
+        roots = dense(inputs.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
-        if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
+        if len(inputs.bases) != rows or len(inputs.ends) != rows or inputs.columns <= width:
             raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
         numbers = ctypes.c_int64 * rows
         counts = numbers()
         drafts, draft_ids = new_buffer((rows, width), torch.int64, torch.zeros)
-        if start.sure and start.thresholds is None:
-            raise ValueError("who wants sure drafts only says by thresholds how sure")
-        states, states_told = new_buffer((rows, start.columns, self._hidden), make=torch.zeros)
+        if inputs.excludes_uncertain and inputs.thresholds is None:
+            raise ValueError("excludes_uncertain needs thresholds")
+        states, states_told = new_buffer((rows, inputs.columns, self._hidden), make=torch.zeros)
         thresholds = probabilities = probabilities_told = None
-        if start.thresholds is not None:
-            thresholds = (ctypes.c_float * rows)(*start.thresholds)
+        if inputs.thresholds is not None:
+            thresholds = (ctypes.c_float * rows)(*inputs.thresholds)
             probabilities, probabilities_told = new_buffer((rows, width), make=torch.zeros)
-        ends, longest = _ends(start)
+        ends, longest = _ends(inputs)
         told = self._pass
-        told.b, told.first_row, told.extent = rows, 0, start.extent
-        self._fill_rotary(start.extent)
+        told.b, told.first_row, told.extent = rows, 0, inputs.extent
+        self._fill_rotary(inputs.extent)
         self._library.sk_chain(
             self._model,
             self._pass_address,
             self._store_address(store),
             0,
-            start.layers,
-            self._skipped(start.skip),
+            inputs.layers,
+            self._skipped(inputs.skip),
             root_ids,
-            numbers(*start.bases),
-            numbers(*start.max_drafts),
+            numbers(*inputs.bases),
+            numbers(*inputs.max_drafts),
             width,
             thresholds,
             ends,
             longest,
-            start.keep,
-            None if start.transform is None else self._transform_address(start.transform),
-            self._shortlist_address(start.shortlist),
-            start.sure,
-            _survival(start, width),
+            inputs.keep_states,
+            None if inputs.transform is None else self._transform_address(inputs.transform),
+            self._shortlist_address(inputs.shortlist),
+            inputs.excludes_uncertain,
+            _survival(inputs, width),
             draft_ids,
             counts,
             probabilities_told,
@@ -201,7 +196,7 @@ class NativeEngine:
             self.threads,
         )
         end = max(counts)
-        return ChainEnd(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
+        return ChainOutputs(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -222,14 +217,14 @@ class NativeEngine:
         self._library.sk_head(self._model, few, data, rows, False, target, None, self.threads)
         return logits
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
         best, target = new_buffer(states.shape[:-1], torch.int64)
         self._library.sk_head(self._model, None, data, best.numel(), True, None, target, self.threads)
         return best
 
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def score_exit(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
         best, found = new_buffer(states.shape[:-1], torch.int64)
@@ -239,7 +234,7 @@ class NativeEngine:
         self._library.sk_test(self._model, few, data, best.numel(), address, found, sure, self.threads)
         return best, probability
 
-    def largest(self, logits: Tensor, count: int) -> Tensor:
+    def top_k_tokens(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
         if count > MOST_LARGEST:
             return top_k_tokens(logits, count)
@@ -383,20 +378,20 @@ class NativeEngine:
         return ctypes.addressof(bits)
 
 
-def _ends(start: ChainStart) -> tuple[Any, int]:
+def _ends(inputs: ChainInputs) -> tuple[Any, int]:
     """(the array of all rows' end-of-sequence ids, -1 where a row has fewer; ids of a row)."""
-    longest = max(map(len, start.ends))
-    ids = [id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))]
+    longest = max(map(len, inputs.ends))
+    ids = [id for row in inputs.ends for id in (*row, *[-1] * (longest - len(row)))]
     return (ctypes.c_int64 * len(ids))(*ids), longest
 
 
-def _survival(start: ChainStart, width: int) -> Any:
+def _survival(inputs: ChainInputs, width: int) -> Any:
     """The array that tells sk_chain until what survival to draft; None for no such rule."""
-    if start.survival is None:
+    if inputs.survival is None:
         return None
-    if start.thresholds is None:
+    if inputs.thresholds is None:
         raise ValueError("survivals are products of probabilities, which thresholds ask for")
-    rule = start.survival
+    rule = inputs.survival
     min_survival = [*rule.min_survival[:width], *[math.inf] * (width - len(rule.min_survival))]
     min_survival_shared = (
         [*rule.min_survival_shared[:width], *[math.inf] * (width - len(rule.min_survival_shared))]

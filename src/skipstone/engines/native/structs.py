@@ -8,96 +8,71 @@ ROTARY_TABLES = 4  # most rotary tables of a model
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # bits of a layer's entry in a skip set
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of a struct that have the same type."""
+    return [(name, kind) for name in names]
+
+
 class MatrixStruct(ctypes.Structure):
     """A weight matrix in panels. bias: float32 [outputs]. type: see `weights.TYPES`."""
 
-    _fields_ = [(name, c_void_p) for name in ("panels", "bias")] + [(name, c_int64) for name in ("outputs", "inputs", "type")]
+    _fields_ = [*_fields(c_void_p, "panels", "bias"), *_fields(c_int64, "outputs", "inputs", "type")]
 
 
 class LayerStruct(ctypes.Structure):
-    """One decoder layer; pointers are null for what it does not have."""
+    """One decoder layer; pointers to what it lacks are null."""
 
-    _fields_ = (
-        [(name, MatrixStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")]
-        + [
-            (name, c_void_p)
-            for name in (
-                "norm_before_attention",
-                "norm_after_attention",
-                "norm_before_mlp",
-                "norm_after_mlp",
-                "norm_q",
-                "norm_k",
-            )
-        ]
-        + [(name, c_int64) for name in ("norm_whole", "window", "rotary", "activation")]
-        + [(name, c_float) for name in ("scale", "softcap", "residual", "padding")]
-    )
+    _fields_ = [
+        *_fields(MatrixStruct, "q", "k", "v", "o", "gate", "up", "down"),
+        *_fields(c_void_p, "norm_before_attention", "norm_after_attention", "norm_before_mlp", "norm_after_mlp"),
+        *_fields(c_void_p, "norm_q", "norm_k"),
+        *_fields(c_int64, "norm_whole", "window", "rotary", "activation"),
+        *_fields(c_float, "scale", "softcap", "residual", "padding"),
+    ]
 
 
 class ModelStruct(ctypes.Structure):
-    """The sizes of a model, its layers, and what surrounds them."""
+    """The sizes of a model, its layers, its embeddings and its head."""
 
-    _fields_ = (
-        [
-            (name, c_int64)
-            for name in ("hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings")
-        ]
-        + [
-            ("layers", c_void_p),
-            ("head", MatrixStruct),
-            ("embedding", c_void_p),
-            ("embedding_type", c_int64),
-            ("norm", c_void_p),
-        ]
-        + [
-            (name, c_float)
-            for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")
-        ]
-    )
+    _fields_ = [
+        *_fields(c_int64, "hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings"),
+        *[("layers", c_void_p), ("head", MatrixStruct), ("embedding", c_void_p), ("embedding_type", c_int64)],
+        ("norm", c_void_p),
+        *_fields(c_float, "epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap"),
+    ]
 
 
 class ShortlistStruct(ctypes.Structure):
-    """Some rows of the LM head, and the ids that they stand for, int64 [head.outputs], ascending."""
+    """Some rows of the LM head, and their ids, int64 [head.outputs], ascending."""
 
     _fields_ = [("head", MatrixStruct), ("ids", c_void_p)]
 
 
 class StoreStruct(ctypes.Structure):
-    """Where the keys and values of all layers are: arrays of pointers, one a layer."""
+    """The keys and values of all layers: arrays of pointers, one per layer."""
 
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("rows", c_int64), ("slots", c_int64), ("type", c_int64)]
+    _fields_ = [*_fields(c_void_p, "keys", "values"), *_fields(c_int64, "rows", "slots", "type")]
 
 
 class RotaryStruct(ctypes.Structure):
     """cos and sin [positions, size]."""
 
-    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64), ("size", c_int64)]
+    _fields_ = [*_fields(c_void_p, "cos", "sin"), *_fields(c_int64, "positions", "size")]
 
 
 class PassStruct(ctypes.Structure):
-    """Which tokens take part in a pass; strides count elements."""
+    """The tokens of a pass; strides count elements."""
 
     _fields_ = [
-        ("b", c_int64),
-        ("n", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("positions_stride", c_int64),
-        ("slots_stride", c_int64),
-        ("valid", c_void_p),
-        ("valid_stride", c_int64),
-        ("first_row", c_int64),
-        ("extent", c_int64),
-        ("base", c_void_p),
-        ("ancestors", c_void_p),
-        ("ancestors_row", c_int64),
-        ("ancestors_column", c_int64),
-        ("columns", c_int64),
-        ("column_positions", c_void_p),
-        ("column_positions_stride", c_int64),
-        ("seen", c_void_p),
-        ("rotary", RotaryStruct * ROTARY_TABLES),
+        *_fields(c_int64, "b", "n"),
+        *_fields(c_void_p, "positions", "slots"),
+        *_fields(c_int64, "positions_stride", "slots_stride"),
+        *[("valid", c_void_p), ("valid_stride", c_int64)],
+        *_fields(c_int64, "first_row", "extent"),
+        *_fields(c_void_p, "base", "ancestors"),
+        *_fields(c_int64, "ancestors_row", "ancestors_column", "columns"),
+        *[("column_positions", c_void_p), ("column_positions_stride", c_int64)],
+        *[("seen", c_void_p), ("rotary", RotaryStruct * ROTARY_TABLES)],
     ]
 
 
@@ -113,7 +88,7 @@ ERRORS = {
     8: "weights that cannot be quantised: one is not finite, or too large",
     9: "something with a buffer that is missing, or a size that is negative or does not fit the others",
 }
-"""What the error codes of the C ABI say was asked for."""
+"""Error codes of the C ABI, and the invalid input that each one reports."""
 
 
 class NativeError(RuntimeError):
@@ -125,39 +100,32 @@ class NativeError(RuntimeError):
 
 
 def check(code: int, *_: Any) -> int:
-    """NativeError for an error code. ctypes calls this with what every function returns that may fail."""
+    """NativeError for an error code. ctypes calls this with the result of every function that may fail."""
     if code:
         raise NativeError(code)
     return code
 
 
 def declare(library: Any) -> Any:
-    """Tell ctypes the arguments of every function, and to raise NativeError for error codes. ValueError where the structs of
-    library and Python differ in size."""
+    """Declare the arguments of every function to ctypes, and have error codes raise NativeError. ValueError if the structs of
+    the library and of Python differ in size."""
     pointer, whole = c_void_p, c_int64
+    pointers = [pointer] * 3
     declared = {
         "sk_pack": [whole, pointer, whole, whole, whole, pointer],
         "sk_quantize": [whole, whole, pointer, whole, whole, whole, pointer],
         "sk_take": [pointer, pointer, whole, pointer],
         "sk_embed": [pointer, pointer, whole, pointer],
-        "sk_run": [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole],
+        "sk_run": [*pointers, whole, whole, pointer, pointer, whole, pointer, whole, whole],
         "sk_norm": [pointer, pointer, whole, pointer],
-        "sk_head": [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole],
-        "sk_test": [pointer] * 3 + [whole] + [pointer] * 3 + [whole],
-        "sk_largest": [pointer] + [whole] * 4 + [pointer, whole],
-        "sk_draw": [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer],
-        "sk_chain": (
-            [pointer] * 3
-            + [whole] * 2
-            + [pointer] * 4
-            + [whole]
-            + [pointer] * 2
-            + [whole] * 2
-            + [pointer] * 2
-            + [whole]
-            + [pointer] * 5
-            + [whole] * 2
-        ),
+        "sk_head": [*pointers, whole, whole, pointer, pointer, whole],
+        "sk_test": [*pointers, whole, *pointers, whole],
+        "sk_largest": [pointer, whole, whole, whole, whole, pointer, whole],
+        "sk_draw": [pointer, whole, whole, whole, *pointers, pointer, pointer, whole, pointer],
+        "sk_chain": [
+            *[*pointers, whole, whole, *pointers, pointer, whole, pointer, pointer, whole, whole],
+            *[pointer, pointer, whole, *pointers, pointer, pointer, whole, whole],
+        ],
     }
     for name, arguments in declared.items():
         function = getattr(library, name)

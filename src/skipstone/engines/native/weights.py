@@ -214,7 +214,7 @@ class NativeWeights:
         if self._releases is not None:
             self._releases.trim()
 
-    def attributes_hold(self) -> bool:
+    def attributes_are_current(self) -> bool:
         """Whether the modules' plain attributes and buffers are still those that were read."""
         read = all(attributes.get(name) == value for attributes, name, value in self._attributes)
         return read and self._scales.are_in(self._embedding_scales())

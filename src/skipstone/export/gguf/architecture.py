@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from skipstone.models.families import kinds
+from skipstone.models.families import layer_types
 from skipstone.utils.extras import installed
 
 NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth layer, whatever the file says
@@ -58,7 +58,7 @@ def _unknown(config: Any, found: Architecture) -> str | None:
     rope_type = rope.get("rope_type", "default")
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act!r}"
-    if set(kinds(config)) != {"full_attention"}:
+    if set(layer_types(config)) != {"full_attention"}:
         return "layers with a sliding window"
     if rope_type != "default" and not (rope_type == "llama3" and found.rope_factors):
         return f"rotary phases of the type {rope_type!r}"

@@ -23,7 +23,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
-from skipstone.models.device_map import home
+from skipstone.models.device_map import input_device
 from skipstone.models.passes import Pass, SkipSet
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
@@ -134,7 +134,7 @@ def measure(
 ) -> Measurement:
     """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
     it was."""
-    ids = prompt[None].to(home(model))  # [1, T]
+    ids = prompt[None].to(input_device(model))  # [1, T]
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
         # the warning that speculation does not pay is what the table is there to show

@@ -178,7 +178,7 @@ class AdaDecodeDrafter(Drafter):
     def _picks_at_exits(self) -> bool:
         """Whether the engine itself says what an exit's head picks, and how likely that is."""
         model = self.model
-        return self.sampler.picks_only and self.heads.linear and model.engine.chains and model.engine_picks
+        return self.sampler.picks_only and self.heads.linear and model.engine.supports_chains and model.uses_engine_argmax
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
@@ -216,7 +216,7 @@ class AdaDecodeDrafter(Drafter):
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
         found = forward.draft_greedily(
-            layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, sure=True
+            layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, True
         )
         if found is None:
             return [], None
@@ -260,7 +260,7 @@ class AdaDecodeDrafter(Drafter):
             picked, scores = forward.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
                 transform = self.heads.transform(index)
-                picked, confidence = self.model.engine.exit_picks(forward.hidden[:, -1], transform, self.shortlist)  # [B] each
+                picked, confidence = self.model.engine.score_exit(forward.hidden[:, -1], transform, self.shortlist)  # [B] each
             else:
                 logits = self.heads.logits(self.model, index, forward.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)

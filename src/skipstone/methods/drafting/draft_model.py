@@ -44,14 +44,14 @@ class DraftModel(ModelRunner):
         self._vocabulary_size = vocabulary_size
 
     @property
-    def engine_picks(self) -> bool:
+    def uses_engine_argmax(self) -> bool:
         """Whether its likeliest token is the target's too: nothing is cut off, and what is added is never likely."""
         return self._missing >= 0
 
     @property
-    def draftable(self) -> int:
+    def num_draftable_tokens(self) -> int:
         """As in `ModelRunner`, but none that the target has no logits of."""
-        return min(super().draftable, self._vocabulary_size)
+        return min(super().num_draftable_tokens, self._vocabulary_size)
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
@@ -305,7 +305,7 @@ class DraftModelDrafter(ChainDrafter):
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         )
         thresholds = self.rule.thresholds if self.rule.active else None
-        chain = self._ahead.write_on(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
+        chain = self._ahead.draft_with_all_layers(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]

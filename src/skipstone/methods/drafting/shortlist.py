@@ -41,7 +41,7 @@ class ShortlistMethod(DraftingMethod):
         wanted: Any = self.draft_vocabulary
         if wanted is None:
             return None
-        size = drafter.draftable
+        size = drafter.num_draftable_tokens
         if isinstance(wanted, (str, Path)):
             file = Path(wanted).expanduser()
             about = file.stat()
