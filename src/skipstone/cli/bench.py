@@ -180,7 +180,7 @@ def compare(
 
     changes = comparing.compare(before, after)
     print(comparing.table(changes, tolerance).markdown())
-    if any(change.worse(tolerance) for change in changes):
+    if any(change.regressions(tolerance) for change in changes):
         raise typer.Exit(terminal.DEFECT)
 
 

@@ -18,7 +18,7 @@ from skipstone.lab.bench import prompts, run_file
 from skipstone.lab.bench import run as running
 from skipstone.lab.bench.peers.hf import HFPromptLookup
 from skipstone.lab.bench.plan import BenchPlan, read
-from skipstone.lab.bench.prompts import PromptAnswers, TaskRun, _score, added, log_likelihood
+from skipstone.lab.bench.prompts import PromptAnswers, TaskRun, _score, add_counts, log_likelihood
 from skipstone.lab.bench.report import report
 from skipstone.lab.bench.report.aggregate import groups
 from skipstone.lab.bench.run import at_every_exit, run, rungs, tune
@@ -303,7 +303,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     assert len(run_file.read(out)) == len(lines) + 1, "nothing is left to measure"
 
 
-def test_what_a_calladded_to_a_methods_counts() -> None:
+def test_counts_grow_and_add_up_at_any_depth() -> None:
     """Rows of the same settings share a state, and a run that is gone on with begins with a new one: growth is of one call."""
     before = {"steps": 3, "pays": False, "threshold": 0.5, "exits": {"2": {"tests": 1, "rate": 0.5}}, "passes": [[1, 2]]}
     after = {
@@ -316,8 +316,8 @@ def test_what_a_calladded_to_a_methods_counts() -> None:
     one = growth(before, after)
     assert one == {"steps": 2, "exits": {"2": {"tests": 3}, "4": {"tests": 2}}}
     assert growth({}, after) == {"steps": 5, "exits": {"2": {"tests": 4}, "4": {"tests": 2}}}
-    assert added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
-    assert added([]) is None
+    assert add_counts([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
+    assert add_counts([]) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -484,7 +484,7 @@ def test_a_prompt_on_which_another_method_loops_is_measured_and_does_not_count(
     tasks = ["early_exit exit_layer=1", "autoregressive"]
     lines = run_file.read(run(plan(folder, methods=tasks, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
     asked = [line for line in lines if line["kind"] == "prompt"]
-    assert [prompts.calm(line) for line in asked] == [False, False, True, True, True]
+    assert [prompts.is_calm(line) for line in asked] == [False, False, True, True, True]
 
 
 def remembered(found: Any, engine: Any, plain: set[tuple[int, ...]]) -> Any:

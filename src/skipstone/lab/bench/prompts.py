@@ -159,17 +159,17 @@ class PromptAnswers:
             "texts": self.texts,
             "stats": Stats.total(stats).summary() if stats else None,
             "known": next((one.known for one in reversed(calls) if one.known), None),
-            "grown": added([one.grown for one in calls if one.grown]),
+            "grown": add_counts([one.grown for one in calls if one.grown]),
         }
 
 
-def added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def add_counts(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The sums of counts, at any depth."""
     if not counts:
         return None
     names = list(dict.fromkeys(name for one in counts for name in one))
     columns = {name: [one[name] for one in counts if name in one] for name in names}
-    return {name: added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
+    return {name: add_counts(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
 def ask(
@@ -212,7 +212,7 @@ def ask(
     }
 
 
-def calm(line: Line) -> bool:
+def is_calm(line: Line) -> bool:
     """Whether no method repeats itself on a prompt, by its line: the headline's figures are of such prompts."""
     return all(row["repeated_share"] < LOOPING for row in line["rows"].values())
 

@@ -27,7 +27,7 @@ from skipstone.hf.api import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, line_up, resolved
-from skipstone.lab.bench.prompts import Both, TaskRun, ask, calm, conversations, fingerprint, looping
+from skipstone.lab.bench.prompts import Both, TaskRun, ask, conversations, fingerprint, is_calm, looping
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
@@ -169,7 +169,7 @@ def measure_task(
 ) -> None:
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     (spare, report), settings = both, task_run.settings
-    counts = calm if settings.skip_looping else lambda line: True
+    counts = is_calm if settings.skip_looping else lambda line: True
     lines = task_run.lines(journal, "prompt")
     done = {line["index"] for line in [*lines, *task_run.lines(journal, "looping")]}
     counted, wanted = sum(map(counts, lines)), task_run.wanted(len(report))

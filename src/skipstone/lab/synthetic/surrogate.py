@@ -30,7 +30,7 @@ from skipstone.engines.loading import usable
 from skipstone.hf import api
 from skipstone.lab.bench.plan import BenchPlan, resolved
 from skipstone.lab.bench.prompts import TaskRun
-from skipstone.lab.bench.report.report import calibrated
+from skipstone.lab.bench.report.report import describe_calibration
 from skipstone.lab.bench.run import BenchModel, Say, enter, measure_task
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
@@ -413,5 +413,5 @@ def _made(journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, co
         weights = [module.weight for module in _outputs(model, shape.rest)]
         _scale(weights, weights, known["factor"])
     setattr(model.generation_config, OWN_FIELD, shape.method)
-    say(calibrated(about))
+    say(describe_calibration(about))
     return model, about

@@ -1,7 +1,8 @@
-"""Two runs side by side: what counts as worse, and what never does."""
+"""Comparisons of two runs: what counts as worse, and what never does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,104 +11,81 @@ import pytest
 from skipstone.lab.bench.report import compare
 from tests.helpers.results import lines, written
 
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    return written(tmp_path / "a.jsonl", lines())
+Change = Callable[[str, dict[str, Any]], None]  # of a label and its row
 
 
-def slowed(by: float, everything: bool) -> list[dict[str, Any]]:
-    found = lines()
-    for line in found:
-        for label, one in line.get("rows", {}).items():
-            if everything or label == "layerskip":
-                one["seconds"] *= by
-    return found
+def changed(tmp_path: Path, change: Change, without: str = "") -> compare.MethodChange:
+    """layerskip in a second run with a change of every row. without: a method that neither run has."""
+    before, after = lines(), lines()
+    for line in (*before, *after):
+        for part in ("rows", "methods"):
+            line.get(part, {}).pop(without, None)
+    for line in after:
+        for name, row in line.get("rows", {}).items():
+            change(name, row)
+    changes = compare.compare(written(tmp_path / "1.jsonl", before), written(tmp_path / "2.jsonl", after))
+    return next(one for one in changes if one.label == "layerskip")
+
+
+def slowed(by: float, only: str = "") -> Change:
+    def change(name: str, row: dict[str, Any]) -> None:
+        row["seconds"] *= by if only in name else 1
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("by", "everything", "slower"), [(1.0, False, False), (1.5, False, True), (1.5, True, False), (0.7, False, False)]
+    ("change", "slower", "speed", "relative", "without"),
+    [
+        (slowed(1.0), False, 1.0, 1.0, ""),
+        (slowed(1.5, "layerskip"), True, 1 / 1.5, 1 / 1.5, ""),
+        (slowed(1.5), False, 1 / 1.5, 1.0, ""),  # a slower machine slows everything
+        (slowed(0.7, "layerskip"), False, 1 / 0.7, 1 / 0.7, ""),
+        (slowed(0.7, "autoregressive"), False, 1.0, 1.0, ""),  # faster plain decoding makes nothing slower
+        (slowed(0.7, "autoregressive"), False, 1.0, 0.7, "hf-generate"),
+        (slowed(1.5, "layerskip"), True, 1 / 1.5, 1 / 1.5, "hf-generate"),
+    ],
 )
-def test_a_method_is_slower_when_it_is_so_against_its_own_runs_yardstick(
-    results: Path, tmp_path: Path, by: float, everything: bool, slower: bool
+def test_a_method_is_slower_if_it_is_so_against_its_own_runs_yardstick(
+    tmp_path: Path, change: Change, slower: bool, speed: float, relative: float, without: str
 ) -> None:
-    """A slow day of the machine slows everything, and is nobody's fault."""
-    changes = compare.compare(results, written(tmp_path / "b.jsonl", slowed(by, everything)))
-    own = next(change for change in changes if change.label == "layerskip")
-    assert own.slower(0.05) is slower
-    assert own.speed.value == pytest.approx(1 / by)
-    assert own.same == own.prompts == 2, "where some do not loop, those that do are left out"
-    assert ("SLOWER" in compare.table(changes, 0.05).markdown()) is slower
-
-
-def changed(tmp_path: Path, change: Any, label: str = "layerskip", without: tuple[str, ...] = ()) -> compare.MethodChange:
-    """layerskip in a second run in which `change` was done to every row."""
-    before, after = lines(), lines()
-    for found in (before, after):
-        for line in found:
-            for name in without:
-                line.get("rows", {}).pop(name, None)
-                line.get("methods", {}).pop(name, None)
-    for line in after:
-        for name, one in line.get("rows", {}).items():
-            change(name, one)
-    found = compare.compare(written(tmp_path / "1.jsonl", before), written(tmp_path / "2.jsonl", after))
-    return next(one for one in found if one.label == label)
-
-
-def test_faster_plain_decoding_makes_nothing_slower(tmp_path: Path) -> None:
-    """...neither over transformers' decoding nor where a run has only our own as yardstick."""
-
-    def faster(name: str, one: dict[str, Any]) -> None:
-        one["seconds"] *= 0.7 if name == "autoregressive" else 1
-
-    assert not changed(tmp_path, faster).worse(0.05)
-    alone = changed(tmp_path, faster, without=("hf-generate",))
-    assert alone.relative is not None
-    assert alone.relative.value == pytest.approx(0.7)
-    assert not alone.worse(0.05)
-
-    def slower(name: str, one: dict[str, Any]) -> None:
-        one["seconds"] *= 1.5 if name == "layerskip" else 1
-
-    assert changed(tmp_path, slower, without=("hf-generate",)).worse(0.05) == ["SLOWER"]
+    own = changed(tmp_path, change, without)
+    assert own.regressions(0.05) == ["SLOWER"] * slower
+    assert own.speed.value == pytest.approx(speed)
+    assert own.relative is not None
+    assert own.relative.value == pytest.approx(relative)
+    assert own.same == own.prompts == 2, "if some prompts do not loop, those that do are left out"
+    assert ("SLOWER" in compare.table([own], 0.05).markdown()) is slower
 
 
 def test_other_texts_and_lower_scores_are_worse(tmp_path: Path) -> None:
-    def other(name: str, one: dict[str, Any]) -> None:
+    def other(name: str, row: dict[str, Any]) -> None:
         if name == "layerskip":
-            one["digests"] = ["x"]
+            row |= {"digests": ["x"], "scores": [{"exact_match": -1.0}]}
 
-    assert changed(tmp_path, other).worse(0.05) == ["OTHER TEXTS: 0 instead of 1 are those of transformers' generate"]
-
-    def wrong(name: str, one: dict[str, Any]) -> None:
-        one["scores"] = [{"exact_match": -1.0}] if name == "layerskip" else one["scores"]
-
-    found = changed(tmp_path, wrong)
+    found = changed(tmp_path, other)
     assert found.scores["exact_match"].value == pytest.approx(-1.5)
-    assert found.worse(0.05) == ["LOWER exact_match"]
-    assert not changed(tmp_path, lambda *_: None).worse(0.05)
+    texts = "OTHER TEXTS: 0 instead of 1 are those of transformers' generate"
+    assert found.regressions(0.05) == [texts, "LOWER exact_match"]
 
 
-def test_runs_with_nothing_in_common_cannot_be_compared(results: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["question", "digest"])
+def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, key: str) -> None:
     other = lines()
-    for line in other:
-        if line["kind"] == "prompt":
-            line["digest"] += "x"
+    for line in (line for line in other if key in line):
+        line[key] += "x"
     with pytest.raises(ValueError, match="no model, task, settings of it, method and prompt in common"):
-        compare.compare(results, written(tmp_path / "b.jsonl", other))
+        compare.compare(written(tmp_path / "a.jsonl", lines()), written(tmp_path / "b.jsonl", other))
 
 
 def test_a_change_is_weighed_by_time_and_not_by_prompts(tmp_path: Path) -> None:
-    """A long prompt that has become slower is not outvoted by short ones."""
+    """A long prompt that has become slower outweighs a short one."""
 
     def run_of(by: float) -> list[dict[str, Any]]:
         found = lines()
-        for index, line in enumerate(line for line in found if line["kind"] == "prompt"):
-            for label, one in line["rows"].items():
-                scale = 100 if index == 0 else 1
-                one["tokens"], one["seconds"] = one["tokens"] * scale, one["seconds"] * scale
-                one["seconds"] *= by if index == 0 and label == "layerskip" else 1
+        for label, row in found[2]["rows"].items():
+            row["tokens"] *= 100
+            row["seconds"] *= 100 * (by if label == "layerskip" else 1)
         return found
 
     changes = compare.compare(written(tmp_path / "a.jsonl", run_of(1.0)), written(tmp_path / "b.jsonl", run_of(1.3)))
@@ -116,16 +94,10 @@ def test_a_change_is_weighed_by_time_and_not_by_prompts(tmp_path: Path) -> None:
     assert own.relative.value == pytest.approx(101 / (130 + 1))
 
 
-def test_only_what_was_asked_alike_is_compared_and_equal_prompts_keep_their_order(results: Path, tmp_path: Path) -> None:
-    other, twins = lines(), lines()
-    for line in other:
-        if "question" in line:
-            line["question"] = "another"
-    with pytest.raises(ValueError, match="in common"):
-        compare.compare(results, written(tmp_path / "b.jsonl", other))
-    for line in twins:
-        if line["kind"] == "prompt":
-            line["digest"] = "same"
+def test_equal_prompts_are_compared_in_their_order(tmp_path: Path) -> None:
+    twins = lines()
+    for line in twins[2:]:
+        line["digest"] = "same"
     path = written(tmp_path / "c.jsonl", twins)
     own = next(change for change in compare.compare(path, path) if change.label == "layerskip")
     assert (own.prompts, own.same, own.speed.value) == (2, 2, 1.0)
