@@ -14,7 +14,7 @@ NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/skipstone/engines/native/build.py \
 	$(wildcard src/skipstone/engines/native/csrc/*.h src/skipstone/engines/native/csrc/*.cpp)
 
-.PHONY: demo serve quick test test-rest test-all test-native test-clients test-browser test-ray soak lint format bench clean
+.PHONY: demo serve quick test test-full test-all test-native test-clients test-browser test-ray soak lint format bench clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,13 +38,13 @@ QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling
 quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
 	$(PYTEST) -m "not slow" $(QUICK)
 
-test: $(STAMP) $(NATIVE)  ## the suite without the full product, four to five minutes on two cores; prints its ten slowest
+test: $(STAMP) $(NATIVE)  ## the fast tests, under four minutes on two cores; prints the ten slowest
 	$(PYTEST) -m "not slow and not soak and not clients and not browser and not ray" --durations=10
 
-test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out; ENGINE=eager: on the reference engine, else native where that runs
-	SKIPSTONE_ENGINE=$(ENGINE) $(PYTEST) -m slow --durations=10
+test-full: $(STAMP) $(NATIVE)  ## with `make test` every law once; ENGINE=eager: on the reference engine, else native where that runs
+	SKIPSTONE_ENGINE=$(ENGINE) $(PYTEST) -m "slow and not product" --durations=10
 
-test-all: $(STAMP) $(NATIVE)  ## every method x every family x every setting
+test-all: $(STAMP) $(NATIVE)  ## every method x every family x every setting, for releases; takes most of an hour
 	$(PYTEST)
 
 test-native: $(STAMP)  ## the native engine under the address, undefined-behaviour and thread sanitizers

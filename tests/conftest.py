@@ -29,6 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("SKIPSTONE_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is only for `make test-all` is slow, too, so that "not slow" leaves it out."""
+    for item in items:
+        if item.get_closest_marker("product"):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector of garbage need not look through it again and again."""
     gc.collect()

@@ -33,7 +33,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.chain import LOOK_EVERY
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
-from tests.helpers.pairwise import crossed
+from tests.helpers.pairwise import pairwise
 from tests.helpers.trees import Trees
 
 HELPER = near(llama(), 0.1)
@@ -283,7 +283,7 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
         assert listed.count("tensor") == 1 + asked + looks
 
 
-@crossed(rule=["standard", "coupled"], threshold=[None, 0.3, "adaptive"], temperature=[0.0, 1.2])
+@pairwise(rule=["standard", "coupled"], threshold=[None, 0.3, "adaptive"], temperature=[0.0, 1.2])
 def test_what_is_asked_on_the_cpu_only_changes_no_text(
     rule: Any, threshold: Any, temperature: float, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

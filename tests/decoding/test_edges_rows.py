@@ -12,7 +12,7 @@ from skipstone import Autoregressive, DecodingLoop, LayerSkip, ModelRunner, Requ
 from skipstone.decoding.loop import run
 from skipstone.decoding.noise import row_seed
 from tests.helpers import families
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode
 
@@ -88,7 +88,7 @@ class TestNeighbours:
 
 @pytest.mark.parametrize(
     "options",
-    all_but([{"typical_p": 0.6}], [{"typical_p": 0.6}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.05}, {"top_h": 0.4}]),
+    slow_except([{"typical_p": 0.6}], [{"typical_p": 0.6}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.05}, {"top_h": 0.4}]),
     ids=str,
 )
 def test_warpers_without_a_vectorised_form_are_exact_too(

@@ -28,7 +28,7 @@ from skipstone.methods.layerskip import LayerSkipDrafter
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.trees import Trees
 
 
@@ -161,7 +161,7 @@ NATIVE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
-@pytest.mark.parametrize("name", all_but(["layerskip, warpers", "trees"], NATIVE))
+@pytest.mark.parametrize("name", slow_except(["layerskip, warpers", "trees"], NATIVE))
 def test_the_law_is_exact_on_the_native_engine(name: str) -> None:
     """To 1e-9, although it computes in float32: what it computes for a token has the same bits in every pass."""
     method, settings = NATIVE[name]

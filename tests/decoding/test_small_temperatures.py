@@ -13,7 +13,7 @@ from skipstone.decoding.sampling import GREEDY_BELOW, WarperSettings, warp
 from skipstone.engines.native import library
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 from tests.helpers.settings import QUIET
 
 pytestmark = QUIET
@@ -22,7 +22,9 @@ TINY = [9e-6, 1e-37, 1e-38, 1e-39, 1.4e-45, 1e-46, 1e-300, 5e-324]
 METHODS = [name for name, row in ROWS.items() if not row.variant and row.oracle is None]
 
 
-@in_turn(name=METHODS, engine=ENGINES, more=[{}, {"top_k": 5}, {"top_k": 0, "top_p": 0.9, "min_p": 0.1}, {"typical_p": 0.9}])
+@round_robin(
+    name=METHODS, engine=ENGINES, more=[{}, {"top_k": 5}, {"top_k": 0, "top_p": 0.9, "min_p": 0.1}, {"typical_p": 0.9}]
+)
 def test_tiny_temperatures_give_the_greedy_text(name: str, engine: str, more: dict[str, Any]) -> None:
     model, prompt = families.cached("llama"), families.prompts(1)[0]
     common: dict[str, Any] = {"max_new_tokens": 8, "engine": engine, "seed": 5}

@@ -12,7 +12,7 @@ from skipstone import Autoregressive, Request, Sampling, Stats, Step
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt
-from tests.helpers.pairwise import crossed
+from tests.helpers.pairwise import pairwise
 from tests.helpers.trees import Trees, reference
 
 MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=7), id="sliding")]
@@ -51,7 +51,7 @@ def proves(build: Any, asked: list[Request], method: Trees, check: bool = False)
     return figures, steps
 
 
-@crossed(
+@pairwise(
     build=MODELS,
     lengths=[pytest.param((9,), id="one row"), pytest.param((4, 17, 9), id="three rows")],
     processors=[pytest.param((), id="plain"), pytest.param(PROCESSORS, id="processors")],

@@ -25,7 +25,7 @@ from skipstone.methods import METHODS as KNOWN
 from skipstone.methods import AdaSD, Speculative
 from skipstone.models.passes import Pass
 from tests.helpers import families
-from tests.helpers.pairwise import all_but, in_turn
+from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
@@ -98,7 +98,7 @@ def test_every_method_is_decoded_with() -> None:
     assert {text.split()[0] for text in METHODS} == {*KNOWN}
 
 
-@in_turn(text=all_but(METHODS[:6], METHODS), rows=(1, 3), options=SAMPLING)
+@round_robin(text=slow_except(METHODS[:6], METHODS), rows=(1, 3), options=SAMPLING)
 def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
     assert_texts_are_the_eager_engine_s(model, "llama", text, rows, options)
 
@@ -109,7 +109,7 @@ OTHERS = [name for name in families.NAMES if name != "llama"] + FURTHER
 QUICK = [("gpt_oss", "early_exit exit_layer=2")]
 
 
-@pytest.mark.parametrize(("name", "text"), all_but(QUICK, product(OTHERS, METHODS)))
+@pytest.mark.parametrize(("name", "text"), slow_except(QUICK, product(OTHERS, METHODS)))
 def test_every_method_on_every_family_writes_what_the_eager_engine_writes(name: str, text: str) -> None:
     """Ragged rows greedily, or one row drawn."""
     rows, options = USUAL[(OTHERS.index(name) + METHODS.index(text)) % 2]

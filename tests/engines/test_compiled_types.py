@@ -12,7 +12,7 @@ from skipstone.engines.compiled import BACKEND_VARIABLE
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
 from tests.helpers import families, wrapped
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
@@ -31,7 +31,7 @@ WHY = {
 QUICK = ("lfm2", "mpt", "qwen2_vl")
 
 
-@pytest.mark.parametrize("name", all_but(QUICK, [*families.FURTHER, *wrapped.WRAPPERS]))
+@pytest.mark.parametrize("name", slow_except(QUICK, [*families.FURTHER, *wrapped.WRAPPERS]))
 def test_a_type_runs_compiled_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     model = wrapped.build(name) if name in wrapped.WRAPPERS else families.build(name)

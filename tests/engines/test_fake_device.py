@@ -16,7 +16,7 @@ from skipstone.decoding.method import Method
 from skipstone.methods import METHODS, resolve
 from skipstone.methods.drafting.chain import LOOK_EVERY
 from tests.helpers import families
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 from tests.helpers.pretended import Pretended, pretended
 
 DRAFTS = 5  # one more than a chain drafts before it looks whether every row has stopped
@@ -105,7 +105,7 @@ def test_every_method_is_looked_at() -> None:
     assert {text.split()[0] for text in METHOD_TEXTS} == set(METHODS)
 
 
-@in_turn(
+@round_robin(
     text=[pytest.param(text, id=text.replace("=", " "), marks=variant(text)) for text in METHOD_TEXTS],
     rows=(4, 1),
     sampled=(False, True),

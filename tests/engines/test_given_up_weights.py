@@ -25,7 +25,7 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.packed import PackedWeight, is_packed
 from tests.helpers import families
 from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, assert_same_bits, chain, text
-from tests.helpers.pairwise import all_but, in_turn
+from tests.helpers.pairwise import round_robin, slow_except
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -48,7 +48,7 @@ def decode(model: Any, method: str = "autoregressive", **more: Any) -> torch.Ten
     return skipstone.generate(model, IDS, method, max_new_tokens=8, do_sample=False, **more).sequences
 
 
-@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
+@round_robin(name=FAMILIES, dtype=EACH_DTYPE)
 def test_every_parameter_still_says_what_it_was(name: str, dtype: torch.dtype) -> None:
     before, model = families.build(name).to(dtype), given_up(name, dtype)
     embedding = model.get_input_embeddings().weight
@@ -119,7 +119,9 @@ def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False)
 
 
-@pytest.mark.parametrize(("name", "threads"), all_but([("phi3", 2)], itertools.product(["llama", "phi3", "gemma2"], [1, 2])))
+@pytest.mark.parametrize(
+    ("name", "threads"), slow_except([("phi3", 2)], itertools.product(["llama", "phi3", "gemma2"], [1, 2]))
+)
 def test_eager_and_transformers_run_unpacked_weights(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # into as many blocks a matrix is split for one row
     before, model = families.build(name), given_up(name)

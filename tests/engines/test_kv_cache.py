@@ -20,7 +20,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt, sharpened, small, start
-from tests.helpers.pairwise import all_but, crossed
+from tests.helpers.pairwise import pairwise, slow_except
 from tests.helpers.trees import Trees, reference
 
 
@@ -135,7 +135,7 @@ METHODS: list[Method] = [
 ]
 
 
-@crossed(
+@pairwise(
     lengths=[pytest.param((6,), id="one row"), pytest.param((5, 11, 3), id="three rows")],
     method=[pytest.param(method, id=method.name) for method in METHODS],
     temperature=[0.0, 1.0],
@@ -164,7 +164,7 @@ def poison(store: KVCache, dice: torch.Generator) -> None:
                 free.copy_(1e3 * torch.randn(free.shape, generator=dice))
 
 
-@crossed(
+@pairwise(
     build=[pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=5), id="mistral")],
     method=[pytest.param(method, id=method.name) for method in (METHODS[0], METHODS[2], *METHODS[4:])],
     temperature=[0.0, 1.0],
@@ -184,7 +184,7 @@ def test_stale_slots_and_the_trash_are_never_read(build: Any, method: Method, te
 
 
 @pytest.mark.usefixtures("eager_engine")
-@pytest.mark.parametrize("method", all_but((METHODS[2],), METHODS), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", slow_except((METHODS[2],), METHODS), ids=lambda method: method.name)
 def test_memory_is_one_cache_of_full_length_plus_scratch(method: Method) -> None:
     """2 buffers x layers x rows x (capacity + scratch + the trash) x kv_heads x head_dim x 4 bytes, and never more."""
     runner = ModelRunner(llama())
@@ -221,7 +221,7 @@ def addresses(store: KVCache) -> list[int]:
     return [buffer.data_ptr() for buffer in (*store.keys, *store.values) if buffer is not None]
 
 
-@pytest.mark.parametrize("method", all_but((METHODS[0], METHODS[2], METHODS[-1]), METHODS), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", slow_except((METHODS[0], METHODS[2], METHODS[-1]), METHODS), ids=lambda method: method.name)
 def test_no_step_copies_a_cache(method: Method) -> None:
     """After a long prompt, nothing that a step makes is as large as the keys of one layer and row."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from skipstone.engines.eager import linear
-from tests.helpers.pairwise import crossed
+from tests.helpers.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")
 
@@ -23,7 +23,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@crossed(
+@pairwise(
     rows=[1, 2, 3, 8, 9, 17],
     bias=[False, True],
     count=[1, 2, 3],

@@ -17,7 +17,7 @@ from skipstone import LayerSkip
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.checkpoints import expect_fit
 from tests.helpers import families, wrapped
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.support import alone, tokenizer
 
 SKIP = LayerSkip(exit_layer=2)
@@ -236,7 +236,7 @@ def test_a_type_that_cannot_be_decoded_is_refused_before_its_weights_are_loaded(
 
 
 @pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
-@pytest.mark.parametrize("kind", all_but(("qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
+@pytest.mark.parametrize("kind", slow_except(("qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
 def test_a_multimodal_checkpoint_writes_the_text_of_transformers(kind: str, tmp_path: Path) -> None:
     """Llama 4 among them, of which transformers loads the text model alone and leaves what sees."""
     own, prompt = wrapped.build(kind), families.prompts(1)[0]

@@ -14,7 +14,7 @@ import skipstone
 from skipstone.engines.loading import load_model, load_tokenizer, look_up
 from tests.helpers import commandline, families
 from tests.helpers.gguf_names import NAMES
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_cut_off_is_said_to_be(share: float, tmp_path: Path) -> N
             attempt(tmp_path / "cut.gguf")
 
 
-@pytest.mark.parametrize("packed", all_but([True], [False, True]))
+@pytest.mark.parametrize("packed", slow_except([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
     """Unpacked weights are plain: every engine runs them."""
     path = written(tmp_path / "tiny.gguf", families.cached("llama"), packed)

@@ -27,7 +27,7 @@ from skipstone.models.derivation import derive
 from skipstone.models.families import Family, InputStep, RotarySource
 from skipstone.models.passes import AttentionReach, Pass, SkipSet
 from tests.helpers import families, support
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 EXACT = 1e-5  # of the largest logit: float32 rounding in another order
 NAMES = [*families.NAMES, "gemma3n_text"]
@@ -70,7 +70,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert error <= EXACT * scale, f"logits of size {scale:.3g} differ by {error:.3g}"
 
 
-@pytest.mark.parametrize(("name", "kind"), all_but(ONCE, IMPLEMENTATIONS))
+@pytest.mark.parametrize(("name", "kind"), slow_except(ONCE, IMPLEMENTATIONS))
 def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> None:
     model = families.build(name, attn_implementation=kind)
     runner, ids = ModelRunner(model), families.prompts(1)[0][None]
@@ -141,7 +141,7 @@ def truncated(model: PreTrainedModel, depth: int) -> PreTrainedModel:
     return short
 
 
-@pytest.mark.parametrize("name", all_but(families.NAMES[::2], families.NAMES))
+@pytest.mark.parametrize("name", slow_except(families.NAMES[::2], families.NAMES))
 def test_early_exit_is_the_model_cut_down_to_its_first_layers(name: str) -> None:
     model = families.cached(name)
     short, ids = truncated(model, 3), families.prompts(1)[0][None]
@@ -166,7 +166,7 @@ def silenced(model: PreTrainedModel, skip: SkipSet) -> PreTrainedModel:
     return copied
 
 
-@pytest.mark.parametrize("name", all_but(families.NAMES[1::2], families.NAMES))
+@pytest.mark.parametrize("name", slow_except(families.NAMES[1::2], families.NAMES))
 def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str) -> None:
     model, ids = families.cached(name), families.prompts(1)[0][None]
     runner = ModelRunner(model)
@@ -180,7 +180,7 @@ def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str
         same(run(runner, ids, [21]), plain)
 
 
-@pytest.mark.parametrize("name", all_but(NAMES[::2], NAMES))
+@pytest.mark.parametrize("name", slow_except(NAMES[::2], NAMES))
 def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
     model, nodes, dice = families.cached(name), 24, random.Random(3)
     runner, prompts = ModelRunner(model), families.prompts(3)

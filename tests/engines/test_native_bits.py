@@ -29,7 +29,7 @@ from tests.helpers.native import (
     text,
     tree_pass,
 )
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
+@round_robin(name=FAMILIES, dtype=EACH_DTYPE)
 def test_a_token_has_the_same_bits_in_every_pass(name: str, dtype: torch.dtype) -> None:
     model, ids = families.build(name).to(dtype), text()
     expected = chain(native(model), ids, 1)
@@ -63,7 +63,7 @@ def test_instruction_sets_give_the_same_bits(name: str) -> None:
                 assert_same_bits(chain(of_level(model, level), ids, width), expected)
 
 
-@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
+@round_robin(name=FAMILIES, dtype=EACH_DTYPE)
 def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, dtype: torch.dtype) -> None:
     model, base, nodes = families.build(name).to(dtype), 12, 30
     runner, parents = native(model, 2), grow(nodes, seed=len(name))

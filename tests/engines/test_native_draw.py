@@ -18,7 +18,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from tests.helpers import families
 from tests.helpers.native import native
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -62,7 +62,7 @@ def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> i
     return int(noise.race(p, position, TARGET).argmax())
 
 
-@pytest.mark.parametrize("vocabulary", all_but([102], [102, 700, 5000]))
+@pytest.mark.parametrize("vocabulary", slow_except([102], [102, 700, 5000]))
 def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
     dice = torch.Generator().manual_seed(vocabulary)
     several: list[int] = []

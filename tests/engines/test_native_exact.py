@@ -15,7 +15,7 @@ from skipstone.engines.native.weights import NativeWeights
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.native import DTYPES, FAMILIES, assert_near, native, references, scenario, shaped, text
-from tests.helpers.pairwise import all_but, in_turn
+from tests.helpers.pairwise import round_robin, slow_except
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -23,14 +23,14 @@ pytestmark = [
 ]
 
 
-@in_turn(name=FAMILIES, seed=range(3))
+@round_robin(name=FAMILIES, seed=range(3))
 def test_errors_are_those_of_float32(name: str, seed: int) -> None:
     model, vocab = shaped(name, seed)
     model = model.to(DTYPES[seed])
     assert_near(scenario(native(model, 1 + seed % 2), vocab, seed), *references(model, vocab, seed))
 
 
-@pytest.mark.parametrize("name", all_but(FAMILIES[::2], FAMILIES))
+@pytest.mark.parametrize("name", slow_except(FAMILIES[::2], FAMILIES))
 def test_skipped_sublayers_and_layer_ranges(name: str) -> None:
     model, vocab = shaped(name, 3)
     plain = scenario(native(model), vocab, 3)

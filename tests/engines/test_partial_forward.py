@@ -16,7 +16,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from tests.helpers import planted
 from tests.helpers.machine import llama, mistral, prompt, start
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 
 LENGTHS = (5, 12, 8)
 
@@ -70,7 +70,7 @@ def raise_rows(forward: PartialForward, rows: list[int], to: int) -> None:
 MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=6), id="sliding")]
 
 
-@in_turn(build=MODELS, apart=[pytest.param(False, id="rows alike"), pytest.param(True, id="rows apart")])
+@round_robin(build=MODELS, apart=[pytest.param(False, id="rows alike"), pytest.param(True, id="rows apart")])
 @torch.inference_mode()
 def test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(build: Any, apart: bool) -> None:
     """AdaDecode's pattern: a new token climbs to some layer while older ones ride along; depths 0 to 3 of 4 all occur, in one

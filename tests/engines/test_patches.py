@@ -23,7 +23,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 IDS = families.prompts(1)[0][None]
 SKIP = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
@@ -52,7 +52,7 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", all_but(("llama", "gpt2", "gemma2"), NAMES))
+@pytest.mark.parametrize("name", slow_except(("llama", "gpt2", "gemma2"), NAMES))
 def test_the_models_own_forward_is_bit_for_bit_the_same_before_while_and_after(name: str) -> None:
     model = families.build(name)
     before, modules = own(model), attributes(model)
@@ -130,7 +130,7 @@ def test_what_changes_a_model_is_seen() -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    all_but([("llama", "deepcopy"), ("opt", "pickle")], itertools.product(("llama", "opt"), ("deepcopy", "pickle"))),
+    slow_except([("llama", "deepcopy"), ("opt", "pickle")], itertools.product(("llama", "opt"), ("deepcopy", "pickle"))),
 )
 def test_a_copy_has_its_own_weights_and_patches(how: str, name: str) -> None:
     model = families.build(name)
@@ -216,7 +216,7 @@ def test_a_models_own_forward_can_still_be_compiled_whole() -> None:
         assert torch.equal(model.lm_head(compiled(IDS, use_cache=False).last_hidden_state), before[0])
 
 
-@pytest.mark.parametrize("name", all_but(("llama", "gemma2"), ("llama", "opt", "falcon", "gemma2")))
+@pytest.mark.parametrize("name", slow_except(("llama", "gemma2"), ("llama", "opt", "falcon", "gemma2")))
 def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) -> None:
     model: Any = families.build(name)
     before, modules = own(model), attributes(model)

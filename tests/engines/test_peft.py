@@ -14,7 +14,7 @@ from skipstone import LayerSkip
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.unsupported import ADAPTERS
 from tests.helpers import families, support
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 NEW = 12
@@ -65,7 +65,7 @@ def own_text(model: PreTrainedModel, rows: int) -> tuple[list[torch.Tensor], lis
     return prompts, texts
 
 
-@pytest.mark.parametrize("adapter", all_but([*INSIDE][::2], INSIDE))
+@pytest.mark.parametrize("adapter", slow_except([*INSIDE][::2], INSIDE))
 def test_an_adapter_inside_the_modules_decodes_as_its_own_generate_does(adapter: str) -> None:
     model = adapted(INSIDE[adapter])
     prompts, expected = own_text(model, 2)
@@ -82,7 +82,7 @@ def test_every_admitted_adapter_type_has_a_row_here() -> None:
     assert {peft.PeftType(config.peft_type).value for config in INSIDE.values()} == set(ADAPTERS)
 
 
-@pytest.mark.parametrize("name", all_but(("gpt2", "mixtral"), ("gpt2", "opt", "falcon", "mixtral")))
+@pytest.mark.parametrize("name", slow_except(("gpt2", "mixtral"), ("gpt2", "opt", "falcon", "mixtral")))
 def test_lora_decodes_exactly_in_families_built_otherwise(name: str) -> None:
     targets = {"gpt2": ["c_attn"], "falcon": ["query_key_value"]}.get(name, QV)
     model = adapted(peft.LoraConfig(target_modules=targets, fan_in_fan_out=name == "gpt2"), name)

@@ -24,7 +24,7 @@ from skipstone.models.derivation import derive, find_layers
 from skipstone.models.families import Family, text_config
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 EXACT = 1e-4  # of the largest entry of what a layer returns: float32 rounding in another order
 VISIBLE = 0.05  # the same that leaving a sublayer out must change at least, where the test is to prove anything
@@ -140,7 +140,7 @@ def run(runner: ModelRunner, ids: Tensor, skip: SkipSet) -> list[Tensor]:
     return [torch.cat(parts, 1) for parts in found]
 
 
-@pytest.mark.parametrize("name", all_but(QUICK, MEANING))
+@pytest.mark.parametrize("name", slow_except(QUICK, MEANING))
 @torch.no_grad()
 def test_a_skipped_sublayer_adds_nothing_to_the_residual_stream(name: str) -> None:
     model, ids = built(name), families.prompts(1)[0][None]
@@ -167,7 +167,7 @@ TEXTS: list[str] = [name for name in families.FURTHER if name not in families.HY
 QUICK_TEXTS = ("gptj", "mpt", "biogpt", "two MLPs beside each other", "dense and sparse layers by turns")
 
 
-@pytest.mark.parametrize("name", all_but(QUICK_TEXTS, TEXTS))
+@pytest.mark.parametrize("name", slow_except(QUICK_TEXTS, TEXTS))
 def test_what_drafts_without_sublayers_gives_the_text_of_plain_decoding(name: str) -> None:
     model, ids = built(name), families.prompts(1)[0][None]
     plain = skipstone.generate(model, ids, "autoregressive", max_new_tokens=NEW, do_sample=False).new_tokens

@@ -26,7 +26,7 @@ from skipstone.models.trace import ModuleCall
 from skipstone.train.layerskip.run import _shorten
 from tests.helpers import families, objectives, support, wrapped
 from tests.helpers.conformance import LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 NAME = "gemma3n_text"
 NEW = 24  # tokens of a text, which together with its prompt are far more than the window's 8
@@ -36,12 +36,12 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 40, 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
-@pytest.mark.parametrize("method", all_but(MAIN[::2], LOSSLESS))
+@pytest.mark.parametrize("method", slow_except(MAIN[::2], LOSSLESS))
 def test_greedy_text_of_a_ragged_batch_is_that_of_generate_on_each_row_alone(method: str) -> None:
     assert_greedy_equals_alone(replace(ROWS[method], second=families.near), NAME, 3, 4, NEW, {})
 
 
-@pytest.mark.parametrize("method", all_but(("layerskip",), MAIN))
+@pytest.mark.parametrize("method", slow_except(("layerskip",), MAIN))
 def test_sampled_text_is_that_of_plain_sampling(method: str) -> None:
     row = replace(ROWS[method], second=families.near)
     for rule in row.same_text:
@@ -54,7 +54,7 @@ EXITING = [
 ]
 
 
-@pytest.mark.parametrize("method", all_but(EXITING[2:], EXITING))
+@pytest.mark.parametrize("method", slow_except(EXITING[2:], EXITING))
 def test_exits_below_and_above_the_layers_that_share_keys_and_values_are_exact(method: Any) -> None:
     prompts, expected, _ = support.references(NAME, 3, max_new_tokens=NEW)
     out = support.decode(families.cached(NAME), prompts, method, max_new_tokens=NEW)
@@ -111,7 +111,7 @@ def test_a_skipped_sublayer_adds_nothing_and_its_layer_still_changes_the_streams
 
 @pytest.mark.parametrize(
     "fields",
-    all_but(
+    slow_except(
         [{"altup_num_inputs": 2}, {"num_kv_shared_layers": 0}],
         [
             {"altup_num_inputs": 2},

@@ -26,7 +26,7 @@ from skipstone.engines.model_lock import ModelLock, lock_of
 from skipstone.lab.check.check import Checker, CheckScale
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 from tests.helpers.settings import QUIET
 from tests.helpers.support import decode, tokenizer
 
@@ -96,7 +96,7 @@ def test_the_lock_is_free_after_an_interrupted_wait_and_within_its_own_thread() 
     assert in_threads(lambda: lock.acquire(blocking=False)) == [True]
 
 
-@in_turn(engine=ENGINES, other=["layerskip", "swift", "adadecode", "speculative", "prompt_lookup", "auto"])
+@round_robin(engine=ENGINES, other=["layerskip", "swift", "adadecode", "speculative", "prompt_lookup", "auto"])
 def test_threads_on_one_model_get_the_texts_that_they_get_alone(engine: str, other: str) -> None:
     """Methods share the model, its engine's buffers, and what they learn of it; a draft model writes texts of its own."""
     model = families.build("llama")
@@ -255,7 +255,7 @@ class Interrupt:
 METHODS = {name: row for name, row in ROWS.items() if not row.variant}
 
 
-@in_turn(engine=ENGINES, row=list(METHODS), place=["processor", "criterion", "pass"])
+@round_robin(engine=ENGINES, row=list(METHODS), place=["processor", "criterion", "pass"])
 def test_the_next_call_works_after_an_error_inside_a_step(
     engine: str, row: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

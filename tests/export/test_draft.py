@@ -20,7 +20,7 @@ from skipstone.export.draft_layers import DraftLayers, kept
 from skipstone.methods.drafting.layer_sets import save_profile
 from skipstone.models.passes import SkipSet
 from tests.helpers import conformance, families, machine, support, wrapped
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 
 EXIT = conformance.EXIT
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "smollm3")
@@ -50,7 +50,7 @@ def silenced(model: PreTrainedModel, layers: tuple[int, ...]) -> Tensor:
     return quiet(IDS, use_cache=False).logits
 
 
-@in_turn(name=FAMILIES, tied=[False, True])
+@round_robin(name=FAMILIES, tied=[False, True])
 @torch.no_grad()
 def test_its_logits_are_those_of_the_early_exit(name: str, tied: bool, tmp_path: Path) -> None:
     model = families.build(name, tie_word_embeddings=tied)
@@ -80,7 +80,7 @@ def test_it_is_the_model_that_was_built_short(name: str, tmp_path: Path) -> None
     assert torch.equal(found(IDS, use_cache=False).logits, expected(IDS, use_cache=False).logits)
 
 
-@in_turn(name=["llama", "mistral", "qwen2", "smollm3"], left_out=[(1,), (3,), (1, 2)])
+@round_robin(name=["llama", "mistral", "qwen2", "smollm3"], left_out=[(1,), (3,), (1, 2)])
 @torch.no_grad()
 def test_a_layer_set_is_the_model_whose_layers_add_nothing(name: str, left_out: tuple[int, ...], tmp_path: Path) -> None:
     model = families.build(name, layers=5)

@@ -21,7 +21,7 @@ from skipstone.export.gguf.vocabulary import vocabulary_of
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.gguf_names import NAMES
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 
 EXIT = conformance.EXIT
 FIRST = DraftLayers(tuple(range(EXIT)), 4)
@@ -68,7 +68,7 @@ def field(path: Path, name: str) -> Any:
     return gguf.GGUFReader(path).fields[name].contents()
 
 
-@in_turn(name=["llama", "qwen2", "qwen3", "smollm3"], tied=[False, True])
+@round_robin(name=["llama", "qwen2", "qwen3", "smollm3"], tied=[False, True])
 def test_both_files_hold_the_weights(name: str, tied: bool, tmp_path: Path) -> None:
     model = plain(name, tie_word_embeddings=tied)
     folder = written(model, tmp_path / "pair")
@@ -114,7 +114,7 @@ def test_a_pair_drafts_here_as_it_does_there(tmp_path: Path) -> None:
     assert 0 < found.stats.accepted < found.stats.drafted
 
 
-@in_turn(rule=RULES, begins=[False, True])
+@round_robin(rule=RULES, begins=[False, True])
 def test_the_tokenizer_is_in_the_file(rule: str, begins: bool, tmp_path: Path) -> None:
     model, tokenizer = plain("llama"), byte_level(rule, begins)
     folder = tmp_path / "pair"

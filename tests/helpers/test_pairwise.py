@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
-from tests.helpers.pairwise import covering, crossed, in_turn
+from tests.helpers.pairwise import covering_array, pairwise, round_robin, slow_except
 
 
 @pytest.mark.parametrize(
     ("sizes", "most"), [((2, 2, 2, 3), 7), ((2, 2, 2, 2, 2), 8), ((4, 3), 12), ((3, 3, 3, 3), 11), ((5,), 5)]
 )
 def test_every_pair_meets_in_few_cells(sizes: tuple[int, ...], most: int) -> None:
-    cells = covering(sizes)
+    cells = covering_array(sizes)
     for (one, m), (other, n) in combinations(enumerate(sizes), 2):
         assert {(cell[one], cell[other]) for cell in cells} == set(product(range(m), range(n)))
     assert len(cells) <= most
-    assert cells == covering(sizes), "the same in every worker"
+    assert cells == covering_array(sizes), "the same in every worker"
 
 
-def test_the_rest_of_a_product_is_slow() -> None:
-    values = crossed(a=[1, 2], b=["x", pytest.param("y", marks=pytest.mark.slow)], c=[0.5, None]).args[1]
-    assert [(one.values, one.id, [mark.name for mark in one.marks]) for one in values if one.values[0] == 1] == [
-        ((1, "x", 0.5), "1-x-0.5", []),
-        ((1, "x", None), "1-x-None", []),
-        ((1, "y", 0.5), "1-y-0.5", ["slow"]),
-        ((1, "y", None), "1-y-None", ["slow"]),
+def levels(params: list[Any]) -> dict[tuple[Any, ...], list[str]]:
+    return {param.values: [mark.name for mark in param.marks] for param in params}
+
+
+def test_pairwise_cells_are_fast_those_of_slow_values_slow_and_the_rest_is_for_the_whole_product() -> None:
+    params = pairwise(a=[1, 2], b=["x", "z", pytest.param("y", marks=pytest.mark.slow)], c=[0.5, None]).args[1]
+    assert [param.values for param in params] == list(product([1, 2], "xzy", [0.5, None]))
+    assert params[0].id == "1-x-0.5"
+    for cell, marks in levels(params).items():
+        assert (marks == []) <= (cell[1] != "y")
+    fast = [cell for cell, marks in levels(params).items() if not marks]
+    assert {(b, c) for _, b, c in fast} == set(product("xz", [0.5, None]))
+
+
+def test_round_robin_has_one_fast_cell_for_every_value_of_the_first_factor() -> None:
+    slow = pytest.param("y", marks=pytest.mark.slow)
+    found = levels(round_robin(a=range(5), b=["x", slow, "z"], c=[True, False]).args[1])
+    assert [*found] == list(product(range(5), "xyz", [True, False]))
+    assert [cell for cell, marks in found.items() if not marks] == [
+        (0, "x", True),
+        (1, "x", False),
+        (2, "z", True),
+        (3, "z", False),
+        (4, "x", True),
     ]
+    assert {tuple(marks) for marks in found.values()} == {(), ("slow",), ("product",)}
+    in_full = [cell for cell, marks in found.items() if marks != ["product"]]
+    assert {(a, b) for a, b, _ in in_full} == set(product(range(5), "xyz"))
 
 
-def test_of_a_product_in_turn_every_first_value_has_one_fast_cell_and_the_others_all_occur() -> None:
-    values = in_turn(a=range(5), b=["x", pytest.param("y", marks=pytest.mark.slow), "z"], c=[True, False]).args[1]
-    assert [one.values for one in values] == list(product(range(5), "xyz", [True, False]))
-    fast = [one.values for one in values if not one.marks]
-    assert fast == [(0, "x", True), (1, "x", False), (2, "z", True), (3, "z", False), (4, "x", True)]
-    assert all([mark.name for mark in one.marks] == ["slow"] for one in values if one.values not in fast)
+def test_slow_except_has_three_levels() -> None:
+    assert levels(slow_except([1], [1, 2, 3], full=[2])) == {(1,): [], (2,): ["slow"], (3,): ["product"]}
+    assert levels(slow_except([("a", 1)], [("a", 1), ("b", 2)])) == {("a", 1): [], ("b", 2): ["slow"]}

@@ -25,7 +25,7 @@ from skipstone.methods.prompt_lookup import NgramIndex
 from skipstone.methods.recycle import shape
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt, start
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
@@ -188,7 +188,7 @@ def repeating(family: str, forgets: bool) -> tuple[Any, Any, list[tuple[dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", all_but((METHODS[3],), METHODS), ids=str)
+@pytest.mark.parametrize("method", slow_except((METHODS[3],), METHODS), ids=str)
 def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, family: str) -> None:
     """Not Jacobi of a forgetful model: of what follows from the last token alone, nothing can be guessed before it is there."""
     model, asked, said = repeating(family, not isinstance(method, Jacobi))
@@ -334,7 +334,7 @@ def test_the_prompts_n_grams_are_tried_at_once(model: Any) -> None:
 AT_THE_END = [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), PromptLookup()]
 
 
-@pytest.mark.parametrize("method", all_but((Lookahead(3, 9, 2), Jacobi()), AT_THE_END), ids=str)
+@pytest.mark.parametrize("method", slow_except((Lookahead(3, 9, 2), Jacobi()), AT_THE_END), ids=str)
 @pytest.mark.parametrize("readable", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window reaches beyond what is left; also where nothing is asked of an accelerator."""

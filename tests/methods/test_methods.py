@@ -24,7 +24,7 @@ from skipstone.engines.native import library
 from skipstone.engines.native.weights import RECIPES
 from tests.helpers import families
 from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
-from tests.helpers.pairwise import all_but, crossed
+from tests.helpers.pairwise import pairwise, slow_except
 from tests.helpers.support import TIE, decode, margin, references
 
 NEW = 16
@@ -65,7 +65,7 @@ def rotated() -> list[Any]:
     for (place, family), (number, method) in itertools.product(enumerate(families.NAMES), enumerate(MAIN)):
         cells.append((method, family, DRAFTS[(place + number) % len(DRAFTS)]))
         fast += cells[-1:] if (place + number) % 2 else []
-    return all_but(fast, cells)
+    return slow_except(fast, cells)
 
 
 @pytest.mark.parametrize(("method", "family", "drafts"), rotated())
@@ -75,7 +75,7 @@ def test_greedy_text_is_that_of_generate_on_each_row_alone(method: str, family: 
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    all_but(
+    slow_except(
         [(family, MAIN[place % len(MAIN)]) for place, family in enumerate(families.NAMES[::2])],
         itertools.product(families.NAMES, MAIN),
     ),
@@ -105,7 +105,7 @@ def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None
     assert found != plain
 
 
-@crossed(method=LOSSLESS, rows=(3, 1), drafts=DRAFTS, sampled=(False, True), processed=(False, True))
+@pairwise(method=LOSSLESS, rows=(3, 1), drafts=DRAFTS, sampled=(False, True), processed=(False, True))
 def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: bool, processed: bool) -> None:
     """Methods and variants x rows x draft lengths x greedy or sampled x with processors or without."""
     options = PROCESSORS if processed else {}
@@ -133,7 +133,7 @@ def with_further_types(step: int, shift: int) -> list[Any]:
             cells.append((family, method, rows, drafts))
             if place % step == 0 and number == (place // step + shift) % len(methods):
                 fast.append(cells[-1])
-    return all_but(fast, cells)
+    return slow_except(fast, cells)
 
 
 @pytest.mark.parametrize(("family", "method", "rows", "drafts"), with_further_types(3, 0))
@@ -158,7 +158,7 @@ def on_both_engines() -> list[Any]:
     """Every method on both engines, of which the fast run has one by turns; so do the families that the native engine knows."""
     known, engines = list(RECIPES), ("eager", "native")
     cells = [(method, known[place % len(known)], engine) for place, method in enumerate(MAIN) for engine in engines]
-    return all_but([cells[2 * place + place % 2] for place in range(len(MAIN))], cells)
+    return slow_except([cells[2 * place + place % 2] for place in range(len(MAIN))], cells)
 
 
 @pytest.mark.parametrize(("method", "family", "engine"), on_both_engines())

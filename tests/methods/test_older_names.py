@@ -25,7 +25,7 @@ from skipstone.methods import resolve
 from skipstone.serving.batch_files.batch import Chosen
 from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 RENAMED: list[tuple[str, str, str, Any]] = [
     ("self_speculative", "stop_threshold", "confidence_threshold", 0.4),
@@ -113,7 +113,7 @@ def test_an_older_name_gives_an_equal_method(
         assert (replace(found, own=None) if isinstance(found, Auto) else found) == expected, "the bundled model has a method"
 
 
-@pytest.mark.parametrize(("name", "old", "new", "value"), all_but(RENAMED[:1], RENAMED))
+@pytest.mark.parametrize(("name", "old", "new", "value"), slow_except(RENAMED[:1], RENAMED))
 def test_the_command_line_warns_once(name: str, old: str, new: str, value: Any) -> None:
     text = text_of(name, {**NEEDED.get(name, {}), **NEEDED.get(old, {}), old: value})
     found = succeed("generate", "--prompt", "x", "--max-new-tokens", 2, "--engine", "native", "--json", "--method", text)

@@ -22,7 +22,7 @@ from skipstone.models.facts import Facts
 from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
-from tests.helpers.pairwise import crossed
+from tests.helpers.pairwise import pairwise
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -156,7 +156,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-@crossed(family=["llama", "gemma2"], method=METHODS, threshold=[None, 0.3, 0.9, "adaptive"])
+@pairwise(family=["llama", "gemma2"], method=METHODS, threshold=[None, 0.3, 0.9, "adaptive"])
 def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, threshold: Any) -> None:
     drafts, _ = assert_alike(family, METHODS[method](threshold), requests(3, frozenset()))
     max_drafts = [draft.max_drafts for draft in drafts if draft.max_drafts is not None]

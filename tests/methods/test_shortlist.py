@@ -34,7 +34,7 @@ from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, near, prompt, start
-from tests.helpers.pairwise import all_but, crossed, in_turn
+from tests.helpers.pairwise import pairwise, round_robin, slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
@@ -107,7 +107,7 @@ def plain(runner: ModelRunner, asked: list[Request]) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------- texts and drafts
 
 
-@crossed(name=METHODS, engine=ENGINES, rows=(1, 2))
+@pairwise(name=METHODS, engine=ENGINES, rows=(1, 2))
 def test_greedy_drafts_are_on_the_list_and_texts_stay(
     name: str, engine: str, rows: int, model: Any, draft: Any, listed: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_greedy_drafts_are_on_the_list_and_texts_stay(
     assert 0 < accepted < len(drafted)
 
 
-@in_turn(name=all_but(("layerskip", "speculative", "adadecode"), METHODS), engine=ENGINES)
+@round_robin(name=slow_except(("layerskip", "speculative", "adadecode"), METHODS), engine=ENGINES)
 def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, model: Any, draft: Any, listed: str) -> None:
     runner = ModelRunner(model, engine)
     for warped in ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}):
@@ -135,7 +135,7 @@ def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, m
         assert 0 < accepted < len(drafted)
 
 
-@in_turn(name=METHODS, engine=ENGINES)
+@round_robin(name=METHODS, engine=ENGINES)
 def test_one_token_and_all_of_them_are_lists_too(name: str, engine: str, model: Any, draft: Any) -> None:
     runner, asked = ModelRunner(model, engine), requests(2, new=12)
     expected, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), runner, asked)
@@ -200,7 +200,7 @@ class Watching:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    all_but(
+    slow_except(
         [("layerskip", "standard"), ("swift", "standard"), ("speculative", "coupled")],
         itertools.product(METHODS, ("standard", "coupled")),
     ),

@@ -29,7 +29,7 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.several_devices import FIRST, SECOND, There, pretended_devices
 from tests.helpers.support import tokenizer
 
@@ -114,7 +114,7 @@ def test_families_write_the_same_over_several_devices(pretending: None, family: 
     assert_same(model, family, "layerskip", drawn=False)
 
 
-@pytest.mark.parametrize("where", all_but(["tokens elsewhere"], PLACES))
+@pytest.mark.parametrize("where", slow_except(["tokens elsewhere"], PLACES))
 def test_states_and_logits_are_where_the_tokens_are(pretending: None, where: str) -> None:
     """From whatever layer they come: what is done between passes mixes them."""
     model = ModelRunner(spread("llama", where))

@@ -18,7 +18,7 @@ from skipstone.decoding.noise import TARGET, Noise, row_seed
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.families import RECURRENT, layer_types
 from tests.helpers import families, support, wrapped
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.wrapped import WRAPPERS
 
 NEW = 4 * families.WINDOW
@@ -72,7 +72,7 @@ def assert_speculated(out: skipstone.Output) -> None:
     assert stats.drafted > stats.accepted > 0, "nothing was accepted, or nothing rejected: the equality proves little"
 
 
-@pytest.mark.parametrize("name", all_but(("mistral", "gemma3_text"), families.NAMES))
+@pytest.mark.parametrize("name", slow_except(("mistral", "gemma3_text"), families.NAMES))
 def test_greedy_layerskip_gives_the_text_of_generate_far_beyond_the_window(name: str) -> None:
     out = greedy(families.cached(name))
     assert_speculated(out)
@@ -101,7 +101,7 @@ def sampled(model: PreTrainedModel, prompt: Tensor, seed: int, temperature: floa
     return ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", all_but(SCALED, families.NAMES))
+@pytest.mark.parametrize("name", slow_except(SCALED, families.NAMES))
 def test_sampled_text_is_what_the_models_own_distributions_and_the_seed_give(name: str) -> None:
     model, prompts, new, temperature = families.cached(name), families.prompts(2), 16, 2.0
     expected = [sampled(model, prompt, row_seed(5, row), temperature, new) for row, prompt in enumerate(prompts)]
@@ -126,7 +126,7 @@ def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
     assert_speculated(greedy(families.build(name, attn_implementation="eager"), rows=2, new=24))
 
 
-@pytest.mark.parametrize("variant", all_but(list(VARIANTS)[::4], VARIANTS))
+@pytest.mark.parametrize("variant", slow_except(list(VARIANTS)[::4], VARIANTS))
 def test_what_only_some_models_of_a_family_show_is_exact_too(variant: str) -> None:
     name, overrides = VARIANTS[variant]
     assert_speculated(greedy(families.build(name, **overrides), rows=2, new=16))
@@ -186,7 +186,7 @@ QUICK = ("deepseek_v3", "gpt_oss")
 """Types in which something is unlike all others."""
 
 
-@pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))
+@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER))
 def test_a_further_type_is_derived_and_verified(name: str) -> None:
     runner = ModelRunner(families.cached(name), "eager")
     assert len(runner.reaches) == runner.depth == len(runner.family.rotary)
@@ -194,14 +194,14 @@ def test_a_further_type_is_derived_and_verified(name: str) -> None:
     assert mixed == (len({*layer_types(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
 
 
-@pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))
+@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER))
 def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
     out = greedy(families.cached(name), rows=2)
     assert out.stats is not None
     assert out.stats.drafted > 0
 
 
-@pytest.mark.parametrize("kind", all_but(("gemma3", "qwen2_vl"), [*WRAPPERS]))
+@pytest.mark.parametrize("kind", slow_except(("gemma3", "qwen2_vl"), [*WRAPPERS]))
 def test_the_text_model_inside_a_multimodal_one_gives_the_text_of_generate(kind: str) -> None:
     model, prompt = wrapped.build(kind), families.prompts(1)[0][None]
     expected = support.alone(model, prompt[0], max_new_tokens=NEW, do_sample=False)

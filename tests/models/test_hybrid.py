@@ -28,7 +28,7 @@ from skipstone.models.families import RECURRENT, layer_types, text_config
 from skipstone.models.passes import Pass, SkipSet, Tree
 from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
-from tests.helpers.pairwise import all_but, in_turn
+from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.planted import assert_found, found_by
 
 NEW = 24  # tokens of a text
@@ -61,7 +61,7 @@ def asked(name: str, rows: int = 3) -> tuple[list[Tensor], list[list[int]]]:
     return prompts, expected
 
 
-@in_turn(method=METHOD, name=all_but(["lfm2"], MAIN))
+@round_robin(method=METHOD, name=slow_except(["lfm2"], MAIN))
 def test_the_text_is_that_of_generate(name: str, method: str) -> None:
     prompts, expected = asked(name)
     assert {*layer_types(families.cached(name).config)} & {*RECURRENT}
@@ -84,7 +84,7 @@ def test_further_hybrids_give_the_text_of_generate(name: str) -> None:
         assert out.new_tokens == expected
 
 
-@pytest.mark.parametrize("name", all_but(["lfm2"], MAIN))
+@pytest.mark.parametrize("name", slow_except(["lfm2"], MAIN))
 def test_a_sampled_text_does_not_depend_on_what_was_drafted(name: str) -> None:
     prompts, _ = asked(name)
     coupled = LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled")
@@ -143,7 +143,7 @@ def rolled_back(name: str) -> None:
     assert audited(name, METHOD["layerskip"](name), 10) > 3
 
 
-@pytest.mark.parametrize("name", all_but(["lfm2"], MAIN))
+@pytest.mark.parametrize("name", slow_except(["lfm2"], MAIN))
 def test_states_are_those_of_the_committed_text(name: str) -> None:
     assert audited(name, METHOD["layerskip"](name), 10) > 3, "steps with rejections"
     verified(name)

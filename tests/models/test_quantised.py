@@ -26,11 +26,11 @@ from skipstone.models import quantised as rooms
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 NEW = 20  # tokens of a text
 LENGTH = 9  # tokens of a prompt
-BY_NAME = all_but([name for name in quantised.NAMES if not name.startswith("compressed")], quantised.NAMES)
+BY_NAME = slow_except([name for name in quantised.NAMES if not name.startswith("compressed")], quantised.NAMES)
 METHODS: dict[str, Callable[[], Any]] = {
     "autoregressive": lambda: "autoregressive",
     "layerskip": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3),

@@ -17,7 +17,7 @@ from skipstone.engines.loading import vocabulary
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.train import beside
 from skipstone.train.layerskip.arguments import read
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 FOLDER = DRAFTS["nano-draft"]
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
@@ -72,7 +72,7 @@ METHODS: list[Method] = [Speculative(), AdaSD(relaxed=False)]
 
 
 @pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
-@pytest.mark.parametrize("method", all_but(METHODS[:1], METHODS), ids=lambda one: one.name)
+@pytest.mark.parametrize("method", slow_except(METHODS[:1], METHODS), ids=lambda one: one.name)
 def test_unasked_it_drafts_for_nano_and_is_often_right(method: Method, nano: Any) -> None:
     model, tokenizer = nano
     helper = method.draft_model_for(ModelRunner(model))  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from skipstone.lab.bench.peers.ggml import LlamaCpp, LlamaCppProcess
 from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
-from tests.helpers.pairwise import all_but, in_turn
+from tests.helpers.pairwise import round_robin, slow_except
 
 V = 97
 PROMPT = [5, 9, 3, 5, 9]
@@ -60,7 +60,7 @@ DRAFTS = {
 }
 
 
-@in_turn(drafts=[pytest.param(drafts, id=name) for name, drafts in DRAFTS.items()], count=[700, 40, 1, 2])
+@round_robin(drafts=[pytest.param(drafts, id=name) for name, drafts in DRAFTS.items()], count=[700, 40, 1, 2])
 def test_it_writes_what_the_model_writes(peer: Make, drafts: Any, count: int) -> None:
     model, one = families.cached("llama"), peer(drafts, num_draft_tokens=5)
     one.check(model)
@@ -71,7 +71,7 @@ def test_it_writes_what_the_model_writes(peer: Make, drafts: Any, count: int) ->
         assert 0 < found.first_seconds <= found.seconds
 
 
-@pytest.mark.parametrize("name", all_but(["plainly", "with a draft model that is wrong at times"], DRAFTS))
+@pytest.mark.parametrize("name", slow_except(["plainly", "with a draft model that is wrong at times"], DRAFTS))
 def test_it_ends_at_a_stop_token(peer: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, stop = families.cached("llama"), text(30)[20]
     monkeypatch.setattr(model.generation_config, "eos_token_id", [stop, 96])
@@ -146,7 +146,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", all_but([*MISTAKES][::3], MISTAKES))
+@pytest.mark.parametrize("mistake", slow_except([*MISTAKES][::3], MISTAKES))
 def test_what_cannot_be_is_said_in_one_sentence(peer: Make, mistake: str) -> None:
     settings, said = MISTAKES[mistake]
     with pytest.raises(ValueError, match=said):

@@ -19,7 +19,7 @@ from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetec
 from tests.helpers import bugs, families
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.support import alone, message
 
 SCALE = CheckScale(max_new_tokens=24, samples=200)
@@ -109,7 +109,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "probes"), all_but([(name, "its own") for name in BUGS[::3]], itertools.product(BUGS, ("its own", "all")))
+    ("name", "probes"), slow_except([(name, "its own") for name in BUGS[::3]], itertools.product(BUGS, ("its own", "all")))
 )
 def test_a_planted_bug_is_found_by_what_it_does(name: str, probes: str) -> None:
     """An exception inside the method would be found too, and would prove nothing."""

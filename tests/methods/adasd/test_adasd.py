@@ -21,7 +21,7 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.noise import Noise
 from tests.helpers import families
 from tests.helpers.machine import llama, near, prompt
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 NEW = 40
@@ -129,7 +129,7 @@ def named(settings: dict[str, Any]) -> str:
 FAST: list[dict[str, Any]] = [{"variant": "B"}, {"relaxed": False}]
 
 
-@pytest.mark.parametrize("settings", all_but(FAST, SETTINGS), ids=named)
+@pytest.mark.parametrize("settings", slow_except(FAST, SETTINGS), ids=named)
 def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: dict[str, Any]) -> None:
     """Two rows of different lengths at once; every row's thresholds are its own."""
     # a better draft model where the text cannot depend on it: else plain steps would be taken in between, to see what pays

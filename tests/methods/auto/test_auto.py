@@ -39,7 +39,7 @@ from skipstone.policy.draft_length import best_tree
 from tests.helpers import families
 from tests.helpers.conformance import truncated
 from tests.helpers.machine import llama, near, prompt, start
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import round_robin
 from tests.helpers.support import assert_same_texts, decode, plainly, references
 
 QUICK = ("llama", "gemma2", "qwen3")
@@ -89,7 +89,7 @@ def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
     return found
 
 
-@in_turn(family=FAMILIES, rows=[1, 3])
+@round_robin(family=FAMILIES, rows=[1, 3])
 def test_whatever_is_decided_the_greedy_text_is_transformers_own(family: str, rows: int, dice: Dice) -> None:
     model, options = families.cached(family), {"max_new_tokens": 96}
     prompts, expected, _ = references(family, rows, **options)

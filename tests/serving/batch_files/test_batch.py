@@ -19,7 +19,7 @@ from skipstone.serving.batch_files.journal import Journal, failed, journal_of
 from skipstone.serving.batch_files.lines import Lines
 from skipstone.serving.scheduler import Scheduler
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.served import in_thread, with_template
 
 TURNS = [{"role": "user", "content": "add two numbers"}]
@@ -146,7 +146,7 @@ class Stopped(Exception):
     """What ends a run in these tests."""
 
 
-@pytest.mark.parametrize("after", all_but([5], [0, 1, 2, 5, 11]))
+@pytest.mark.parametrize("after", slow_except([5], [0, 1, 2, 5, 11]))
 def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
     nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:

@@ -30,7 +30,7 @@ from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_
 from skipstone.utils.files import LineFile
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.training import heads_base, quiet
 from tests.helpers.training import heads_recipe as recipe
 
@@ -479,7 +479,7 @@ def test_answers_are_written_by_the_fastest_lossless_method(
 KINDS: list[dict[str, Any]] = [{"kind": "square"}, {"kind": "low_rank", "rank": 2}, {"kind": "full"}]
 
 
-@pytest.mark.parametrize("shape", all_but(({"kind": "full"},), KINDS))
+@pytest.mark.parametrize("shape", slow_except(({"kind": "full"},), KINDS))
 def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
     """A step of the optimiser is smaller than bfloat16 can tell; what is saved is the model's dtype, and decodes as it is."""
     wish = recipe(base, tmp_path / "run", model_dtype="bfloat16", heads=shape, training={"learning_rate": 1e-3})

@@ -15,7 +15,7 @@ import pytest
 
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import slow_except
 from tests.helpers.training import (
     Interrupted,
     Steps,
@@ -84,7 +84,7 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "chosen", "drawn"),
-    all_but(
+    slow_except(
         [("adamw, rotational", 1, 0)],
         [(kind, chosen, drawn) for kind in KINDS for chosen, drawn in ((1, 0), (len(NAMED), 0), (len(NAMED), 7))],
     ),
