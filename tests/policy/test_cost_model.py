@@ -24,7 +24,7 @@ from skipstone.policy.cost_model import (
 def test_the_speedup_by_hand() -> None:
     """Three draft steps of .2 and a pass over four tokens of 1.1 bring 1 + .8 + .64 + .512 tokens."""
     costs = StepCosts(plain=1.0, draft_step=0.2, scoring=lambda n: 1 + (n - 1) / 30, start=0.05, fixed=0.05)
-    tokens = expected_tokens([0.8, 0.64, 0.512])
+    tokens = expected_tokens(0.8, 3)
     assert costs.step(3) == pytest.approx(0.05 + 0.6 + 1.1 + 0.05)
     assert costs.speedup(tokens, 3) == pytest.approx(2.952 / 1.8)
     assert costs.step(3, scored=7) == pytest.approx(0.05 + 0.6 + 1.2 + 0.05)
@@ -44,8 +44,8 @@ def test_the_speedup_is_that_of_a_long_run(acceptance: float, step: float, draft
     costs = StepCosts(1.0, step, lambda n: 1.0)
     chances = [acceptance**i * (1 - acceptance) for i in range(drafts)] + [acceptance**drafts]
     tokens = sum(chance * (accepted + 1) for accepted, chance in enumerate(chances))
-    survivals = [acceptance**i for i in range(1, drafts + 1)]
-    assert costs.speedup(expected_tokens(survivals), drafts) == pytest.approx(tokens / (drafts * step + 1))
+    assert costs.speedup(expected_tokens(acceptance, drafts), drafts) == pytest.approx(tokens / (drafts * step + 1))
+    assert expected_tokens(1.0, drafts) == pytest.approx(drafts + 1, rel=1e-6)
 
 
 def test_typical_is_the_mean_without_what_a_stall_takes_more() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipstone.decoding.draft import Step
+from skipstone.policy.cost_model import speedup
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ class Stats:
         if not self.seconds_drafting or not self.seconds_draft or not self.draft_steps:
             return None
         passes = max(self.draft_steps / self.steps, 1.0)
-        return self.mean_acceptance_length * (self.seconds_draft / passes + self.seconds_score) / self.seconds_drafting
+        plain = self.seconds_draft / passes + self.seconds_score
+        return speedup(self.mean_acceptance_length, self.seconds_drafting, plain)
 
     @property
     def tokens_per_second(self) -> float:

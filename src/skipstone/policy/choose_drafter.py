@@ -298,7 +298,7 @@ class Policy:
         survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
         length_price = max(price, self.lookups[0] / self.lookups[1])
         drafts = best_drafts(survivals, length_price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
-        tokens = expected_tokens([one / rows for chain, n in zip(survivals, drafts, strict=True) for one in chain[:n]])
+        tokens = 1 + sum([sum(chain[:n]) for chain, n in zip(survivals, drafts, strict=True)]) / rows
         if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
             return None
         reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
@@ -369,7 +369,7 @@ class Policy:
 
     def _trial_cost(self, name: str, price: float) -> float:
         """Plain steps that a trial is expected to lose."""
-        costs, tokens = self.costs.of(name), expected_tokens(self._survivals(name, TRIAL_STEPS))
+        costs, tokens = self.costs.of(name), expected_tokens(self.drafters[name].acceptance.mean, TRIAL_STEPS)
         lost = costs.step(0) - 1 if name in self.costs.schedules else TRIAL_STEPS * (costs.step(TRIAL_STEPS) - tokens / price)
         return max(lost, COLD_LOSS)
 
@@ -378,14 +378,11 @@ class Policy:
         several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
         if name in self.costs.schedules:
             return self.drafters[name].rate.upper_bound
-        costs, survivals = self.costs.of(name), self._survivals(name, LOOKAHEAD)
+        costs, acceptance = self.costs.of(name), self.drafters[name].acceptance.mean
         doubt = math.sqrt(COST_DOUBT) if name in self.costs.timed_at else COST_DOUBT
         scoring = [max(one / doubt, min(one, 1.0)) for one in self.costs.scoring_of(name).table[: LOOKAHEAD + 2]]
         doubted = StepCosts(1.0, costs.draft_step / doubt, scoring.__getitem__, costs.start / doubt, costs.fixed / doubt)
-        return max([doubted.speedup(expected_tokens(survivals[:k]), k) for k in range(1, LOOKAHEAD + 1)])
-
-    def _survivals(self, name: str, drafts: int) -> list[float]:
-        return [self.drafters[name].acceptance.mean ** n for n in range(1, drafts + 1)]
+        return max([doubted.speedup(expected_tokens(acceptance, k), k) for k in range(1, LOOKAHEAD + 1)])
 
     # ------------------------------------------------------------------------------------------------- learning
 

@@ -1,7 +1,7 @@
-"""What a step takes, and the speed-up that follows.
+"""The time of a step, and the speed-up that follows from it.
 
-One record, `StepCosts`, holds what a step of one drafter takes. Calibration fills it before decoding, and `LearnedCosts`
-fills it from the steps of the loop. The speed-up is computed here and nowhere else.
+`StepCosts` holds the times of the parts of a step of one drafter. `skipstone.lab.timing` fills it by calibration, and
+`LearnedCosts` from the steps of the loop. No other file computes expected tokens or a speed-up.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,13 @@ MAX_CHANGE = 0.25
 PLACE_DOUBT = 4.0  # measurements of one number of tokens that count as much as the line through all numbers
 TABLE = 64  # numbers of tokens for which V is worked out: a tree of recycled tokens has at most 63 nodes
 WELL_KNOWN = 24  # measurements of a belief that then differs by 2 % from the mean (.1 / sqrt(24))
+ALMOST_ONE = 1e-9  # what an acceptance of 1 lacks in a geometric sum
 HOST = ""  # the drafter of tokens that no model drafts: looked up, or recycled
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Times of the parts of one step, all in one unit: seconds, or plain steps.
+    """Times of the parts of one step, all in one unit (seconds, or plain steps). Numbers, or arrays that broadcast.
 
     plain: a step of plain decoding. start, draft_step: a chain of k drafts takes start + k draft_step. scoring: n -> a pass
     over n tokens of every row, V(n). fixed: the rest of a step that drafts.
@@ -40,19 +41,27 @@ class StepCosts:
     fixed: float = 0.0
 
     def step(self, drafts: float, scored: float | None = None) -> float:
-        """A step with so many draft steps. scored: tokens of each row that are scored, drafts + 1 if None."""
-        chain = self.start + drafts * self.draft_step if drafts else 0.0
-        return chain + self.scoring(drafts + 1 if scored is None else scored) + self.fixed
+        """The time of a step of so many drafts. scored: tokens of each row that are scored, drafts + 1 if None."""
+        scoring = self.scoring(drafts + 1 if scored is None else scored)
+        return (drafts > 0) * self.start + drafts * self.draft_step + scoring + self.fixed
 
     def speedup(self, tokens: float, drafts: float, scored: float | None = None, drafting: float = 1.0) -> float:
-        """Tokens per time over those of plain decoding: M / (d c + v). tokens: M, committed by a mean step, plain ones
-        included. drafting: share of the steps that draft; the others are plain."""
-        return tokens * self.plain / (drafting * self.step(drafts, scored) + (1 - drafting) * self.plain)
+        """The speed-up over plain decoding, M / (d c + v).
+
+        tokens: M, committed by a mean step, plain steps included. drafting: share of the steps that draft.
+        """
+        return speedup(tokens, drafting * self.step(drafts, scored) + (1 - drafting) * self.plain, self.plain)
 
 
-def expected_tokens(survivals: Sequence[float]) -> float:
-    """M of a step: the drafts that are accepted and one token of the target."""
-    return 1 + sum(survivals)
+def speedup(tokens: float, step: float, plain: float) -> float:
+    """Tokens of a step over those that plain decoding commits in the same time. step, plain: times of a step."""
+    return tokens * plain / step
+
+
+def expected_tokens(acceptance: float, drafts: float) -> float:
+    """M of a step if each draft is accepted with the same probability: 1 + a + ... + a^k (arXiv 2211.17192, Eq. 1)."""
+    acceptance = acceptance - (acceptance >= 1) * ALMOST_ONE
+    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def typical(seconds: Sequence[float]) -> float:

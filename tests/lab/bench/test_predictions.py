@@ -9,11 +9,11 @@ import pytest
 
 from skipstone import METHODS, LayerSkip, PromptLookup, SelfSpeculative, Swift
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step_costs import BatchCosts, CostCurve, MeanStep
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.report import tables
 from skipstone.lab.bench.report.aggregate import groups
+from skipstone.lab.timing.cost_tables import BatchCosts, CostCurve
 from tests.helpers import families
 from tests.helpers.results import lines
 
@@ -43,9 +43,9 @@ def predicted(
 
 
 def test_counts_become_a_mean_step() -> None:
-    assert speedup_predictions.mean_step(TOTAL) == MeanStep(2.5, 4.0, 5.0, 10 / 12)
-    assert speedup_predictions.mean_step(replace(TOTAL, probes=6)).tokens == 2.0
-    assert speedup_predictions.mean_step(Stats()) == MeanStep(0.0, 0.0, 1.0, 0.0)
+    assert speedup_predictions.mean_step(TOTAL) == (2.5, 4.0, 5.0, 10 / 12)
+    assert speedup_predictions.mean_step(replace(TOTAL, probes=6))[0] == 2.0
+    assert speedup_predictions.mean_step(Stats()) == (0.0, 0.0, 1.0, 0.0)
 
 
 def test_adadecode_costs_its_passes_and_tests() -> None:

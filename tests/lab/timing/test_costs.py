@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from skipstone.decoding.step_costs import BatchCosts
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.lab.timing import measure_costs
+from skipstone.lab.timing.cost_tables import BatchCosts
 from skipstone.lab.timing.measure_costs import CostTimer, EntryTimes, costs_of, measure
 from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.models.fingerprint import fingerprint

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, pooled, predicted_speedup, rate, repeated_share
+from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, pooled, rate, repeated_share
 
 
 def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> IntervalEstimate:
@@ -100,13 +100,6 @@ def test_same_seed_same_interval():
     seconds, base = np.random.default_rng(0).lognormal(0, 0.3, (2, 20))
     estimates = [speed_up([96] * 20, seconds, [96] * 20, base, seed=seed, resamples=100) for seed in (4, 4, 5)]
     assert estimates[0] == estimates[1] != estimates[2]
-
-
-def test_prediction_is_the_expected_speedup_of_the_swift_paper():
-    m, alpha, c, v, plain = 3.2, 0.7, 0.3, 1.15, 0.008
-    draft_steps = (m - 1) / alpha
-    step = draft_steps * c * plain + v * plain
-    assert predicted_speedup(plain, m, step) == pytest.approx(m / ((m - 1) * c / alpha + v))
 
 
 def test_pooled_rate_of_nothing_is_not_a_number():

@@ -1,7 +1,7 @@
-"""What measured costs predict of a method's speed-up: its drafter in a table of costs, and the mean step of what it did.
+"""Predicts a method's speed-up from measured costs and the mean step of a run.
 
-That the formula holds is known of greedy chains from layers, from a skip set or from a draft model, and of lookups. What
-AdaDecode costs follows from the passes and tests that it made.
+The prediction holds for lookups, and for greedy chains from early layers, a skip set or a draft model. AdaDecode's follows from
+the counts of its passes and tests.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step_costs import LOOKED_UP, BatchCosts, DraftCost, MeanStep
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.lab.timing.cost_tables import BatchCosts
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.methods.drafting.shortlist import ShortlistMethod
@@ -24,13 +24,14 @@ from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
+from skipstone.policy.cost_model import StepCosts
+from skipstone.policy.cost_model import speedup as speedup_of
 
 
 def described(method: Method, runner: ModelRunner) -> dict[str, Any] | None:
-    """The drafter of a method as plain JSON values, which `drafter` finds in a table of costs; None where the formula does not
-    hold."""
+    """The drafter of a method as plain JSON values, for `step_costs`; None if the prediction does not hold for it."""
     if isinstance(method, DraftingMethod) and method.guard:
-        return None  # which of its steps draft is decided by the clock
+        return None  # the clock decides which of its steps draft
     if isinstance(method, ShortlistMethod) and method.draft_vocabulary is not None:
         return None  # costs are measured with the whole LM head
     if isinstance(method, LayerSkip):
@@ -50,7 +51,7 @@ def described(method: Method, runner: ModelRunner) -> dict[str, Any] | None:
 
 
 def draft_model(method: Method, runner: ModelRunner) -> DraftModel | None:
-    """The draft model whose steps are to be measured for a method; None for one without, and for one in fewer bits."""
+    """The draft model of a method, if its steps can be measured: it has one, and not in fewer bits."""
     if not isinstance(method, Speculative) or method.draft_quantize is not None:
         return None
     return method.draft_model_for(runner)
@@ -60,8 +61,8 @@ def _sublayers(attention: Any, mlp: Any) -> dict[str, Any]:
     return {"attention": len(attention), "mlp": len(mlp), "both": len({*attention} & {*mlp})}
 
 
-def drafter(said: Mapping[str, Any], table: BatchCosts, known: Mapping[str, Any] | None) -> DraftCost | None:
-    """What a description means in a table of costs; None where the table does not know it. known: what the method had learnt
+def step_costs(said: Mapping[str, Any], table: BatchCosts, context: float, known: Mapping[str, Any] | None) -> StepCosts | None:
+    """The costs of a described drafter in a table; None if the table does not have them. known: what the method had learnt
     after its last prompt."""
     if "learnt" in said:
         if not known or "skipped" not in known:
@@ -69,19 +70,20 @@ def drafter(said: Mapping[str, Any], table: BatchCosts, known: Mapping[str, Any]
         skipped = known["skipped"]
         said = {**_sublayers(skipped["attention"], skipped["mlp"]), "ranked": said["ranked"]}
     if "exit_layer" in said:
-        return table.exit(said["exit_layer"])
+        return table.of_exit(said["exit_layer"], context)
     if "attention" in said:
-        return table.skipping(said["attention"], said["mlp"], said["both"], said.get("ranked", False))
+        ranked = said.get("ranked", False)
+        return table.of_skipping(said["attention"], said["mlp"], said["both"], ranked=ranked, context=context)
     if "draft_model" in said:
-        return table.draft_model(said["draft_model"])
-    return LOOKED_UP
+        return table.of_draft_model(said["draft_model"], context)
+    return table.of_lookup(context)
 
 
-def mean_step(total: Stats) -> MeanStep:
-    """The steps of some calls at batch 1, probes left out."""
+def mean_step(total: Stats) -> tuple[float, float, float, float]:
+    """The arguments of `StepCosts.speedup` for the steps of some calls at batch 1, probes left out."""
     steps, drafting = max(total.steps, 1), max(total.drafting, 1)
-    rows = 1 + total.verified_nodes / drafting
-    return MeanStep((total.tokens - total.probes) / steps, total.draft_steps / drafting, rows, total.drafting / steps)
+    scored = 1 + total.verified_nodes / drafting
+    return (total.tokens - total.probes) / steps, total.draft_steps / drafting, scored, total.drafting / steps
 
 
 def speedup(
@@ -92,21 +94,19 @@ def speedup(
     known: Mapping[str, Any] | None = None,
     grown: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """What a table of costs, as JSON holds it, predicts of some calls; None where it does not know the drafter, or nothing was
-    drafted. context: tokens before a mean step. known: what the method had learnt after the last one. grown: what the calls
-    added to the counts in that."""
+    """The speed-up of some calls by a table of costs, as JSON holds it; None if the table does not know the drafter, or nothing
+    was drafted. context: tokens before a mean step. known: what the method had learnt after the last call. grown: what the
+    calls added to the counts in that."""
     table = TypeAdapter(BatchCosts).validate_python(costs)
     if "passes" in said:
         return _by_passes(table, grown, context) if grown and grown["steps"] else None
-    found = drafter(said, table, known)
-    if found is None or not total.drafting:
-        return None
-    return table.speedup(found, mean_step(total), context)
+    found = step_costs(said, table, context, known)
+    return found.speedup(*mean_step(total)) if found is not None and total.drafting else None
 
 
 def _by_passes(table: BatchCosts, done: Mapping[str, Any], context: float) -> float:
-    """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits, each of which takes as long as the LM
-    head. done: the counts of its info, of one step at least."""
+    """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits. A test takes as long as the LM head.
+    done: the counts of its info, of at least one step."""
     accepted = sum(tally["accepted"] for tally in done["exits"].values())
     layers = rows = 0.0
     for one, count in done["passes"].items():
@@ -115,6 +115,5 @@ def _by_passes(table: BatchCosts, done: Mapping[str, Any], context: float) -> fl
         rows += count * tokens * (stop == table.depth)  # tokens that were scored
     mean, first = rows / done["steps"], table.exits.places[0]
     tests = done["tests"] * max(table.exits(first) - first / table.depth * table.layers(1), 0.0)
-    beside = table.score(mean, context=context) - table.layers(mean) + table.fixed
-    seconds = layers + tests + done["steps"] * beside
-    return (done["steps"] + accepted) * table.plain_step(context) / seconds
+    rest = table.score(mean, context=context) - table.layers(mean) + table.fixed
+    return speedup_of(done["steps"] + accepted, layers + tests + done["steps"] * rest, table.plain_step(context))

@@ -25,6 +25,7 @@ from skipstone.hf import api
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads
+from skipstone.policy.cost_model import StepCosts, expected_tokens
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
@@ -113,19 +114,17 @@ def _seen(runner: ModelRunner, prompt: Tensor, new: Tensor) -> tuple[Tensor, Ten
 
 
 def expectations(agreement: Sequence[float], costs: PassTimes) -> list[ExitForecast]:
-    """For every exit layer E < L the best draft length and the speed-up that its agreement allows, were agreement the same at
-    every token: (1 - a^(d+1)) / (1 - a) tokens a step (Leviathan et al., arXiv 2211.17192, Eq. 1), for d passes of layers[:E]
-    with the head and one scoring pass of the remaining layers over d + 1 tokens."""
+    """For every exit layer E < L the best draft length and its speed-up, if agreement were the same at every token.
+
+    A step of d drafts takes d passes of layers[:E] with the head, one more pass of them for the last draft, and a scoring pass
+    of the other layers over d + 1 tokens.
+    """
     depth, found = len(costs.layers), []
     for exit_layer, same in enumerate(agreement[: depth - 1], 1):
-        early = sum(costs.layers[:exit_layer])  # one pass of layers[:E]
-        speed_ups = []
-        for length, whole in costs.rows.items():
-            tokens = length + 1.0 if same >= 1 else (1 - same ** (length + 1)) / (1 - same)
-            drafting = length * (early + costs.head) + early  # the last draft goes through layers[:E] too, to be scored
-            scoring = whole * (depth - exit_layer) / depth + costs.head
-            speed_ups.append((tokens * costs.plain / (drafting + scoring), length))
-        speed_up, length = max(speed_ups)
+        early, share = sum(costs.layers[:exit_layer]), 1 - exit_layer / depth
+        scoring = {length + 1: share * seconds + costs.head for length, seconds in costs.rows.items()}
+        step = StepCosts(costs.plain, early + costs.head, scoring.__getitem__, fixed=early)
+        speed_up, length = max((step.speedup(expected_tokens(same, length), length), length) for length in costs.rows)
         found.append(ExitForecast(exit_layer, same, length, speed_up))
     return found
 

@@ -23,9 +23,10 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.timing.measure import MethodBackend, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
+from skipstone.lab.timing.measure import MethodBackend, measure, options_for, run_tokens, store_for
+from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.drafting.layer_sets import MOST_DRAFTS, LayerMask, LayerSetSpace, SearchObjective, SkipCosts
+from skipstone.methods.drafting.layer_sets import MAX_DRAFTS, LayerMask, LayerSetSpace, SearchObjective, SkipCosts
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
@@ -35,7 +36,6 @@ from skipstone.utils.files import LineFile, read_lines
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
 PER_DECODE = 12  # sets judged by matchness for each that is decoded with
 LUCK = 0.05  # standard error of a speed-up that was measured once
-WIDEST = 26  # tokens of the widest scoring pass whose cost is interpolated
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def search(
         else:
             file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
         judged = [_SearchText(runner, model, text, settings.tokens) for text in settings.texts]
-        objective = SearchObjective(_costs(runner, len(settings.texts[0])), max_drafts=min(settings.drafts, MOST_DRAFTS))
+        objective = SearchObjective(_skip_costs(runner), max_drafts=settings.drafts)
         learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
         for trial in known:
             skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
@@ -186,20 +186,11 @@ class _SearchText:
         return (self.runner.logits(hidden).argmax(-1) == self.ids[:, self.begin + 1 :]).double().mean().item()
 
 
-@torch.inference_mode()
-def _costs(runner: ModelRunner, length: int) -> SkipCosts:
-    """Of sublayers, by passes without any attention and without any MLP, and of scoring passes."""
-    timed = TimedPasses(runner, length)
-    times = measure_passes(timed)
-    middle = frozenset(range(1, runner.depth - 1))
-    whole, share = timed.seconds(), sum(times.layers) / times.plain
-    attention, mlp = (
-        share * max(1 - timed.seconds(skip=skip) / whole, 0.0) / len(middle)
-        for skip in (SkipSet(attention=middle), SkipSet(mlp=middle))
-    )
-    known = {1: 1.0} | {drafts + 1: max((seconds + times.head) / times.plain, 1.0) for drafts, seconds in times.rows.items()}
-    scoring = np.interp(range(1, WIDEST + 1), sorted(known), [known[tokens] for tokens in sorted(known)])
-    return SkipCosts(attention, mlp, tuple(scoring.tolist()))
+def _skip_costs(runner: ModelRunner) -> SkipCosts:
+    """The model's measured costs, in plain steps."""
+    costs = costs_of(runner, (1,)).costs.at(1)
+    scoring = [costs.scoring(tokens) / costs.plain for tokens in range(1, MAX_DRAFTS + 2)]
+    return SkipCosts(costs.attention / costs.plain, costs.mlp / costs.plain, scoring, costs.layer / costs.plain)
 
 
 def _decoded(model: PreTrainedModel, settings: SearchSettings, skip: SkipSet) -> tuple[float, float]:

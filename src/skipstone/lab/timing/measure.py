@@ -246,11 +246,11 @@ class TimedPasses:
                 run_tokens(runner, self.store, before, 0)
             self.store.length = [self.length]
 
-    def seconds(self, width: int = 1, layers: range | None = None, skip: SkipSet | None = None) -> float:
+    def seconds(self, width: int = 1, layers: range | None = None) -> float:
         """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""
         runner, (at, hidden) = self.runner, self._tokens(width)
         taken = range(runner.depth) if layers is None else layers
-        return median(timings(lambda: runner.run(hidden, at, self.store, taken, skip), runner.device))
+        return median(timings(lambda: runner.run(hidden, at, self.store, taken), runner.device))
 
     def head_seconds(self) -> float:
         """The median of what norm and LM head take for one token."""

@@ -27,10 +27,10 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.loop import NOTHING, DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
-from skipstone.decoding.step_costs import BatchCosts, CostCurve, CostTables
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.lab.timing import machine
+from skipstone.lab.timing.cost_tables import BatchCosts, CostCurve, CostTables
 from skipstone.lab.timing.measure import synchronise
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod

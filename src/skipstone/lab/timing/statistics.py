@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark, pure: shares, pooled rates, intervals, predictions.
+"""The arithmetic of the benchmark, pure: shares, pooled rates, intervals.
 
 Rates are always total over total (tokens / seconds, accepted / drafted), never means of ratios.
 """
@@ -90,16 +90,6 @@ def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPL
         columns = [np.bincount(block, column, BLOCKS) for column in columns]
     sums = _resampled(len(columns[0]), seed, resamples) @ np.stack(columns, 1)
     return PooledRate(pooled(amounts, costs), sums[:, 0] / sums[:, 1], len(amounts))
-
-
-def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:
-    """What a method would gain over plain decoding if its steps cost their drafting and scoring and nothing else.
-
-    plain_seconds_per_token: measured, prefill apart. tokens_per_step: committed tokens a step, M where no stopping rule cuts
-    in. seconds_per_step: measured draft + scoring seconds. This is SWIFT's Eq. 6 (arXiv 2410.06916) with the cost of
-    verification measured too: M / ((M - 1) c / alpha + v).
-    """
-    return plain_seconds_per_token * tokens_per_step / seconds_per_step if seconds_per_step else float("nan")
 
 
 @lru_cache(maxsize=16)

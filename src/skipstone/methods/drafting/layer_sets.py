@@ -18,14 +18,14 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import fetch, hub_name
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
+from skipstone.policy.cost_model import StepCosts, expected_tokens
 from skipstone.utils.files import write_json
 from skipstone.utils.settings_files import SettingsPart, read_json
 
 LayerMask = NDArray[np.bool_]
 """A layer set, z in SWIFT: [n], n = 2 (L - 2), the attentions of layers 1 to L - 2 (counted from 0), then their MLPs. True is
 skipped."""
-MOST_DRAFTS = 25  # drafts of the longest step whose speed-up is looked at
-UNKNOWN_SLOPE = 0.04  # plain steps that one more token in a scoring pass is thought to cost before it was timed
+MAX_DRAFTS = 25  # drafts of the longest step whose speed-up is computed
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class LayerSetSpace:
 
 @dataclass(frozen=True)
 class SkipCosts:
-    """Costs in plain steps. attention, mlp: what leaving out one such sublayer saves. layer: what leaving out both of a layer
-    saves besides. scoring: of a pass over 1, 2, ... tokens."""
+    """Costs in plain steps. attention, mlp: saved by leaving out one such sublayer. layer: saved in addition if both of a layer
+    are left out. scoring: of a pass over 1, 2, ... tokens, as many as are ever scored."""
 
     attention: float
     mlp: float
@@ -109,35 +109,24 @@ class SkipCosts:
         """The same by how many attentions and MLPs are left out, and both of how many layers: numbers, or arrays [a]."""
         return np.maximum(1 - self.attention * attentions - self.mlp * mlps - self.layer * both, 1e-3)
 
-    def score(self, tokens: int) -> float:
-        """One pass over so many tokens; beyond the last known value on the line from the first to it."""
-        known = len(self.scoring)
-        if tokens <= known:
-            return self.scoring[tokens - 1]
-        slope = (self.scoring[-1] - self.scoring[0]) / (known - 1) if known > 1 else UNKNOWN_SLOPE
-        return self.scoring[-1] + slope * (tokens - known)
-
     @cached_property
-    def steps(self) -> NDArray[np.float64]:
-        """The scoring passes of steps of 1 to MOST_DRAFTS drafts, [MOST_DRAFTS]."""
-        return np.array([self.score(drafts + 1) for drafts in range(1, MOST_DRAFTS + 1)])
+    def passes(self) -> NDArray[np.float64]:
+        """The scoring passes of steps of 1, 2, ... drafts, at most MAX_DRAFTS of them."""
+        return np.array(self.scoring[1 : MAX_DRAFTS + 1])
 
 
-def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: int = MOST_DRAFTS) -> Any:
-    """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): the tokens of a step of k drafts, each right with
-    probability m, over its cost. It is under 1 where no draft length pays.
+def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: int = MAX_DRAFTS) -> Any:
+    """The speed-up with the best number of drafts. It is below 1 if no number pays.
 
-    matchness m, draft c (cost of a draft): numbers, or arrays [a] of them. max_drafts: drafts, at most MOST_DRAFTS.
+    matchness: probability that a draft is right. draft: cost of a draft. Numbers, or arrays [a]. max_drafts: at most
+    MAX_DRAFTS.
     """
-    m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
-    k = np.arange(1, min(max_drafts, MOST_DRAFTS) + 1)
-    tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])  # [a, most]
-    return (tokens / (k * c[..., None] + costs.steps[: len(k)])).max(-1)
-
-
-def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
-    """E = M / ((M - 1) c / alpha + v): SWIFT's Eq. 6 with the cost of the scoring pass measured too (v = 1 is the paper's)."""
-    return mean_length / ((mean_length - 1) * draft / max(alpha, 1e-9) + score)
+    acceptance: Any = np.clip(matchness, 0, 1)[..., None]  # [a, 1]
+    draft_step: Any = np.asarray(draft, dtype=float)[..., None]
+    passes: Any = costs.passes[:max_drafts]
+    drafts: Any = np.arange(1, len(passes) + 1)
+    speedups: Any = StepCosts(1.0, draft_step, lambda _: passes).speedup(expected_tokens(acceptance, drafts), drafts)  # [a, k]
+    return speedups.max(-1)
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,7 @@ class SearchObjective:
 
     costs: SkipCosts = SkipCosts(0.0, 0.0, (1.0,))
     by: str = "speed"
-    max_drafts: int = MOST_DRAFTS
+    max_drafts: int = MAX_DRAFTS
 
     def __call__(self, matchness: float, skipped: LayerMask) -> float:
         """The worth of a set of that matchness."""

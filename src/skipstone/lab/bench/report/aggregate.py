@@ -16,8 +16,9 @@ from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import add_counts, is_calm
 from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.tasks.scores import pass_at_k
-from skipstone.lab.timing.statistics import PooledRate, pooled, predicted_speedup, rate
+from skipstone.lab.timing.statistics import PooledRate, pooled, rate
 from skipstone.methods import stored_settings
+from skipstone.policy.cost_model import speedup
 
 EARLY_EXIT = "hf-early-exit"
 VANILLA = "speculative"  # speculative decoding with drafts of one length, AdaSD's baseline
@@ -253,7 +254,8 @@ def predict_speedup(total: Stats, own: Sequence[Line], plain: Sequence[Line]) ->
     base, seconds = _decode_seconds_per_token(plain), _decode_seconds_per_token(own)
     tokens_per_step = (total.tokens - total.probes) / total.steps if total.steps else 1.0
     step_seconds = (total.seconds_draft + total.seconds_score) / total.turns if total.turns else 0.0
-    predicted, measured = predicted_speedup(base, tokens_per_step, step_seconds), base / seconds if seconds else math.nan
+    predicted = speedup(tokens_per_step, step_seconds, base) if step_seconds else math.nan
+    measured = base / seconds if seconds else math.nan
     return {
         "plain_ms_per_token": 1000 * base,
         "tokens_per_step": tokens_per_step,

@@ -15,7 +15,7 @@ from skipstone.lab.bench.prompts import add_counts
 from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup, tokens_per_second
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
-from skipstone.methods.drafting.layer_sets import measured_speedup
+from skipstone.policy.cost_model import StepCosts
 
 NONE = "-"  # a cell without a figure
 Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns
@@ -269,7 +269,7 @@ def by_layer_set(group: MeasurementGroup) -> Table:
         if figures.get("acceptance_rate") and "plain_ms_per_token" in figures:
             plain, length, alpha = figures["plain_ms_per_token"], figures["mean_acceptance_length"], figures["acceptance_rate"]
             c, v = figures["draft_ms_per_step"] / figures["drafts_per_step"] / plain, figures["score_ms_per_step"] / plain
-            expected = (measured_speedup(length, alpha, c, score) for score in (1.0, v))
+            expected = [StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v)]
             costs = [c, v, *expected, figures["decode_speedup"]]
         rows.append(
             {

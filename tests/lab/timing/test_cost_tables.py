@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from skipstone.decoding.step_costs import LOOKED_UP, BatchCosts, CostCurve, CostTables, DraftCost, MeanStep
+from skipstone.lab.timing.cost_tables import BatchCosts, CostCurve, CostTables
 
 TABLE = BatchCosts(
     batch=1,
@@ -53,27 +53,26 @@ def test_steps_by_hand() -> None:
     assert TABLE.score(5, exit_layer=2) == near(0.014 - 0.5 * 0.004)
     assert TABLE.score(5, context=300) == near(0.014 + 200 * 5e-5)
     assert TABLE.plain_step(context=0) == near(0.012 - 100 * 1e-5)
-    assert TABLE.exit(3) == DraftCost(near(0.006), 3)
+    assert TABLE.of_exit(3).draft_step == near(0.006)
     # of .009: two attentions, one MLP, both of one layer
-    assert TABLE.skipping(2, 1, 1) == DraftCost(near(0.009 - 0.002 - 0.002 - 0.0005))
-    assert TABLE.skipping(2, 1, 1, ranked=True).step == near(0.0045 + 0.0025)
-    assert TABLE.skipping(9, 9, 9).step == near(0.002), "no less than one layer and the head"
-    assert TABLE.draft_model("abc") == DraftCost(0.004)
-    assert TABLE.draft_model("xyz") is None
+    assert TABLE.of_skipping(2, 1, 1).draft_step == near(0.009 - 0.002 - 0.002 - 0.0005)
+    assert TABLE.of_skipping(2, 1, 1, ranked=True).draft_step == near(0.0045 + 0.0025)
+    assert TABLE.of_skipping(9, 9, 9).draft_step == near(0.002), "no less than one layer and the head"
+    draft_model = TABLE.of_draft_model("abc")
+    assert draft_model is not None
+    assert draft_model.draft_step == 0.004
+    assert TABLE.of_draft_model("xyz") is None
 
 
 def test_speeds_by_hand() -> None:
-    chain = MeanStep(tokens=3.6, drafts=4, rows=5)
     step = 4 * 0.003 + 0.001 + (0.014 - 0.002) + 0.002
-    assert TABLE.step(TABLE.exit(2), chain) == near(step)
-    assert TABLE.tokens_per_second(TABLE.exit(2), chain) == near(3.6 / step)
-    assert TABLE.speedup(TABLE.exit(2), chain) == near(3.6 * 0.012 / step)
-    lookups = MeanStep(tokens=1.5, drafts=8, rows=9, drafting=0.25)
-    assert TABLE.step(LOOKED_UP, lookups) == near(0.25 * (0.026 + 0.002) + 0.75 * 0.012)
-    assert TABLE.speedup(LOOKED_UP, MeanStep(1.0, 0, 1, drafting=0.0)) == near(1.0), "plain decoding is its own speed"
-    assert TABLE.speedup(LOOKED_UP, MeanStep(1.0, 0, 1)) == near(1.0), "so is a step that scores one token"
-    batch = replace(TABLE, batch=8)
-    assert batch.tokens_per_second(LOOKED_UP, MeanStep(1.0, 0, 1)) == near(8 / 0.012)
+    assert TABLE.of_exit(2).step(4) == near(step)
+    assert TABLE.of_exit(2).speedup(3.6, 4) == near(3.6 * 0.012 / step)
+    assert TABLE.of_exit(2, context=300).step(4) == near(step + 200 * 5e-5)
+    lookups = 0.25 * (0.026 + 0.002) + 0.75 * 0.012
+    assert TABLE.of_lookup().speedup(1.5, 0, scored=9, drafting=0.25) == near(1.5 * 0.012 / lookups)
+    assert TABLE.of_lookup().speedup(1.0, 0, drafting=0.0) == near(1.0), "plain decoding is its own speed"
+    assert TABLE.of_lookup().speedup(1.0, 0) == near(1.0), "so is a step that scores one token"
 
 
 def test_between_two_batch_sizes_costs_are_between_theirs() -> None:
@@ -105,7 +104,7 @@ def test_what_json_holds_is_the_same_table() -> None:
     ("change", "said"),
     [
         ({"plain": 0.0}, "takes time"),
-        ({"plain": float("nan")}, "takes time"),
+        ({"plain": float("nan")}, "finite"),
         ({"fixed": -1.0}, "at least 0"),
         ({"draft_models": {"a": float("inf")}}, "at least 0"),
         ({"batch": 0}, "batch of at least 1"),
@@ -117,17 +116,11 @@ def test_what_cannot_be_seconds_is_refused(change: dict[str, Any], said: str) ->
 
 
 @pytest.mark.parametrize(
-    ("places", "values", "said"),
-    [
-        ((), (), "at least one"),
-        ((1, 2), (1.0,), "a value for every place"),
-        ((2, 1), (1.0, 2.0), "places of a curve rise"),
-        ((1, 2), (2.0, 1.0), "never fall"),
-        ((1,), (-1.0,), "at least 0"),
-    ],
+    ("places", "values"),
+    [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1,), (-1.0,)), ((1, 2), (1.0, float("inf")))],
 )
-def test_what_is_no_rising_curve_is_refused(places: Any, values: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_other_curves_are_refused(places: Any, values: Any) -> None:
+    with pytest.raises(ValueError, match="rising places with values that are finite, at least 0 and never fall"):
         CostCurve(places, values)
 
 
