@@ -100,7 +100,7 @@ def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pyte
     assert "self_attn" in kept.read_text()
 
 
-@pytest.mark.parametrize("held", ['{"family": {"x": 1}}', '{"family": null}', "{}", "[]", "null", "no JSON"])
+@pytest.mark.parametrize("held", ['{"family": {"x": 1}}', "[]", "no JSON"])
 def test_a_damaged_file_is_made_anew(held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path))
     monkeypatch.setattr(recognition, "_KNOWN", {})

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -182,38 +180,6 @@ def test_wide_passes_and_those_outside_inference_mode_are_the_eager_engine_s(wid
     assert torch.equal(found, expected) or graphs
 
 
-FAMILY_KINDS = {"smollm3": 2, "qwen2": 2, "qwen3": 2, "gemma2": 2, "gemma3_text": 2, "qwen3_moe": 2} | {
-    "gpt_oss": 2,
-    "deepseek_v3": 2,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*families.NAMES, *FURTHER])
-def test_layers_of_a_kind_share_a_graph(name: str) -> None:
-    model, prompts = families.build(name), families.prompts(3)
-    engine = engine_of(model)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
-    for method, graphs in (("autoregressive", 1), ("lookahead", 2)):
-        expected = decode(model, prompts, method, engine="eager", **options)
-        found = decode(model, prompts, method, engine="compiled", **options)
-        assert expected.new_tokens is not None
-        assert_same_texts(model, prompts, expected.new_tokens, found, options)
-        kinds = len(set(engine._kinds))
-        assert kinds == FAMILY_KINDS.get(name, 1)
-        assert engine.graphs.count >= kinds * graphs
-        assert engine.graphs.count % kinds == 0
-
-
-@pytest.mark.slow
-def test_keys_and_values_in_bfloat16(model: PreTrainedModel) -> None:
-    prompts, options = families.prompts(2), {"do_sample": False, "kv_dtype": "bfloat16"}
-    expected = decode(model, prompts, METHODS[1], engine="eager", **options)
-    found = decode(model, prompts, METHODS[1], engine="compiled", **options)
-    assert found.new_tokens == expected.new_tokens
-    assert found.new_tokens != decode(model, prompts, METHODS[1], engine="eager", do_sample=False).new_tokens
-
-
 @pytest.mark.slow
 def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
     """Buffers that stay where they are, results that are copied; what lowers the graphs is the same."""
@@ -228,20 +194,6 @@ def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
             assert decode(model, prompts, text, engine="compiled", do_sample=False).new_tokens == expected.new_tokens
         graphs.append(engine.graphs.count - before)
     assert graphs[0] == graphs[1] > 0
-
-
-@pytest.mark.slow
-def test_stores_are_lent_the_same_buffers_one_after_the_other() -> None:
-    """A CUDA graph knows addresses: other ones would have to be recorded anew for every request."""
-    model, places = families.build("llama"), []
-    engine = engine_of(model)
-    engine.graphs.cuda = True
-    for text in (METHODS[1], METHODS[1], METHODS[5]):
-        decode(model, families.prompts(3), text, engine="compiled", do_sample=False, max_new_tokens=120)
-        assert not engine._lent
-        places.append({shape: [one.keys[0].data_ptr() for one in spare] for shape, spare in engine._spare.items()})
-    assert places[0] == places[1] == places[2]
-    assert [(shape[:2], len(spare)) for shape, spare in engine._spare.items()] == [((4, 128), 1), ((4, 256), 1)]
 
 
 def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,17 +229,6 @@ def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:
         decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
     counters.clear()
     assert decode(model, families.prompts(1), "autoregressive", engine="eager", do_sample=False).new_tokens
-
-
-@pytest.mark.slow
-def test_a_model_is_freed_and_its_graphs_with_it() -> None:
-    model: Any = families.build("llama")
-    decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
-    engine, weight = weakref.ref(engine_of(model)), weakref.ref(model.model.layers[1].mlp.up_proj.weight)
-    del model
-    gc.collect()
-    assert engine() is None
-    assert weight() is None
 
 
 @pytest.mark.slow

@@ -89,12 +89,6 @@ def test_quantised_weights_say_what_their_codes_stand_for(name: str, kind: str) 
         ModelRunner(model, "native", "none")
 
 
-def test_another_precision_leaves_the_weights_that_there_are() -> None:
-    before, model = families.build("llama"), given_up()
-    assert_same_bits(chain(ModelRunner(model, None, "int8"), text(), 5), chain(ModelRunner(before, None, "int8"), text(), 5))
-    assert torch.equal(model.lm_head.weight.detach(), before.lm_head.weight)
-
-
 def test_the_engine_is_made_once_and_its_panels_outlive_a_change_of_the_config() -> None:
     model = given_up(quantize="int8")
     engine = ModelRunner(model).engine
@@ -107,16 +101,6 @@ def test_the_engine_is_made_once_and_its_panels_outlive_a_change_of_the_config()
     again: Any = ModelRunner(model).engine
     assert again._weights.bytes == 0, "the panels are copied again"
     assert_same_bits(chain(ModelRunner(model), text(), 5), expected)
-
-
-def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = given_up()
-    fingerprint(model)
-    monkeypatch.setattr(PackedWeight, "__torch_dispatch__", lambda *_: pytest.fail("a weight was unpacked"))
-    assert model.lm_head.weight.shape == (97, 32)
-    assert model.num_parameters() == families.build("llama").num_parameters()
-    for method in ("autoregressive", "layerskip exit_layer=2", "swift", "prompt_lookup"):
-        skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +166,6 @@ def test_moved_models_are_ordinary_again(tie: bool) -> None:
     assert torch.equal(model(IDS).logits, before(IDS).logits)
     attach(model, keep_weights=True)
     assert_same_bits(chain(ModelRunner(model), text(), 5), chain(ModelRunner(before, "native"), text(), 5))
-
-
-def test_data_is_that_of_an_ordinary_parameter() -> None:
-    model = given_up()
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data += 1  # as PEFT merges adapters
-    assert type(weight) is torch.nn.Parameter
-    assert torch.equal(weight, families.build("llama").model.layers[0].mlp.up_proj.weight + 1)  # pyright: ignore
 
 
 def test_adapters_run_on_eager_and_are_merged_into_the_values() -> None:

@@ -238,14 +238,6 @@ def test_no_step_copies_a_cache(method: Method) -> None:
     assert addresses(decoder.session.store) == before
 
 
-def test_a_request_that_ends_early_never_pays_for_its_limit() -> None:
-    runner = ModelRunner(llama())
-    decoder = start(Autoregressive(), runner, [Request(prompt(5), 500)])
-    for _ in range(20):
-        decoder.step()
-    assert decoder.session.store.capacity == 64
-
-
 def a_drafts_store_is_right() -> None:
     test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(METHODS[2], (4, 17, 9), 0.0)
 

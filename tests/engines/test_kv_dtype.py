@@ -8,13 +8,10 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.cli import options
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.loading import load
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.methods import Speculative
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]
@@ -37,36 +34,6 @@ def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environmen
     assert ModelRunner(families.build("llama")).kv_dtype == torch.bfloat16
     monkeypatch.setenv(choice.KV_VARIABLE, "")
     assert ModelRunner(families.build("llama")).kv_dtype is None, "an empty variable says nothing"
-
-
-def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, message = families.build("llama"), "must be one of float32, bfloat16, found 'int2'"
-    with pytest.raises(ValueError, match=f"kv_dtype {message}"):
-        skipstone.generate(model, IDS, "autoregressive", kv_dtype="int2")
-    with pytest.raises(ValueError, match=f"kv_dtype {message}"):
-        load(kv_dtype="int2")
-    with pytest.raises(ValueError, match=f"--kv-dtype {message}"):
-        options.known_kv("int2")
-    monkeypatch.setenv(choice.KV_VARIABLE, "int2")
-    with pytest.raises(ValueError, match=f"{choice.KV_VARIABLE} {message}"):
-        ModelRunner(model)
-    assert tuple(choice.KV_DTYPES) == options.KV_DTYPES
-
-
-def test_load_and_enable_remember_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = load(kv_dtype="bfloat16")[0]
-    assert ModelRunner(model).asked.kv_dtype == "bfloat16"
-    skipstone.enable(model, "autoregressive")
-    assert ModelRunner(model).asked.kv_dtype == "bfloat16", "None leaves it as it is"
-    skipstone.enable(model, "autoregressive", kv_dtype="float32")
-    assert ModelRunner(model).asked.kv_dtype == "float32"
-
-
-def test_a_draft_model_keeps_what_its_target_keeps() -> None:
-    model, draft = families.build("llama"), families.build("llama")
-    method = Speculative(draft, 2)  # pyright: ignore[reportArgumentType]
-    for name in ("float32", "bfloat16"):
-        assert method.draft_model_for(ModelRunner(model, "eager", kv_dtype=name)).asked.kv_dtype == name
 
 
 @pytest.mark.parametrize("engine", ENGINES)

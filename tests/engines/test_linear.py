@@ -62,12 +62,6 @@ def test_one_row_is_a_product_of_as_many_blocks_as_there_are_threads(
     assert blocks == [2]
 
 
-def test_without_mkl_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert linear.pays(nn.Linear(3, 3))
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not linear.pays(nn.Linear(3, 3))
-
-
 def test_it_pays_for_plain_float32_linears_only() -> None:
     class Own(nn.Linear):
         pass
@@ -94,8 +88,3 @@ def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
             x = torch.randn(1, rows, 24)
             assert torch.allclose(module(x).double(), expected_of(x.double()), atol=1e-6)
     assert calls == [8, 16, 31], "few rows and many are F.linear's"
-
-
-def test_no_layer_on_the_cpu_is_turned() -> None:
-    """tests/test_cuda.py says which are."""
-    assert not any(map(linear.is_faster_transposed, [nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.ReLU()]))

@@ -94,11 +94,6 @@ class TestLoad:
             with pytest.raises(ValueError, match="device 'cuda' cannot be used here"):
                 skipstone.load(folder, device="cuda")
 
-    def test_more_layers_than_the_config_says(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-        assert "it has model.layers.3." in self.refusal(folder)
-
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
     def test_truncated_weights(self, share: float, folder: Path) -> None:
         weights = folder / "model.safetensors"
@@ -118,11 +113,6 @@ class TestLoad:
         del weights["model.layers.2.self_attn.q_proj.weight"]
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         assert "it lacks model.layers.2.self_attn.q_proj.weight" in self.refusal(folder)
-
-    def test_a_config_that_is_no_json(self, folder: Path) -> None:
-        (folder / "config.json").write_text('{"model_type": "lla')
-        with pytest.raises(OSError, match=r"config\.json"):
-            skipstone.load(folder)
 
     @pytest.mark.parametrize("held", ["[1]", '"text"', "null", "3"])
     def test_a_config_that_is_no_object(self, held: str, folder: Path) -> None:
@@ -201,24 +191,15 @@ class TestLoad:
         with pytest.raises(RuntimeError, match=r"not enough memory for [\d.]+ GiB.*bfloat16.*quantize"):
             skipstone.load(folder)
 
-    def test_an_unknown_architecture(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "model_type": "llamoid"}))
-        with pytest.raises(ValueError, match="llamoid"):
-            skipstone.load(folder)
-
 
 TYPES = {
     "refused by name": ({"model_type": "mamba"}, "mamba keeps a recurrent state"),
     "unknown": ({"model_type": "foo"}, "does not know the model type 'foo'; `skipstone families` lists"),
     "no type": ({"hidden_size": 32}, "has no model_type, expected a type that `skipstone families` lists"),
-    "nothing": ({}, "has no model_type"),
     "an encoder-decoder": (
         {"model_type": "t5"},
         "transformers loads t5 models by neither AutoModelForCausalLM nor AutoModelForImageTextToText",
     ),
-    "pictures": ({"model_type": "vit"}, "transformers loads vit models by neither"),
-    "pictures and texts": ({"model_type": "clip"}, "transformers loads clip models by neither"),
     "an encoder-decoder around pictures": ({"model_type": "florence2"}, "florence2 is an encoder-decoder"),
     "code of its own": (
         {"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}},

@@ -31,6 +31,7 @@ from tests.helpers.native import (
     text,
     tree_pass,
 )
+from tests.helpers.pairwise import round_robin
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -54,8 +55,7 @@ def shape(name: str) -> Any:
     return families.build(family, layers=2, **settings, **more)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SHAPES)
+@round_robin(name=SHAPES, kv_dtype=["float32", "bfloat16"])
 def test_prompts_in_passes_of_any_width(name: str, kv_dtype: str) -> None:
     model, ids = shape(name), text(LENGTH)
     expected = chain(native(model, 1, kv_dtype), ids, 1)
@@ -65,8 +65,7 @@ def test_prompts_in_passes_of_any_width(name: str, kv_dtype: str) -> None:
         assert_same_bits(ragged(native(model, threads, kv_dtype), ids, width), expected)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SHAPES)
+@round_robin(name=SHAPES, kv_dtype=["float32", "bfloat16"])
 def test_instruction_sets_agree_on_long_texts(name: str, kv_dtype: str) -> None:
     found = levels()
     if len(found) < 2:
@@ -89,8 +88,7 @@ def start(runner: ModelRunner, ids: Tensor, room: int) -> KVCache:
     return store
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SHAPES)
+@round_robin(name=SHAPES, kv_dtype=["float32", "bfloat16"])
 def test_trees_of_64_nodes_behind_300_tokens(name: str, kv_dtype: str) -> None:
     base, nodes = 300, 64
     runner, parents = native(shape(name), 2, kv_dtype), grow(nodes, seed=len(name))

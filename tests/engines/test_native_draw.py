@@ -99,14 +99,6 @@ def test_of_equal_logits_the_lower_token_is_the_larger() -> None:
     assert native(families.build("llama")).top_k_tokens(logits, 5).tolist() == [[[7, 200, 201, 0, 1]]]
 
 
-def test_rows_that_are_apart_in_memory() -> None:
-    logits = torch.randn(3, 4, 300, generator=torch.Generator().manual_seed(0))
-    noise, position = Noise(torch.arange(3)), torch.tensor([4, 5, 6])
-    rows: list[Sampling | None] = [SETTINGS[0]] * 3
-    apart, together = drawn(logits[:, 2], rows, noise, position), drawn(logits[:, 2].contiguous(), rows, noise, position)
-    assert torch.equal(apart, together)
-
-
 @pytest.mark.parametrize("row", [Sampling(1.0, 10), Sampling(1.0, 0, 0.5)], ids=["top-k", "top-p"])
 @pytest.mark.parametrize("wrong", ["a kept tie", "no number", "nothing possible", "infinite"])
 def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None:
@@ -126,12 +118,6 @@ def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None
         logits[1, 7] = float("inf")
     assert drawn(logits, list(rows), noise, position).tolist() == [before[0], -1]
     assert drawn(logits, [rows[0], None], noise, position).tolist() == [before[0], 0], "a free row may hold anything"
-
-
-def test_a_top_k_that_is_large_is_left_to_the_caller() -> None:
-    logits, noise, position = torch.randn(1, 300), Noise(torch.tensor([1])), torch.tensor([3])
-    for top_k, left in ((0, False), (101, True), (299, True), (300, False), (1000, False)):
-        assert (int(drawn(logits, [Sampling(1.0, top_k)], noise, position)) < 0) == left
 
 
 def test_the_law_of_draws_from_all_tokens() -> None:

@@ -14,13 +14,12 @@ import skipstone
 from skipstone.engines.engine import QUANTIZED as CHOICES
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import build, library
-from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.native.structs import MatrixStruct, ModelStruct, declare
 from skipstone.engines.native.weights import QUANTIZED
-from skipstone.models.facts import Facts
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
+from tests.helpers.pairwise import round_robin
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -130,27 +129,11 @@ def assert_near(found: Found, expected: Found) -> None:
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), np.abs(found - expected).max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@round_robin(shape=SHAPES, kind=KINDS)
 def test_the_product_is_that_of_the_written_formula(kind: str, shape: tuple[int, int]) -> None:
     weights, x = drawn(*shape), inputs_of(9, shape[1])
     for engine in levels():
         assert_near(Packed(engine, kind, weights).multiplied(x), product(kind, x, weights))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_whole_numbers_without_overflow(kind: str) -> None:
-    # every code at its largest, scales of 1: the results are whole numbers that float32 has, and must be met exactly
-    weights = np.where(np.arange(64) % 2, 127.0, -127.0).astype(np.float32)[None].repeat(16, 0)
-    weights[:, :32] = 127
-    x = np.full((3, 64), 127, dtype=np.float32)
-    x[1] = -127
-    x[2] = np.where(np.arange(64) % 2, 127.0, -127.0)
-    if kind == "int4":
-        weights = np.where(weights > 0, np.float32(15), np.float32(0))
-        weights[:, 0] = 0
-    for engine in levels():
-        assert np.array_equal(Packed(engine, kind, weights).multiplied(x), (x.astype(np.float64) @ weights.T))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,8 +180,7 @@ def test_planted_mistakes_are_noticed(kind: str) -> None:
         assert_near(right.multiplied(x), expected)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e9])
-@pytest.mark.parametrize("kind", KINDS)
+@round_robin(bad=[np.nan, np.inf, 1e9], kind=KINDS)
 def test_weights_beyond_the_format_are_refused(kind: str, bad: float) -> None:
     model = families.build("llama")
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = bad  # pyright: ignore
@@ -212,33 +194,12 @@ def quantised(model: Any, kind: str, threads: int = 1) -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@round_robin(name=FAMILIES, kind=KINDS)
 def test_a_token_has_the_same_bits_in_every_pass(name: str, kind: str) -> None:
     model, ids = families.build(name), text()
     expected = chain(quantised(model, kind), ids, 1)
     for width, threads in ((2, 1), (5, 2), (8, 3), (13, 1), (64, 2)):
         assert_same_bits(chain(quantised(model, kind, threads), ids, width), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_have_the_same_bits_on_every_level(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = families.build("gemma2"), text(24)
-    expected = chain(quantised(model, kind), ids, 1)
-    for engine in levels():
-        monkeypatch.setattr(library, "load", lambda engine=engine: engine)
-        runner = quantised(model, kind)
-        runner.engine = NativeEngine(model, Facts(model), kind)
-        assert_same_bits(chain(runner, ids, 5), expected)
-
-
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.1)])
-def test_products_are_near_those_of_the_stored_weights(kind: str, most: float) -> None:
-    dice = np.random.default_rng(3)
-    weights, x = (dice.normal(size=shape).astype(np.float32) for shape in ((128, 256), (16, 256)))
-    exact, found = x.astype(np.float64) @ weights.T, Packed(levels()[0], kind, weights).multiplied(x)
-    error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-    assert most / 4 < error < most, "quantised, but not by much"
 
 
 def rounded(_: Any, given: tuple[Tensor]) -> Tensor:
@@ -248,8 +209,7 @@ def rounded(_: Any, given: tuple[Tensor]) -> Tensor:
     return torch.from_numpy((np.rint(flat / step) * step).reshape(len(flat), -1)[:, : given[0].shape[-1]]).view(given[0].shape)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3"])
+@round_robin(name=["llama", "qwen2", "gemma3_text", "phi3"], kind=KINDS)
 def test_models_compute_what_transformers_does_with_quantised_weights(name: str, kind: str) -> None:
     model, ids = families.build(name), text()
     found, _ = chain(quantised(model, kind), ids, 8)
@@ -277,8 +237,7 @@ def test_the_embedding_is_quantised_where_it_is_the_head_and_stored_elsewhere() 
         assert torch.equal(found, stored) != tied
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["layerskip exit_layer=2", "swift", "prompt_lookup"])
+@round_robin(method=["layerskip exit_layer=2", "swift", "prompt_lookup"], kind=KINDS)
 def test_greedy_texts_of_methods_are_those_of_plain_decoding(kind: str, method: str) -> None:
     model, ids = families.build("llama"), families.prompts(1)[0][None]
     skipstone.enable(model, "autoregressive", quantize=kind)
@@ -332,14 +291,6 @@ def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatc
 def total(model: Any, ids: Tensor, kind: str) -> Tensor:
     runner = quantised(model, kind)
     return runner.project(runner.read(ids))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_texts_are_read_as_they_are_decoded(kind: str) -> None:
-    model, ids = families.build("mistral"), torch.stack([text(40), text(40, seed=9)])
-    found = total(model, ids, kind)
-    for row in range(2):
-        assert torch.equal(found[row], chain(quantised(model, kind), ids[row], 1)[0])
 
 
 def test_a_model_in_fewer_bits_is_made_once_and_anew_for_other_weights() -> None:

@@ -139,22 +139,6 @@ def test_exit_logits_are_the_heads_view_of_the_newest_token() -> None:
         path.append(token)
 
 
-@torch.inference_mode()
-def test_advancing_to_where_everyone_is_changes_nothing() -> None:
-    b = bench(llama())
-    forward = b.session.view.start_forward([1] * 3)
-    forward.append(torch.ones(3, 1, dtype=torch.long))
-    forward.advance(0)
-    assert forward.depth.max() == 0
-    forward.advance(3)
-    state = forward.hidden.clone()
-    forward.advance(2)
-    forward.advance(3)
-    assert torch.equal(forward.hidden, state)
-    assert forward.depth.tolist() == [[3, 3]] * 3
-    assert torch.equal(forward.finish(), forward.finish())
-
-
 class Counted(ModelRunner):
     """Counts how often a token went through a layer."""
 

@@ -103,17 +103,6 @@ def test_an_enabled_lora_model_decodes_exactly_and_a_disabled_adapter_gives_the_
         skipstone.disable(model)
 
 
-def test_an_adapter_that_transformers_itself_added_decodes_exactly() -> None:
-    model: Any = families.build("llama")
-    model.add_adapter(peft.LoraConfig(target_modules=QV))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    prompts, expected = own_text(model.eval(), 2)
-    assert skipstone.generate(model, families.padded(prompts), METHOD, max_new_tokens=NEW).new_tokens == expected
-
-
 @pytest.mark.parametrize("adapter", OUTSIDE)
 def test_an_adapter_outside_the_modules_is_refused_by_name(adapter: str) -> None:
     config, words = OUTSIDE[adapter]

@@ -17,6 +17,7 @@ from skipstone.engines.native import library
 from skipstone.engines.native.weights import RECIPES
 from tests.helpers import families
 from tests.helpers.machine import llama
+from tests.helpers.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -95,9 +96,7 @@ def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> N
 
 
 @NATIVE
-@pytest.mark.parametrize("keep_weights", [True, False])
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pairwise(dtype=[torch.float32, torch.bfloat16, torch.float16], quantize=["none", "int8", "int4"], keep_weights=[True, False])
 def test_so_they_are_of_weights_that_are_quantised_or_given_up(dtype: torch.dtype, quantize: str, keep_weights: bool) -> None:
     model = copy.deepcopy(families.cached("gemma2")).to(dtype)
     attach(model, "native", quantize, keep_weights=keep_weights)

@@ -133,13 +133,6 @@ def test_what_only_some_configs_show_is_exact_too(fields: dict[str, Any]) -> Non
     assert out.new_tokens == [expected]
 
 
-def test_in_half_precision_it_is_verified_and_decodes() -> None:
-    model = families.build(NAME).bfloat16()
-    out = support.decode(model, families.prompts(2), LayerSkip(exit_layer=2, num_speculative_tokens=4), max_new_tokens=NEW)
-    assert out.stats is not None
-    assert out.stats.drafted > 0
-
-
 # what goes wrong
 
 
@@ -221,15 +214,3 @@ def test_a_model_of_this_kind_is_not_shortened_for_training() -> None:
     for name in (NAME, "gemma4_text"):
         with pytest.raises(ValueError, match=f"cannot shorten this {name} model"):
             _shorten(families.build(name), 2)
-
-
-def test_all_parts_of_a_tokens_state_are_kept() -> None:
-    runner = ModelRunner(families.cached(NAME), "eager")
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        hidden = runner.embed(ids, torch.arange(3)[None])
-        streams, beside = runner.family.parts(hidden, runner.config)
-    assert hidden.shape == (1, 3, 4 * 32 + 4 * 8)
-    assert streams.shape == (4, 1, 3, 32)
-    assert [one.shape for one in beside] == [(1, 3, 8)] * 4
-    torch.testing.assert_close(runner.family.folded(streams), hidden[..., : 4 * 32])

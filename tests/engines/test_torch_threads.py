@@ -63,12 +63,6 @@ def test_a_host_thread_that_begins_meanwhile_has_them_all() -> None:
     assert seen == [2]
 
 
-def test_they_come_back_after_an_error() -> None:
-    with pytest.raises(KeyError), SingleTorchThread():
-        raise KeyError
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_in_steps_on_the_native_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "native" and (reason := library.missing()) is not None:

@@ -343,7 +343,7 @@ FORK = """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a system without fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parent_and_child_go_on_after_a_fork_amid_another_threads_steps(engine: str) -> None:
     run = [sys.executable, "-c", textwrap.dedent(FORK), engine]
@@ -371,6 +371,7 @@ def test_a_child_process_finds_a_lock_free_that_another_thread_held() -> None:
     holder.join(SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_a_fork_waits_for_a_thread_that_looks_at_weights() -> None:
     """The lock of `model_version` is free in the child, whatever other threads do."""

@@ -79,14 +79,6 @@ def test_greedy_layerskip_gives_the_text_of_generate_far_beyond_the_window(name:
     assert out.sequences.shape[1] > 5 * families.WINDOW
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", families.NAMES)
-def test_greedy_plain_decoding_gives_the_text_of_generate(name: str) -> None:
-    model, prompts = families.cached(name), families.prompts(2)
-    out = skipstone.generate(model, families.padded(prompts), Autoregressive(), max_new_tokens=12)
-    assert out.new_tokens == [support.alone(model, prompt, max_new_tokens=12, do_sample=False) for prompt in prompts]
-
-
 SCALED = ("llama", "gemma2", "cohere")
 """Families whose logits are scaled or capped in a way of their own, beside the plain one."""
 

@@ -15,7 +15,6 @@ import skipstone
 from skipstone import Autoregressive, LayerSkip, PromptLookup, Speculative
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
-from skipstone.engines import agreement
 from skipstone.engines import recurrent_states as recurrent
 from skipstone.engines.agreement import disagreement
 from skipstone.engines.eager.eager import EagerEngine
@@ -93,13 +92,6 @@ def test_a_sampled_text_does_not_depend_on_what_was_drafted(name: str) -> None:
         for method in (Autoregressive(), coupled)
     ]
     assert texts[0] == texts[1]
-
-
-def test_a_prompt_in_chunks_says_the_same_and_its_tokens_are_run_once() -> None:
-    name = "qwen3_next"
-    prompts, expected = asked(name)
-    out = support.decode(families.cached(name), prompts, Autoregressive(), max_new_tokens=NEW, prefill_chunk_size=4)
-    assert out.new_tokens == expected
 
 
 @torch.inference_mode()
@@ -283,8 +275,3 @@ def test_transformers_own_generate_is_unchanged_by_the_patches() -> None:
         logits = model(prompt[None]).logits
     assert support.alone(model, prompt, max_new_tokens=8, do_sample=False) == before
     assert torch.equal(logits, families.build("qwen3_next")(prompt[None]).logits)
-
-
-def test_agreement_runs_chains_that_are_rolled_back() -> None:
-    names = [one.name for one in agreement._passes(20, torch.device("cpu"), True)]
-    assert names[2:] == ["in a draft", "in a draft that is rejected", "behind a rejected draft", "as a single token"]

@@ -26,7 +26,7 @@ from skipstone.models import quantised as rooms
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
-from tests.helpers.pairwise import slow_except
+from tests.helpers.pairwise import round_robin, slow_except
 
 NEW = 20  # tokens of a text
 LENGTH = 9  # tokens of a prompt
@@ -59,8 +59,7 @@ def assert_same(name: str, found: Any) -> None:
     assert parted is None or (parted.tie and name in ROUND_INPUTS), str(parted)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", BY_NAME)
+@round_robin(name=BY_NAME, method=METHODS)
 def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> None:
     """The kernels run for the first time in skipstone, where they have to unpack what they pack."""
     model = quantised.cached(name)

@@ -323,15 +323,6 @@ def test_tensor_parallelism_is_refused_outside_of_torchrun_and_beside_a_device_m
         assert words in str(error.value)
 
 
-def test_one_process_of_torchrun_has_the_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    families.build("gpt2").save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    model, _ = skipstone.load(tmp_path, tp_plan="auto")
-    assert ModelRunner(model).ranks.size == 1
-
-
 def shard(size: int, *names: str) -> Any:
     return SimpleNamespace(device_mesh=SimpleNamespace(mesh_dim_names=names or None, size=lambda: size))
 
@@ -351,15 +342,6 @@ def test_methods_read_no_clock_of_their_own() -> None:
         for file in (package / folder).rglob("*.py"):
             assert "perf_counter" not in file.read_text(), file
             assert "import time" not in file.read_text(), file
-
-
-def test_the_plans_of_transformers_shard_by_heads_where_that_is_checked() -> None:
-    """A family whose plan names its projections otherwise would not be asked for divisible heads."""
-    asked = {
-        name: tensor_parallel.cannot_share(families.build(name).config, 3) for name in ("llama", "qwen3", "gemma", "mixtral")
-    }
-    assert all(reason and "3 divides" in reason for reason in asked.values()), asked
-    assert tensor_parallel.cannot_share(families.build("phi3").config, 3) is None  # its fused projection is gathered
 
 
 def test_gemma_3n_is_shared_where_no_activations_are_cut_off() -> None:
