@@ -42,13 +42,13 @@ def test_the_fastest_number_is_taken(
 ) -> None:
     machine = Machine(monkeypatch, milliseconds)
     assert threads.fastest(machine.run, most) == chosen
-    assert len(machine.calls) == (0 if most == 1 else 2 * threads.ROUNDS * len({1, most // 2, most}))
+    assert len(machine.calls) == (0 if most == 1 else 2 * threads.MAX_ROUNDS * len({1, most // 2, most}))
 
 
 def test_a_large_model_is_not_tried_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, lambda count, _: 900.0 / count)
     assert threads.fastest(machine.run, 2) == 2
-    assert len(machine.calls) == 2 * threads.FEWEST * 2
+    assert len(machine.calls) == 2 * threads.MIN_ROUNDS * 2
 
 
 def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,5 +244,5 @@ def pretended() -> Iterator[Pretended]:
             with device.fakes, device, Indexing():
                 yield device
         finally:
-            host_transfer.counting.cache_clear()
+            host_transfer.cached_arange.cache_clear()
             draft._nothing.cache_clear()

@@ -180,7 +180,7 @@ def test_a_state_that_is_not_rolled_back_is_found(
 
 def test_a_base_that_lags_is_moved_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two tokens only, bases are moved by runs of their own all the time."""
-    monkeypatch.setattr(recurrent, "MOST_REPLAYED", 2)
+    monkeypatch.setattr(recurrent, "MAX_REPLAYED_TOKENS", 2)
     for name in MAIN:
         prompts, expected = asked(name)
         out = support.decode(families.cached(name), prompts, METHOD["layerskip"](name), max_new_tokens=NEW)
@@ -199,10 +199,10 @@ def test_a_base_never_lags_far_behind() -> None:
             hidden = model.embed(ids[:, start : start + 3], places)
             model.run(hidden, Pass(places, places, None, slice(0, 1), start + 3, start), store, range(4))
         store.length = [start + 2]
-        trail = store.trails.of(0, 0)
+        trail = store.state_histories.of(0, 0)
         assert trail.inputs is not None
         longest = max(longest, len(trail.inputs))
-    assert recurrent.MOST_REPLAYED < longest <= recurrent.MOST_REPLAYED + 5
+    assert recurrent.MAX_REPLAYED_TOKENS < longest <= recurrent.MAX_REPLAYED_TOKENS + 5
 
 
 def test_what_cannot_be_continued_is_an_error() -> None:

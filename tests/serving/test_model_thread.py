@@ -139,7 +139,7 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
 
 def held_bytes(group: BatchGroup) -> int:
     """What a group's stores hold, as these say it."""
-    return sum(store.bytes() + store.trails.bytes() for _, store in group.loop.session.stores)
+    return sum(store.bytes() + store.state_histories.bytes() for _, store in group.loop.session.stores)
 
 
 @pytest.mark.parametrize("method", FREED, ids=repr)
@@ -171,7 +171,7 @@ def test_recurrent_states_count_as_well(name: str) -> None:
         group.step()
         store = group.loop.session.store
         tensors = [*store.keys, *store.values]
-        for trail in store.trails._trails.values():
+        for trail in store.state_histories._histories.values():
             tensors += [*trail.before.values(), *trail.after.values(), trail.inputs]
         memory = [one.untyped_storage() for one in tensors if one is not None]
         most = max(most, sum({one.data_ptr(): one.nbytes() for one in memory}.values()))

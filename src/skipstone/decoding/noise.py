@@ -130,7 +130,7 @@ class Noise:
 
     def counters(self, position: Tensor, stream: int) -> Tensor:
         """[B] int64: where the counter of every row's draw begins; the token v has the number PLACE * v further."""
-        if self.seed.shape[0] == 1 and host_transfer.readable(self.seed):
+        if self.seed.shape[0] == 1 and host_transfer.is_on_host(self.seed):
             return torch.tensor([_signed(self._begin(int(position), stream))], dtype=torch.int64, device="cpu")
         return self._counter(position[:, None], stream)[:, 0]
 
@@ -139,13 +139,13 @@ class Noise:
         [B]."""
         if not isinstance(p, Tensor):
             return p.drawn(self, position, stream)
-        if p.shape[0] == 1 and host_transfer.readable(p):
+        if p.shape[0] == 1 and host_transfer.is_on_host(p):
             return self._drawn_alone(None, p, position, stream)
         return greedy_tokens.greedy_token(self.race(p, position, stream))
 
     def draw_among(self, tokens: Tensor, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """`draw` where only tokens [B, k] have a chance, p [B, k]."""
-        if p.shape[0] == 1 and host_transfer.readable(p):
+        if p.shape[0] == 1 and host_transfer.is_on_host(p):
             return self._drawn_alone(tokens, p, position, stream)
         race = self._uniform_at(tokens, position, stream).log_() / p
         best = race.max(-1, keepdim=True)

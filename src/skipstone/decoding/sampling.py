@@ -87,7 +87,7 @@ class WarperSettings:
         self.taken = None if None not in settings else column([row is not None for row in settings], torch.bool)
         few = [row is None or (row.temperature > 0 and 0 < row.top_k <= FEW) for row in settings]
         self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
-        self.beyond_few = self.top_k[:, None] <= host_transfer.counting(
+        self.beyond_few = self.top_k[:, None] <= host_transfer.cached_arange(
             FEW + 1, device
         )  # [B, FEW + 1]: places that top-k leaves out
         asked = column([_asked_of_engine(row) for row in settings], torch.long)
@@ -149,7 +149,7 @@ class WarpedLogits:
 
 def _worth(logits: Tensor) -> bool:
     """Whether to look at few tokens is cheaper than to look at all."""
-    return host_transfer.readable(logits) and logits.shape[-1] > FEW
+    return host_transfer.is_on_host(logits) and logits.shape[-1] > FEW
 
 
 def _warped(logits: Tensor, rows: WarperSettings) -> Tensor:
@@ -163,7 +163,7 @@ def _warped(logits: Tensor, rows: WarperSettings) -> Tensor:
         scores = scores.masked_fill((scores < ordered.gather(-1, place)) & limited, float("-inf"))
     if rows.any_top_p:
         tail = rows.tail.view(shape)
-        by_nucleus = host_transfer.readable(scores) and scores.shape[-1] > 2 * NUCLEUS
+        by_nucleus = host_transfer.is_on_host(scores) and scores.shape[-1] > 2 * NUCLEUS
         left_out = _tail_by_nucleus(scores, tail) if by_nucleus else _tail_by_order(scores, tail)
         scores = scores.masked_fill(left_out & (tail > 0), float("-inf"))
     p = scores.softmax(-1)
@@ -307,7 +307,7 @@ class Sampler:
     def unfinished(self, tokens: Tensor) -> Tensor | None:
         """Rows [B] bool whose token [B] does not end them, for drafters to stop at. None where nobody asks: on an accelerator
         a draft that runs on past the end costs less than telling rows apart; what follows is cut after verification."""
-        if self._ends is None or not host_transfer.readable(tokens):
+        if self._ends is None or not host_transfer.is_on_host(tokens):
             return None
         return (tokens[:, None] != self._ends).all(1)
 
@@ -481,7 +481,7 @@ class Scores:
     def everywhere(self) -> Tensor | None:
         """p after every node [B, n+1, V], the root first, in one go. None where processors must not see nodes that the walk
         does not reach, and on the CPU where it reaches too few of them for that to be cheaper."""
-        if self.sampler.processed or (host_transfer.readable(self.logits) and self.logits.numel() > AT_ONCE):
+        if self.sampler.processed or (host_transfer.is_on_host(self.logits) and self.logits.numel() > AT_ONCE):
             return None
         return warp(self.logits, self.sampler.warping)
 

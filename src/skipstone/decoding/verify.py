@@ -190,7 +190,7 @@ def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
     good to about 1e-3.
     """
     rows, width, size = logits.shape
-    step = max(1, CACHED // size) if host_transfer.readable(logits) else rows * width
+    step = max(1, CACHED // size) if host_transfer.is_on_host(logits) else rows * width
     parts = zip(logits.flatten(0, 1).split(step), q.flatten(0, 1).split(step), entropy_q.flatten().split(step), strict=True)
     return torch.cat([_js_distances(*part) for part in parts]).view(rows, width)
 
@@ -205,7 +205,7 @@ def _js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
 
 def _idle(walking: Tensor) -> bool:
     """Whether no row walks on, where that can be asked for nothing."""
-    return host_transfer.readable(walking) and not bool(walking.any())
+    return host_transfer.is_on_host(walking) and not bool(walking.any())
 
 
 def _verdict(path: list[Tensor], tokens: list[Tensor], accepted: Tensor, width: int) -> Verdict:

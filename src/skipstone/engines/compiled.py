@@ -40,8 +40,10 @@ BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 """The environment variable that names torch.compile's backend, "inductor" unless it is set. "eager" and "aot_eager" compile
 nothing: they are for tests of the graphs."""
 COLUMNS = 64  # most tokens of a row in a compiled pass
-LEAST_SLOTS = 128  # slots of a row that a graph reads at least
-MOST_RECORDED = 1024  # CUDA graphs of an engine: layers that are skipped now here, now there are met in ever new stretches
+MIN_GRAPH_SLOTS = 128  # slots of a row that a graph reads at least
+MAX_RECORDED_GRAPHS = (
+    1024  # CUDA graphs of an engine: layers that are skipped now here, now there are met in ever new stretches
+)
 
 Shape = tuple[int, int, int]
 """Of a graph: rows, tokens of a row, slots of a row."""
@@ -59,7 +61,7 @@ def why_not(model: Any, facts: Facts) -> str | None:
         return "some of its layers keep states without positions, which its graphs do not"
     if facts.family.per_layer_inputs or facts.family.shares or facts.family.streams > 1:
         return "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
-    if facts.family.own_masks or facts.family.asks_length or facts.family.alibi:
+    if facts.family.mask_buffer_path or facts.family.reads_cache_length or facts.family.alibi:
         return "its layers mask or count by themselves, or add position biases, which its graphs do not do"
     for name, module in model.named_modules():
         if changed(module):
@@ -215,8 +217,8 @@ class CompiledEngine(EagerEngine):
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
         with torch.inference_mode():
-            size = LEAST_SLOTS
-            while size <= tier(slots, LEAST_SLOTS):
+            size = MIN_GRAPH_SLOTS
+            while size <= tier(slots, MIN_GRAPH_SLOTS):
                 store = KVCache(rows, self._depth, size, kv_dtype)
                 store.reserve(size)
                 for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
@@ -229,7 +231,7 @@ class CompiledEngine(EagerEngine):
 
     def _lay_out(self, store: KVCache, layers: range) -> None:
         """Give the buffers of some layers the shape that graphs take."""
-        slots, rows = tier(store.capacity, LEAST_SLOTS), tier(store.rows)
+        slots, rows = tier(store.capacity, MIN_GRAPH_SLOTS), tier(store.rows)
         if store.capacity != slots:
             store.resize(slots)
         if self.graphs.cuda:
@@ -279,7 +281,7 @@ class CompiledEngine(EagerEngine):
         shapes = tuple(one.shape for one in fed.tensors())
         key = layers, shapes, fed.at.extent, fed.at.valid is None, self._lent[store][1]
         if key not in self._recorded or self._refused:
-            if len(self._recorded) < MOST_RECORDED and not self._refused:
+            if len(self._recorded) < MAX_RECORDED_GRAPHS and not self._refused:
                 self._recorded.setdefault(key)
                 self.preparations += 1
             return self._through(fed, store, layers)

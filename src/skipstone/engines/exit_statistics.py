@@ -1,4 +1,4 @@
-"""The states between layers while a model runs its own forward, and how good its exits are at given tokens."""
+"""Hidden states of a model's own forward, and the quality of its exits on given tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,9 +13,9 @@ from skipstone.models.torch_defaults import stable_defaults
 
 
 class ExitTally:
-    """For every exit E (layers[:E]), how much the tokens so far surprise it and how often it agrees with the last layer.
+    """Perplexity of every exit E (layers[:E]), and its agreement with the last layer.
 
-    exits: the layers E to measure; the last one, L, is always among them. Sums are kept in float64.
+    exits: the layers E to measure; the last layer L is always added. Sums are in float64.
     """
 
     def __init__(self, modules: DecoderModules, exits: Iterable[int]) -> None:
@@ -27,7 +27,7 @@ class ExitTally:
 
     @torch.no_grad()
     def add(self, states: Mapping[int, Tensor], tokens: Tensor) -> None:
-        """states: E -> [N, d], what leaves layers[:E] before each token. tokens: [N] int64."""
+        """Count tokens [N] int64. states: E -> [N, d], the outputs of layers[:E] before each token."""
         best = None
         for exit_layer in reversed(self.exits):
             logits = self.modules.logits(states[exit_layer]).float()  # [N, V]
@@ -38,19 +38,19 @@ class ExitTally:
         self.tokens += len(tokens)
 
     def perplexity(self) -> dict[int, float]:
-        """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
+        """E -> teacher-forced perplexity of a token; it may be infinite."""
         nats = torch.tensor(list(self._nats.values()), dtype=torch.float64, device="cpu")
         return dict(zip(self._nats, (nats / self.tokens).exp().tolist(), strict=True))
 
     def agreement(self) -> dict[int, float]:
-        """E -> share of the tokens at which an exit's best one is the last layer's."""
+        """E -> share of the tokens at which an exit's greedy token is the last layer's."""
         return {exit_layer: agreed / self.tokens for exit_layer, agreed in self._agreed.items()}
 
 
 @contextmanager
 def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """The states of the last forward that the model itself runs inside: E -> [B, T, d], those that leave the first E layers,
-    and for E = 0 those that enter the first one."""
+    """Records the states of the model's own forwards inside: E -> [B, T, d], the outputs of the first E layers, for E = 0 the
+    inputs of the first one. Every forward replaces those of the one before."""
     found: dict[int, Tensor] = {}
 
     def enters(_: Any, given: tuple[Any, ...]) -> None:
@@ -72,7 +72,8 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
 
 @torch.inference_mode()
 def layer_states(model: DecoderModules, ids: Tensor) -> list[Tensor]:
-    """[T] int64 -> what enters layer 0 and what leaves every layer, L + 1 tensors [1, T, d], by the model's own forward."""
+    """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d], by the model's own
+    forward."""
     exits = range(model.depth + 1)
     with watched(model, exits) as found, stable_defaults():
         model.model(ids[None].to(model.model.device), use_cache=False)

@@ -1,5 +1,4 @@
-"""From the host to the device without waiting for it, when to ask back, prompts of several lengths as one batch, and what to
-say where memory runs out."""
+"""Transfers between host and device that avoid waiting, left-padded batches, and the message for missing memory."""
 
 import errno
 import re
@@ -16,9 +15,9 @@ CPU = torch.device("cpu")  # for tensors of the host, whatever torch's default d
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not.
+    """A tensor of host values, made without synchronising with an accelerator as `torch.tensor(values, device=...)` would.
 
-    dtype: None takes bool for bools, float32 if there are fractions, and int64 otherwise, whatever torch's default is.
+    dtype: None means bool for bools, float32 if there are fractions, and int64 otherwise, whatever torch's default is.
     """
     made = torch.tensor(values, dtype=dtype, device=CPU)  # torch looks at all of them
     if dtype is None and made.is_floating_point():  # in torch's default dtype
@@ -26,21 +25,21 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     return made.to(device, non_blocking=True)
 
 
-def across(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on another device. Only the way to the host waits: what it would read is not there before."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device. Only a copy to the host waits, since the host reads it at once."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 @cache
-def counting(size: int, device: torch.device) -> Tensor:
-    """0, 1, 2, ... as int64 [size], made once. Nobody writes into it."""
+def cached_arange(size: int, device: torch.device) -> Tensor:
+    """0, 1, 2, ... as int64 [size], made once and shared. Never write to it."""
     with torch.inference_mode(False):  # one made in inference mode could not be used outside of it
         return torch.arange(size, device=device, dtype=torch.int64)
 
 
 def read(*tensors: Tensor) -> list[list[list[int]]]:
-    """The numbers of int64 or bool tensors [B, n], each with its own n, on the host: one transfer from an accelerator."""
-    if readable(tensors[0]):
+    """The values of int64 or bool tensors [B, n], each with its own n, in one transfer from an accelerator."""
+    if is_on_host(tensors[0]):
         return [tensor.tolist() for tensor in tensors]
     rows = torch.cat([tensor.long() for tensor in tensors], 1).tolist()
     found, start = [], 0
@@ -52,7 +51,7 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What to say, and what to do, where an allocation has failed, on the host or on a device; None for any other error."""
+    """Message and remedy for a failed allocation on the host or on a device; None for any other error."""
     said = str(error).splitlines()[0] if str(error) else ""
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM  # by the system, to mmap
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_refused and "can't allocate memory" not in said:
@@ -65,8 +64,8 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
-def readable(tensor: Tensor) -> bool:
-    """Whether reading a value of the tensor costs nothing. On an accelerator it would wait for all that is under way."""
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read without waiting. An accelerator would first finish all queued work."""
     return tensor.device.type == "cpu"
 
 

@@ -2,11 +2,11 @@
 
 Every layer has one preallocated buffer for keys and one for values, [rows, kv_heads, capacity + 1, head_dim]. Slots [0, length)
 of a row hold its committed tokens, each in the slot of its position. Slots from `length` on are scratch: the tokens of a chain
-draft lie in the slots of their positions, the nodes of a tree one after the other. The last slot is the trash: invalid entries
-are written there and never read. To roll back is to lower a length.
+draft lie in the slots of their positions, the nodes of a tree in consecutive slots. The last slot is the trash: invalid entries
+are written there and never read. A rollback lowers a length.
 
-Buffers have the dtype that keys and values are computed in, or bfloat16: each number is rounded to the nearest one, ties to
-even, when it is written, and attention reads the rounded ones, those of its own token too.
+Buffers have the dtype that keys and values are computed in, or bfloat16. In bfloat16 every number is rounded to the nearest,
+ties to even, when it is written. Attention reads the rounded numbers, including those of its own token.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.engines.host_transfer import across, on_device
+from skipstone.engines.host_transfer import on_device, to_device
 from skipstone.engines.recurrent_states import Call, RowSpan, StateHistories, spans
 from skipstone.models.passes import Pass
 
@@ -24,11 +24,11 @@ from skipstone.models.passes import Pass
 class KVCache:
     """Buffers of every layer and the length of every row.
 
-    rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. dtype: of the buffers,
-    None for what is computed in. length: committed tokens of every row. capacity: slots a row has now, the trash not counted.
-    Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit. engine_view: what an
-    engine has derived from the buffers (their addresses); None again as soon as there are others. trails: of layers whose
-    states have no positions.
+    rows: maximum number of sequences. limit: maximum number of slots per row, without the trash. dtype: of the buffers, None
+    for the dtype of the computation. length: number of committed tokens of every row. capacity: current slots per row, without
+    the trash. Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit.
+    engine_view: data that an engine has derived from the buffers (their addresses); reset to None with new buffers.
+    state_histories: of layers whose states have no positions.
     """
 
     def __init__(self, rows: int, layers: int, limit: int, dtype: torch.dtype | None = None) -> None:
@@ -38,7 +38,7 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.engine_view: Any = None
-        self.trails = StateHistories()
+        self.state_histories = StateHistories()
 
     @property
     def trash(self) -> int:
@@ -46,7 +46,7 @@ class KVCache:
         return self.capacity
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row. ValueError beyond the limit that the store was made for."""
+        """Make room for `slots` slots per row. ValueError beyond the limit."""
         if slots <= self.capacity:
             return
         if slots > self.limit:
@@ -54,13 +54,13 @@ class KVCache:
         self.resize(self.capacity_for(slots))
 
     def capacity_for(self, slots: int) -> int:
-        """Slots a row that there are once `slots` of them, the limit at most, were asked for."""
+        """The capacity after `reserve(slots)`."""
         if slots <= self.capacity:
             return self.capacity
         return min(self.limit, max(64, 1 << (slots - 1).bit_length()))
 
     def resize(self, capacity: int) -> None:
-        """Make room for exactly so many slots a row, more than it has now, whatever the limit."""
+        """Set a larger capacity, whatever the limit."""
         self.capacity = capacity
         self.engine_view = None
         for buffers in (self.keys, self.values):
@@ -70,13 +70,12 @@ class KVCache:
                     new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
                     buffers[layer] = new
 
-    def view(self, at: Pass, asks_length: bool = False) -> "PassCacheView":
-        """What the layers of one pass write to and read from, in the place of a transformers cache. asks_length: as in
-        `Family`."""
-        return ZeroLengthView(self, at) if asks_length else PassCacheView(self, at)
+    def view(self, at: Pass, reads_cache_length: bool = False) -> "PassCacheView":
+        """The replacement of a transformers cache for the layers of one pass. reads_cache_length: as in `Family`."""
+        return ZeroLengthView(self, at) if reads_cache_length else PassCacheView(self, at)
 
     def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
-        """Copy slots of a row, to lay the accepted path of a tree out as a chain.
+        """Copy slots of a row, so that the accepted path of a tree becomes a chain.
 
         Keys hold their rotary phases already, so a slot may be any token's.
         """
@@ -91,8 +90,8 @@ class KVCache:
             buffer[row, :, dst] = buffer[row, :, src]
 
     def clear(self, row: int) -> None:
-        """Zero what is behind the committed tokens of a row. NaN there would spoil what attends to the row later: a masked
-        weight of 0 times NaN is NaN."""
+        """Zero the slots after a row's committed tokens. NaN there would spoil later attention: a masked weight of 0 times NaN
+        is NaN."""
         for buffer in (*self.keys, *self.values):
             if buffer is not None:
                 buffer[row, :, self.length[row] :].zero_()
@@ -102,8 +101,8 @@ class KVCache:
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
 
     def check(self, reference: "KVCache", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
-        """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
-        that the reference has in a layer."""
+        """AssertionError unless the committed slots of a row equal those of a reference. tolerance: relative to the largest
+        entry of the reference's layer."""
         length = self.length[row]
         assert reference.length[reference_row] >= length, "the reference is shorter than the row"
         for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
@@ -115,7 +114,7 @@ class KVCache:
                 error = (found - expected).abs().max().item() if length else 0.0
                 scale = expected.abs().max().item() if length else 1.0
                 assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
-        self.trails.check(reference.trails, row, reference_row, length, tolerance)
+        self.state_histories.check(reference.state_histories, row, reference_row, length, tolerance)
 
 
 class PassCacheView:
@@ -129,12 +128,12 @@ class PassCacheView:
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}  # (rows [b, 1], slots [b, n]) by device
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write [b, heads, n, dim] to the pass's slots and return all that may be attended to, [b, heads, extent, dim]."""
+        """Write [b, heads, n, dim] to the pass's slots. Returns all visible slots, [b, heads, extent, dim]."""
         store = self.store
         return self._write(store.keys, key, layer_idx), self._write(store.values, value, layer_idx)
 
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All that may be attended to of a layer that was run in this pass or before, [b, heads, extent, dim] each."""
+        """The visible keys and values of a layer that has already run in this pass, [b, heads, extent, dim] each."""
         keys, values = self.store.keys[layer], self.store.values[layer]
         assert keys is not None, "a layer whose keys others read is run before them"
         assert values is not None
@@ -154,10 +153,10 @@ class PassCacheView:
         return buffer[rows, :, : self.at.extent].to(new.dtype)
 
     def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where to write on the device of a layer, brought there once a pass."""
+        """Row and slot indices on the device of a layer, copied once per pass."""
         if device not in self._index:
             rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device, dtype=torch.int64)[:, None]
-            self._index[device] = rows, across(self.slots, device)
+            self._index[device] = rows, to_device(self.slots, device)
         return self._index[device]
 
     @cached_property
@@ -165,27 +164,27 @@ class PassCacheView:
         return spans(self.at)
 
     def recur(self, layer: int, hidden: Tensor, call: Call) -> Tensor:
-        """What a sublayer with a recurrent state gives for its input [b, n, d]. call: its own forward."""
-        return self.store.trails.run(layer, hidden, self._spans, self.store.length, call)
+        """The output of a recurrent sublayer for its input [b, n, d]. call: its own forward."""
+        return self.store.state_histories.run(layer, hidden, self._spans, self.store.length, call)
 
 
 class SharedKVView:
-    """Replaces transformers' dictionary for layers that share keys and values: the store has them."""
+    """Replaces transformers' dictionary of shared keys and values: they are read from the store."""
 
     def __init__(self, view: PassCacheView, sources: dict[str, int], dtype: torch.dtype) -> None:
         self._view, self._sources, self._dtype = view, sources, dtype
 
     def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Keys and values of the layer that others of a type read, [b, heads, extent, dim] each."""
+        """Keys and values of the layer that others of its type read, [b, heads, extent, dim] each."""
         keys, values = self._view.seen(self._sources[kind])
         return keys.to(self._dtype), values.to(self._dtype)
 
     def __setitem__(self, kind: str, states: tuple[Tensor, Tensor]) -> None:
-        """Nothing: they were written to the store."""
+        """Do nothing: they are in the store already."""
 
 
 class ZeroLengthView(PassCacheView):
-    """A `PassCacheView` that reports length 0, for layers that ask for a length and do not need it."""
+    """A `PassCacheView` of length 0, for layers that read the length but do not need it."""
 
     def get_seq_length(self, *_: object) -> int:
         """0, always: rows may have different lengths."""

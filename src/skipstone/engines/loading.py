@@ -42,7 +42,7 @@ BUNDLED = "skipstone-nano"
 COMMIT = "_commit_hash"
 """Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
 EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
-LONGEST_CAUSE = 200
+MAX_CAUSE_CHARACTERS = 200
 """Characters that are told of a library's message."""
 OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights as safetensors"
 OF_CONFIG = "correct it, or fetch it again"
@@ -174,7 +174,7 @@ def _cause(error: Exception, config: Mapping[str, Any]) -> str:
             if value == error.args[0]:
                 return f"transformers {transformers.__version__} does not know {field} = {value!r}"
     kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
-    return shorten(f"{kind}{error}", LONGEST_CAUSE, placeholder="...")
+    return shorten(f"{kind}{error}", MAX_CAUSE_CHARACTERS, placeholder="...")
 
 
 def _fields(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

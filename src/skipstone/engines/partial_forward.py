@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
-from skipstone.engines.host_transfer import counting, on_device
+from skipstone.engines.host_transfer import cached_arange, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
@@ -56,11 +56,11 @@ class PartialForward:
         if self._uniform:
             first = self._highest_base
             end = first + self._room
-            places = counting(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
+            places = cached_arange(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
             self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
         else:
             # Rows with less room than others have columns too many; they must not name positions that the model does not have.
-            self._slots = self._base + counting(max(COUNTED, self._room), self.device)[: self._room]
+            self._slots = self._base + cached_arange(max(COUNTED, self._room), self.device)[: self._room]
             self._positions = self._slots.clamp(max=self._end - 1)
         self._reached: list[int] | None = [0]  # the depth of every column, as long as it is the same in all rows
         self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where it may not be
@@ -260,7 +260,7 @@ class PartialForward:
             self._hidden, self._embedded = chain.states, width
         if min(chain.counts) < width - 1:
             counts = on_device(chain.counts, self.device)[:, None]
-            self.valid = counting(max(COUNTED, width), self.device)[:width] <= counts
+            self.valid = cached_arange(max(COUNTED, width), self.device)[:width] <= counts
             if not self._everyone:
                 self.valid &= self._alive
         self.passes += [(0, layers, 1)] * (width - 1 + keeps_states)

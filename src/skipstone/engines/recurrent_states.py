@@ -1,9 +1,9 @@
-"""States that have no positions: those of linear attention and of short convolutions.
+"""States without positions: those of linear attention and of short convolutions, and how rejected drafts are undone.
 
-Such a sublayer sums all earlier tokens up in a state of a fixed size, from which no token can be taken away again. So a row
-keeps the state at its base, a place that nothing is rolled back behind, and what the sublayer was given for every token since.
-A pass that goes on from the last of those tokens begins with the state after it. One that begins earlier, because drafts were
-rejected, begins at the base and runs the tokens in between once more, with its own in one call; their outputs are thrown away.
+Such a sublayer sums all earlier tokens in a state of fixed size. No token can be removed from it again. So a row keeps the
+state at its base, which is never rolled back, and the sublayer's inputs for every token since. A pass that continues after the
+last of these tokens starts from the state after it. After a rejection a pass starts earlier. It then starts from the base and
+replays the tokens in between in the same call. Their outputs are discarded.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,16 +15,19 @@ from torch import Tensor
 
 from skipstone.models.passes import Pass
 
-MOST_REPLAYED = 64  # tokens that a pass runs once more; where there would be more, the base is moved behind them
+MAX_REPLAYED_TOKENS = 64  # tokens that a pass replays; the base moves forward if there would be more
 States = dict[tuple[str, int], Tensor]
-"""States of one call: what a sublayer calls it and its number -> [rows, ...]; empty where there are no earlier tokens."""
+"""States of one call: (kind of state, index) -> [rows, ...]; empty without earlier tokens."""
 Call = Callable[[Tensor, "StateView"], Tensor]
-"""A sublayer's own forward: ([g, m, d], the cache that it is given) -> [g, m, d]."""
+"""A sublayer's own forward: ([g, m, d], its cache) -> [g, m, d]."""
 
 
 class RowSpan(NamedTuple):
-    """The tokens of one row in a pass. row: of the store. number: of the row in the pass. column: of its first token. width:
-    its tokens. first: the slot of the first one."""
+    """The tokens of one row in a pass.
+
+    row: index in the store. number: index in the pass. column: of the first token. width: number of tokens. first: slot of the
+    first token.
+    """
 
     row: int
     number: int
@@ -34,7 +37,7 @@ class RowSpan(NamedTuple):
 
 
 def spans(at: Pass) -> list[RowSpan]:
-    """The tokens of every row of a pass that has any. ValueError where they do not follow one another."""
+    """The tokens of every row that has any in a pass. ValueError if they are not consecutive."""
     rows, width = at.shape
     if at.valid is None and at.first_slot is not None:
         return [RowSpan(at.rows.start + row, row, 0, width, at.first_slot) for row in range(rows)]
@@ -42,26 +45,24 @@ def spans(at: Pass) -> list[RowSpan]:
     valid = [[True] * width] * rows if at.valid is None else at.valid.tolist()
     found = []
     for row in range(rows):
-        columns = [column for column in range(width) if valid[row][column]]
-        if not columns:
+        tokens = [(column, slots[row][column]) for column in range(width) if valid[row][column]]
+        if not tokens:
             continue
-        begin, taken = columns[0], len(columns)
-        first = slots[row][begin]
-        if [(column, slots[row][column]) for column in columns] != [(begin + i, first + i) for i in range(taken)]:
+        column, first = tokens[0]
+        if tokens != [(column + i, first + i) for i in range(len(tokens))]:
             raise ValueError("a recurrent state takes tokens one after the other, and this pass leaves some out")
-        found.append(RowSpan(at.rows.start + row, row, begin, taken, first))
+        found.append(RowSpan(at.rows.start + row, row, column, len(tokens), first))
     return found
 
 
 class StateView:
-    """Duck type of a transformers cache for one call of one recurrent sublayer. states: what it
-    begins with, and has after it."""
+    """Duck type of a transformers cache for one call of one recurrent sublayer. states: before the call, then after it."""
 
     def __init__(self, states: States) -> None:
         self.states = dict(states)
 
     def has_previous_state(self, *_: object, **__: object) -> bool:
-        """Whether there were earlier tokens."""
+        """Whether there are earlier tokens."""
         return bool(self.states)
 
     def is_recording_past(self, *_: object) -> bool:
@@ -73,13 +74,13 @@ class StateView:
         return self.states.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """What linear attention has summed up."""
+        """The state of linear attention."""
         return self.states.get(("recurrent", state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
-        """Take inputs of a convolution over, [g, channels, m]. Returns them behind the earlier ones that it reads."""
+        """Store inputs of a convolution, [g, channels, m]. Returns them after the earlier inputs that the convolution reads."""
         before = self.states.get(("conv", state_idx))
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         full = conv_states if before is None else torch.cat([before, conv_states], -1)
@@ -88,17 +89,17 @@ class StateView:
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        """Take what linear attention has summed up over."""
+        """Store the state of linear attention."""
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
 
 @dataclass(slots=True)
 class StateHistory:
-    """What one sublayer keeps of one row.
+    """The states of one sublayer for one row.
 
-    base: tokens that `before` sums up. before: the states after them. inputs: [n, d], what it was given for the n tokens since;
-    None for no tokens. after: the states after all of those.
+    base: number of tokens summed in `before`. before: the states after these. inputs: [n, d], the sublayer's inputs for the n
+    tokens since the base, or None. after: the states after all of them.
     """
 
     base: int = 0
@@ -108,16 +109,18 @@ class StateHistory:
 
     @property
     def end(self) -> int:
-        """Tokens so far, those that may be rejected with them."""
+        """Number of tokens so far, including those that may be rejected."""
         return self.base + (0 if self.inputs is None else len(self.inputs))
 
     def tensors(self, *, inputs: bool) -> list[Tensor]:
-        """The states that it keeps, and the inputs if they are wanted."""
+        """All states, and optionally the inputs."""
         return [*self.before.values(), *self.after.values(), *([self.inputs] if inputs and self.inputs is not None else [])]
 
     def begin(self, first: int, committed: int, call: Call) -> tuple[Tensor | None, States]:
-        """(inputs [n, d] of tokens to be run once more, the states before those) of a pass that begins with token `first`, when
-        so many are committed. Later tokens are forgotten. ValueError where it cannot begin there."""
+        """Prepare a pass whose first token has index `first`, when `committed` tokens are committed. Later tokens are dropped.
+
+        Returns (inputs [n, d] of the tokens to replay, the states before them). ValueError if no state can start there.
+        """
         if first == 0:
             self.base, self.before, self.inputs, self.after = 0, {}, None, {}
         if not self.base <= first <= self.end:
@@ -126,55 +129,55 @@ class StateHistory:
             )
         if first == self.end:
             if committed >= first:
-                self._settle(self.after)
+                self._move_base(self.after)
             return None, self.after
         assert self.inputs is not None
         self.inputs = self.inputs[: first - self.base]
-        if first - self.base > MOST_REPLAYED and committed >= first:
+        if first - self.base > MAX_REPLAYED_TOKENS and committed >= first:
             view = StateView(self.before)
             call(self.inputs[None], view)
-            self._settle(view.states)
+            self._move_base(view.states)
         return self.inputs if first > self.base else None, self.before
 
-    def _settle(self, states: States) -> None:
-        """Move the base behind all tokens. states: after them."""
+    def _move_base(self, states: States) -> None:
+        """Move the base after all tokens. states: after them."""
         self.base, self.before, self.inputs = self.end, states, None
 
     def take(self, inputs: Tensor, after: States) -> None:
-        """What a pass has run, [m, d], and the states after it."""
+        """Append the inputs [m, d] of a pass and the states after it."""
         self.inputs = inputs if self.inputs is None else torch.cat([self.inputs, inputs])
         self.after = after
 
 
 class StateHistories:
-    """What the recurrent sublayers of a model keep of the rows of a store. They are made when they are first run."""
+    """The histories of all recurrent sublayers and rows of a store, created when they are first run."""
 
     def __init__(self) -> None:
-        self._trails: dict[tuple[int, int], StateHistory] = {}
+        self._histories: dict[tuple[int, int], StateHistory] = {}
 
     def of(self, layer: int, row: int) -> StateHistory:
-        """That of one layer and row."""
-        return self._trails.setdefault((layer, row), StateHistory())
+        """The history of one layer and row."""
+        return self._histories.setdefault((layer, row), StateHistory())
 
     def bytes(self) -> int:
         """Memory held by all states and inputs."""
         return self._held(inputs=True)
 
     def row_bytes(self, tokens: int) -> int:
-        """What they hold of one row at most, if a pass has at most so many tokens of it. Asked after a pass of one token of one
-        row. Each sublayer keeps states before and after its inputs, and inputs that it may have to run once more."""
+        """Maximum bytes for one row, if no pass has more than `tokens` of its tokens. Call it after a pass of one token of one
+        row. Each sublayer keeps the states before and after its inputs, and the inputs that it may replay."""
         states = self._held(inputs=False)
-        return 2 * states + (self._held(inputs=True) - states) * (MOST_REPLAYED + tokens)
+        return 2 * states + (self._held(inputs=True) - states) * (MAX_REPLAYED_TOKENS + tokens)
 
     def _held(self, *, inputs: bool) -> int:
-        held = [one for trail in self._trails.values() for one in trail.tensors(inputs=inputs)]
+        held = [one for history in self._histories.values() for one in history.tensors(inputs=inputs)]
         return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
 
     def run(self, layer: int, hidden: Tensor, found: Iterable[RowSpan], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
 
-        Rows with as many tokens, new ones and such that are run once more, are run together. None is ever padded: padding would
-        change a state.
+        Rows with the same number of new and of replayed tokens run together. Nothing is padded, since padding would change a
+        state.
         """
         output = torch.zeros_like(hidden)
         groups: dict[tuple[int, int, bool], list[tuple[RowSpan, Tensor | None, States]]] = {}
@@ -197,14 +200,14 @@ class StateHistories:
         return output
 
     def check(self, other: "StateHistories", row: int, other_row: int, length: int, tolerance: float) -> None:
-        """AssertionError unless what the sublayers were given for the committed tokens of a row, since its bases, is what
-        another's row was given, which knows all of them."""
-        for (layer, mine), trail in self._trails.items():
-            if mine != row or trail.inputs is None or trail.base >= length:
+        """AssertionError unless the inputs for a row's committed tokens since its bases equal those of a complete reference
+        row."""
+        for (layer, mine), history in self._histories.items():
+            if mine != row or history.inputs is None or history.base >= length:
                 continue
             reference = other.of(layer, other_row)
             assert reference.inputs is not None, f"layer {layer} has run on one side only"
-            found = trail.inputs[: length - trail.base]
-            expected = reference.inputs[trail.base - reference.base : length - reference.base]
+            found = history.inputs[: length - history.base]
+            expected = reference.inputs[history.base - reference.base : length - reference.base]
             error, scale = (found - expected).abs().max().item(), expected.abs().max().item()
             assert error <= tolerance * max(scale, 1e-6), f"layer {layer} of row {row} was given what differs by {error:.3g}"

@@ -13,21 +13,19 @@ Phases = Tensor | tuple[Tensor, ...]
 
 
 class RotaryTables:
-    """The rotary phases of one model, in tables that grow with the positions that are asked for.
+    """The rotary phases of one model, in tables that grow with the requested positions.
 
-    decoder: holds the rotary modules. max_positions: rows that no table goes beyond.
+    decoder: holds the rotary modules. max_positions: maximum number of rows of a table.
     """
 
     def __init__(self, decoder: Any, max_positions: int) -> None:
         self._decoder, self._max_positions = decoder, max_positions
         self._tables: dict[RotarySource, tuple[Tensor, ...]] = {}
-        self._made_of: dict[
-            RotarySource, tuple[TensorValues, list[Any]]
-        ] = {}  # buffers and numbers of the modules that gave them
+        self._made_of: dict[RotarySource, tuple[TensorValues, list[Any]]] = {}  # buffers and numbers of the modules
         self._outdated: set[RotarySource] = set()
 
     def is_current(self) -> bool:
-        """Whether the modules still give what is in the tables. Others are made again when they are next asked for."""
+        """Whether the tables still match their modules. Outdated tables are rebuilt when they are next requested."""
         for source, (values, numbers) in self._made_of.items():
             buffers, current = self._inputs(source)
             if numbers != current or not values.are_in(buffers):
@@ -35,15 +33,17 @@ class RotaryTables:
         return not self._outdated
 
     def _inputs(self, source: RotarySource) -> tuple[list[Tensor], list[Any]]:
-        """The buffers and the numbers that a rotary module computes with."""
+        """The buffers and the plain numbers of a rotary module."""
         module = submodule(self._decoder, source.path)
         numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
         return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers
 
     def table(self, source: RotarySource, extent: int, like: Tensor) -> tuple[Tensor, ...]:
-        """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has; of some models one
-        complex tensor [positions, rotary_dim / 2]. like: a tensor of the dtype and on the device that they are wanted in; it
-        must be the same at every call."""
+        """cos and sin [positions, rotary_dim] for at least `extent` positions, or for all that the model has.
+
+        Some models have one complex tensor [positions, rotary_dim / 2]. like: a tensor with the requested dtype and device,
+        which must be the same at every call.
+        """
         table = self._tables.get(source)
         needed = min(max(extent, 1), self._max_positions)
         if table is None or table[0].shape[0] < needed or source in self._outdated:

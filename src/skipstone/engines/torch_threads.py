@@ -1,4 +1,4 @@
-"""torch's own threads, kept quiet while an engine computes with threads of its own, and not waited for in a forked process."""
+"""Limits torch to one thread while an engine uses its own threads, and in forked processes."""
 
 import ctypes
 import os
@@ -20,11 +20,11 @@ def _openmp() -> Any:
 
 
 class SingleTorchThread:
-    """Inside, torch computes on one thread for the host thread that is in, and for no other one. After an operator on several
-    threads these wait for the next one in a loop for milliseconds, on cores that the engine's threads need.
+    """Inside, torch computes on one thread for the current host thread only.
 
-    `torch.set_num_threads` would also decide for host threads that use torch for the first time meanwhile, for good. Where
-    torch's OpenMP runtime is not found nothing changes.
+    After an operator, torch's threads spin for milliseconds on cores that the engine's threads need. `torch.set_num_threads`
+    would also set the number for other host threads that first use torch meanwhile. Nothing changes if torch's OpenMP runtime
+    is not found.
     """
 
     __slots__ = ("_before",)
@@ -41,7 +41,7 @@ class SingleTorchThread:
 
 @cache
 def alone_after_fork() -> None:
-    """From now on torch computes on one thread in processes that this one forks: GNU's OpenMP would wait there forever for the
-    threads that it has started here."""
+    """Limit torch to one thread in processes that this one forks. GNU's OpenMP would wait there forever for this process's
+    threads."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

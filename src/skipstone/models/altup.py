@@ -14,7 +14,7 @@ from torch import Tensor
 
 MAKERS = "altup_projections"  # of a decoder: what makes streams 1 to k - 1 of the embeddings
 MERGERS = "altup_unembed_projections"  # of a decoder: what streams 1 to k - 1 go through before they are merged
-LEAST = 1e-5  # mean square of a projected stream that it is divided by at least
+MIN_MEAN_SQUARE = 1e-5  # mean square of a projected stream that it is divided by at least
 
 
 def made(decoder: Any, embedded: Tensor) -> Tensor:
@@ -43,4 +43,4 @@ def _like(first: Tensor, stream: Tensor) -> Tensor:
     """A stream, [..., d], at the root mean square of the first one."""
     stream = stream.to(first)
     wanted = first.square().mean(-1, keepdim=True) ** 0.5  # [..., 1]
-    return stream * wanted / stream.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
+    return stream * wanted / stream.square().mean(-1, keepdim=True).clamp(min=MIN_MEAN_SQUARE).sqrt()

@@ -91,7 +91,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         unskippable=_unskippable(found, recurrent, plain, attention, mlp),
         cache_argument=cache_argument,
         arguments=arguments,
-        takes=takes,
+        pass_arguments=takes,
         reaches=_reaches(config, calls),
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),

@@ -31,7 +31,7 @@ def input_device(model: Any) -> torch.device:
     return computes_on(model.get_input_embeddings())
 
 
-def undispatched(model: Any) -> bool:
+def lacks_hooks(model: Any) -> bool:
     """Whether a parameter lacks a hook, its module's own or that of one this is part of: one that brings inputs to where it
     is, and one that loads it where it is offloaded."""
 

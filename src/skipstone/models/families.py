@@ -56,14 +56,14 @@ class Family:
     sublayer's argument for the residual stream, where it returns the sum itself. unskippable: why sublayers cannot be left out,
     as the rest of a sentence about the model, "" where they can.
     cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
-    forward, what else it is given, name and value. takes: which of the pass's own things it is given. reaches: how far
+    forward, what else it is given, name and value. pass_arguments: which of the pass's own things it is given. reaches: how far
     every layer sees back. attention_interface: the attention looks its function up in transformers' AttentionInterface.
     float_masks: masks are added, also under sdpa. hiding_masks: True in a boolean mask hides. post_norm: norms follow the
     residual sum, or the residual stream itself is normed or scaled, and even an empty layer changes its input.
     alibi: the name of a layer's argument for linear position
-    biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
-    model has here. most_positions: field of the config that limits those positions further. window: field of the config
-    that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
+    biases (ALiBi). reads_cache_length: layers ask the cache for its length, which changes nothing within the positions that the
+    model has here. max_positions_field: field of the config that limits those positions further. window: field of the config
+    that has the sliding window. mask_buffer_path: path of a module under the attention that masks by its buffer `bias`, which
     takes slots for positions. per_layer_inputs: numbers that every layer is given of a token beside the hidden states
     (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. streams: of states that
     layers hand on of every token (Gemma 3n's AltUp); they are carried one behind the other. shares: layer types whose
@@ -87,17 +87,17 @@ class Family:
     unskippable: str = ""
     cache_argument: str = "past_key_values"
     arguments: tuple[tuple[str, Any], ...] = ()
-    takes: tuple[str, ...] = ("attention_mask", "position_ids", "position_embeddings")
+    pass_arguments: tuple[str, ...] = ("attention_mask", "position_ids", "position_embeddings")
     reaches: tuple[ReachKind, ...] = ()
     attention_interface: bool = True
     float_masks: bool = False
     hiding_masks: bool = False
     post_norm: bool = False
     alibi: str | None = None
-    asks_length: bool = False
-    most_positions: str | None = None
+    reads_cache_length: bool = False
+    max_positions_field: str | None = None
     window: str = "sliding_window"
-    own_masks: str | None = None
+    mask_buffer_path: str | None = None
     per_layer_inputs: int = 0
     streams: int = 1
     shares: tuple[tuple[str, int], ...] = ()
@@ -236,23 +236,27 @@ def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:
             limit, source = original, "original_max_position_embeddings: beyond it longrope would switch inside the request"
         elif kind == "dynamic":
             source = "max_position_embeddings: beyond it dynamic RoPE would switch inside the request"
-    own = getattr(config, family.most_positions) if family is not None and family.most_positions else limit
-    return (own, f"{family.most_positions}, from which on its attention changes") if family and own < limit else (limit, source)
+    own = getattr(config, family.max_positions_field) if family is not None and family.max_positions_field else limit
+    return (
+        (own, f"{family.max_positions_field}, from which on its attention changes")
+        if family and own < limit
+        else (limit, source)
+    )
 
 
 def _gpt_neo(config: Any) -> Mapping[str, Any]:
     """GPT-Neo hides what is beyond a layer's window in a buffer of its own; the masks that it gives its layers are causal."""
     reach = {"global": "full", "local": "sliding"}
     kinds_of_layers = tuple(reach[kind] for kind in config.attention_layers)
-    return {"reaches": kinds_of_layers, "window": "window_size", "own_masks": "attention"}
+    return {"reaches": kinds_of_layers, "window": "window_size", "mask_buffer_path": "attention"}
 
 
 EXCEPTIONS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "gpt_neo": _gpt_neo,
     "doge": lambda _: {"attention_interface": False},  # adds its own mask to the one that it is given
     # layers without rotary phases scale their queries by the place of a token behind those in the cache, from floor_scale on
-    "llama4_text": lambda _: {"asks_length": True, "most_positions": "floor_scale"},
-    "mpt": lambda _: {"asks_length": True},  # to cut biases of a whole square, of which skipstone gives one row
+    "llama4_text": lambda _: {"reads_cache_length": True, "max_positions_field": "floor_scale"},
+    "mpt": lambda _: {"reads_cache_length": True},  # to cut biases of a whole square, of which skipstone gives one row
 }
 """Fields of `Family` that a trace cannot tell, by model type; functions of the config."""
 

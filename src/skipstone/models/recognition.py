@@ -96,7 +96,7 @@ def _derived(model: Any) -> Family:
     except (*UNEXPECTED, StopIteration) as error:
         refuse_not_finite(model)
         raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
-    if family.own_masks is None:
+    if family.mask_buffer_path is None:
         refuse_contradiction(config, attention_reaches(config, family), family)
     _LATEST[:] = [(ref(model), model_version(model), found)]
     return family

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from skipstone.models import quantised
-from skipstone.models.device_map import undispatched
+from skipstone.models.device_map import lacks_hooks
 from skipstone.models.families import RECURRENT, Family, layer_types, text_config
 from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
 from skipstone.models.packed import PackedWeight
@@ -166,7 +166,7 @@ def _refuse_places(model: Any, devices: set[str]) -> None:
     placed = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) < 2 and len(placed) < 2 and "meta" not in devices:
         return
-    if undispatched(model):
+    if lacks_hooks(model):
         if "meta" in devices:
             raise ValueError(
                 "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model on one "

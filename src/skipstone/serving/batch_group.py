@@ -192,6 +192,6 @@ def row_bytes(model: ModelRunner, prefill_chunk_size: int) -> tuple[int, int]:
         prompts.add(0, torch.zeros(1, dtype=torch.int64, device=model.device))
         with torch.inference_mode():
             prompts.run(1)
-        return store.bytes() // (store.capacity + 1), store.trails.row_bytes(prefill_chunk_size)
+        return store.bytes() // (store.capacity + 1), store.state_histories.row_bytes(prefill_chunk_size)
 
     return ROW_BYTES.get(model.model, (str(model.kv_dtype), prefill_chunk_size), measured)

@@ -43,7 +43,7 @@ class EagerEngine(Engine):
         attentions = [one for index, one in enumerate(mixers) if not self.family.recurs(index)]
         self._recurrent = [(index, one) for index, one in enumerate(mixers) if self.family.recurs(index)]
         self._attentions = attentions if own else []
-        masking = self.family.own_masks
+        masking = self.family.mask_buffer_path
         self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
         # query heads per key/value head, of every layer whose attention packs them
         self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
@@ -74,7 +74,7 @@ class EagerEngine(Engine):
             rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
             return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
         hidden, beside = self.family.parts(hidden, self.config)
-        view = store.view(at, self.family.asks_length)
+        view = store.view(at, self.family.reads_cache_length)
         cache: dict[str, Any] = {self.family.cache_argument: view}
         if self.family.shares:
             cache[SHARED] = SharedKVView(view, dict(self.family.shares), self.dtype)
@@ -140,7 +140,7 @@ class EagerEngine(Engine):
         known = self._shortlists.get(shortlist)
         if known is None or not known[0].are_in(parts):
             ids = shortlist.to(weight.device)
-            first = host_transfer.readable(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
+            first = host_transfer.is_on_host(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
             known = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 
@@ -180,7 +180,7 @@ class EagerEngine(Engine):
     def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
         """What a layer is given of a pass. phases: its rotary ones."""
         given: dict[str, Any] = {}
-        for name in self.family.takes:
+        for name in self.family.pass_arguments:
             if name == "attention_mask":
                 masked = not self.family.recurs(index)  # recurrent layers are given no token that does not count
                 given[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None

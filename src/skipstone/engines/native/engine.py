@@ -34,7 +34,7 @@ from skipstone.models.passes import SkipSet, Tree
 from skipstone.models.weight_version import TensorValues, keep_version, model_version
 
 MAX_SKIP_SETS = 256  # whose bits are kept: a request may name any
-MOST_LARGEST = 100  # logits that `top_k_tokens` looks for by itself
+MAX_TOP_K = 100  # logits that `top_k_tokens` looks for by itself
 
 
 def why_not(model: Any, facts: Facts) -> str | None:
@@ -236,7 +236,7 @@ class NativeEngine(Engine):
 
     def top_k_tokens(self, logits: Tensor, count: int) -> Tensor:
         """As in `Engine`."""
-        if count > MOST_LARGEST:
+        if count > MAX_TOP_K:
             return top_k_tokens(logits, count)
         logits = dense(logits)
         data = pointer("logits", logits, logits.shape, torch.float32)

@@ -1,46 +1,46 @@
-"""How many threads the native engine uses: what the user says, or what is fastest here."""
+"""Number of threads of the native engine: the user's choice, or the fastest one measured here."""
 
 import os
 import time
 from collections.abc import Callable
 
 VARIABLE = "SKIPSTONE_THREADS"
-"""The environment variable that says how many threads the native engine uses; they are measured where it is unset."""
-MOST = 64  # threads that the library takes
-ROUNDS = 8  # times that every number is tried at most; the shortest counts, as whatever else runs only adds to it
-FEWEST = 2  # times that every number is tried at least
-ENOUGH = 0.5  # seconds after which no further round begins
-WORTH = 0.9  # share of the best time within which more threads are taken: a moment's load may have cost them more
+"""Environment variable for the number of threads of the native engine; measured if unset."""
+MAX_THREADS = 64  # of the library
+MAX_ROUNDS = 8  # trials per number of threads; the shortest counts, since other load only adds time
+MIN_ROUNDS = 2  # trials per number of threads
+TRIAL_SECONDS = 0.5  # no further round begins after this time
+MIN_RELATIVE_SPEED = 0.9  # more threads are preferred down to this share of the best speed, as load may have slowed them
 
 
 def asked() -> int | None:
-    """What SKIPSTONE_THREADS says; None where it is unset or empty. ValueError for what is no number of threads."""
+    """The value of SKIPSTONE_THREADS, None if unset or empty. ValueError if it is no valid number."""
     said = os.environ.get(VARIABLE) or None
     if said is None:
         return None
-    if not said.isdecimal() or not 1 <= int(said) <= MOST:
-        raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MOST}, found {said!r}")
+    if not said.isdecimal() or not 1 <= int(said) <= MAX_THREADS:
+        raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MAX_THREADS}, found {said!r}")
     return int(said)
 
 
 def cores() -> int:
-    """The cores that this process may use, as far as the library has threads for them."""
+    """Number of cores that this process may use, at most MAX_THREADS."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(found, MOST)
+    return min(found, MAX_THREADS)
 
 
 def fastest(run: Callable[[int], None], max_threads: int) -> int:
-    """The number of threads that does one and the same work soonest: `max_threads`, half of it, or one.
+    """The fastest number of threads for the same work: `max_threads`, half of it, or one.
 
-    run: does the work on so many threads. They take turns. Of nearly equal ones the largest is taken.
+    run: does the work on a number of threads. Numbers alternate. The largest of nearly equal ones wins.
     """
     numbers = sorted({1, max(1, max_threads // 2), max_threads})
     if len(numbers) == 1:
         return max_threads
     least = dict.fromkeys(numbers, float("inf"))
     began = time.perf_counter()
-    for turn in range(ROUNDS):
-        if turn >= FEWEST and time.perf_counter() - began > ENOUGH:
+    for turn in range(MAX_ROUNDS):
+        if turn >= MIN_ROUNDS and time.perf_counter() - began > TRIAL_SECONDS:
             break
         for number in numbers:
             run(number)  # wakes the threads up
@@ -48,4 +48,4 @@ def fastest(run: Callable[[int], None], max_threads: int) -> int:
             run(number)
             least[number] = min(least[number], time.perf_counter() - awake)
     best = min(least.values())
-    return max(number for number in numbers if best >= WORTH * least[number])
+    return max(number for number in numbers if best >= MIN_RELATIVE_SPEED * least[number])

@@ -98,7 +98,7 @@ class DraftChain:
         if not reasons:
             return False
         going = functools.reduce(operator.and_, reasons)  # [B]
-        readable = host_transfer.readable(going)
+        readable = host_transfer.is_on_host(going)
         if readable and bool(going.all()):
             return False
         self._going = going if self._going is None else self._going & going
@@ -168,7 +168,7 @@ class ChainDrafter(Drafter):
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
             nobody = False
-            if not host_transfer.readable(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
+            if not host_transfer.is_on_host(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
                 nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)

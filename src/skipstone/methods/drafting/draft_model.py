@@ -16,7 +16,7 @@ from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.engines.choose_engine import EngineOptions, attach, attached
-from skipstone.engines.host_transfer import across, counting, on_device
+from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
 from skipstone.engines.model_runner import ModelRunner
@@ -293,9 +293,9 @@ class DraftModelDrafter(ChainDrafter):
         else:
             assert self._ahead is not None
             tokens, valid = chain.newest
-            tokens = across(tokens.clamp(max=self.last_id), device)
-            self._ahead.append(tokens, None if valid is None else across(valid, device))
-        return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
+            tokens = to_device(tokens.clamp(max=self.last_id), device)
+            self._ahead.append(tokens, None if valid is None else to_device(valid, device))
+        return to_device(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
 
     def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
@@ -309,11 +309,11 @@ class DraftModelDrafter(ChainDrafter):
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]
-        tokens = across(chain.tokens, self.model.device)
+        tokens = to_device(chain.tokens, self.model.device)
         even = min(chain.counts) == tokens.shape[1]
-        valid = counting(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
+        valid = cached_arange(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
         forward.append(tokens, None if even else valid)
-        confidence = None if chain.confidence is None else across(chain.confidence, self.model.device)
+        confidence = None if chain.confidence is None else to_device(chain.confidence, self.model.device)
         return Draft(tokens, valid, forward, confidence=confidence)
 
     def _what_is_lacking(self, max_drafts: list[int]) -> PartialForward:

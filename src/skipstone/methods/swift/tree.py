@@ -52,7 +52,7 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, max_leaves: int = MO
     above = torch.arange(-1, width - 1, device=device, dtype=torch.int64)  # [n], the node before every place
     tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
     max_leaves = min(max_leaves, valid.shape[1])
-    if host_transfer.readable(valid):
+    if host_transfer.is_on_host(valid):
         max_leaves = min(max_leaves, int(valid.sum(1).max()))
     order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :max_leaves]
     return Draft(
