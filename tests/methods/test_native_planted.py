@@ -73,7 +73,7 @@ def head_reads_the_state_before(patch: Patch) -> None:
 
 
 def skip_set_ignored(patch: Patch) -> None:
-    patch.setattr(NativeEngine, "_skipped", lambda self, skip: None)
+    patch.setattr(NativeEngine, "_skip_bits", lambda self, skip: None)
 
 
 def state_of_the_last_draft(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""The one place where the memory of a tensor is handed to C or compared by its address."""
+"""Addresses of tensors, for C code and for comparisons. No other file takes one."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,16 +9,16 @@ from skipstone.engines.host_transfer import CPU
 
 
 def dense(tensor: Tensor, free: int = 0) -> Tensor:
-    """The tensor itself if its elements lie next to each other in memory, else a copy in which they do. free: number of
-    leading dimensions that may have any stride."""
+    """The tensor if its elements are contiguous in memory, else a contiguous copy. free: number of leading dimensions that may
+    have any stride."""
     return tensor if tensor.is_contiguous() or _is_dense(tensor, free) else tensor.contiguous()
 
 
 def pointer(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, free: int = 0) -> int:
     """The address of a tensor for C code that reads or writes `shape` elements of `dtype`.
 
-    name: what the tensor is called in an error. free: as in `dense`; C is told the strides of these dimensions. The caller
-    keeps the tensor alive while C uses it. ValueError for another dtype, device, shape or layout.
+    name: of the tensor in errors. free: as in `dense`; C gets the strides of these dimensions. The caller keeps the tensor
+    alive while C uses it. ValueError for another dtype, device, shape or layout.
     """
     fits = tensor.dtype is dtype and tensor.is_cpu and tensor.shape == shape
     if not fits or not (tensor.is_contiguous() or _is_dense(tensor, free)):
@@ -39,7 +39,7 @@ def new_buffer(
 
 
 def identity(tensor: Tensor) -> int:
-    """A number that changes when a tensor gets other memory. It is for comparisons only, never for C."""
+    """A number that changes when a tensor gets other memory. For comparisons only, never for C."""
     return tensor.data_ptr()
 
 

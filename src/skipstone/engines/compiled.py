@@ -316,7 +316,7 @@ class CompiledEngine(EagerEngine):
         masks: dict[tuple[AttentionReach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))
-            given, key = self._given(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
+            given, key = self._layer_arguments(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
             if key not in masks:
                 masks[key] = _plain(given["attention_mask"])
             given["attention_mask"] = masks[key]

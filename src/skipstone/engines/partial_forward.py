@@ -1,4 +1,4 @@
-"""The tokens of one step on their way up the layers."""
+"""The tokens of one step, each with the number of layers that it has passed."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,21 +14,20 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 
-COUNTED = 4096  # numbers that are counted at least, so that few steps count further
+COUNTED = 4096  # minimum size of the shared ranges of numbers, so that few steps need larger ones
 
 
 class PartialForward:
-    """The tokens of one step and their hidden states, each at the depth that it has reached.
+    """The tokens of one step and their hidden states, each at its own depth.
 
     Column 0 is the last committed token of every row, further columns are draft tokens. Column c of a row writes the slot
-    base + c of the KV store. Its position is the same number on a chain, and base + its depth in the tree in a tree.
+    base + c of the KV store. On a chain its position is the same number. In a tree it is base + its depth in the tree.
 
-    alive: rows that take part; all columns of the others are invalid. max_drafts: draft tokens that each row has room for.
-    base: committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width:
-    columns so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain.
-    passes: what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from,
-    None for all. drafter: what drafts in `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the
-    model.
+    alive: rows that take part; all columns of the others are invalid. max_drafts: maximum number of draft tokens per row. base:
+    number of committed tokens per row, 0 for an inactive row. top: number of layers that `finish` runs. width: number of
+    columns so far. valid: [B, n] bool, None if every column is valid. parents: of a tree, as in `append`, None for a chain.
+    passes: (from layer, to layer, columns) of all passes so far. shortlist: [S] int64, the ids that drafts are limited to, None
+    for all. drafter: runs `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the model.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class PartialForward:
             places = cached_arange(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
             self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
         else:
-            # Rows with less room than others have columns too many; they must not name positions that the model does not have.
+            # Rows with less room than others have superfluous columns, whose positions must not exceed the model's.
             self._slots = self._base + cached_arange(max(COUNTED, self._room), self.device)[: self._room]
             self._positions = self._slots.clamp(max=self._end - 1)
-        self._reached: list[int] | None = [0]  # the depth of every column, as long as it is the same in all rows
-        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where it may not be
-        self._tokens = root[:, None]  # [B, columns], room for more from the first draft token on
+        self._reached: list[int] | None = [0]  # depth of every column, while it is the same in all rows
+        self._depth: np.ndarray | None = None  # [B, columns] int64, depth of every token, once rows differ
+        self._tokens = root[:, None]  # [B, columns]; `_make_room` extends it for draft tokens
         self._hidden: Tensor | None = None  # [B, columns, d]
-        self._embedded = 0  # columns whose states have been begun with
+        self._embedded = 0  # number of embedded columns
         self.passes: list[tuple[int, int, int]] = []
         self.valid = None if self._everyone else self._alive
         self.parents: Tensor | None = None
@@ -94,7 +93,7 @@ class PartialForward:
 
     @property
     def depth(self) -> np.ndarray:
-        """[B, n] int64 on the host, may be written: layers that each token has been through."""
+        """[B, n] int64 on the host, writable: number of layers that each token has passed."""
         if self._depth is None:
             self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
         if self._reached is not None:
@@ -110,7 +109,7 @@ class PartialForward:
         return self._hidden if self._hidden.shape[1] == self.width else self._hidden[:, : self.width]
 
     def _embed(self) -> None:
-        """Begin with the states of the newest columns."""
+        """Embed the newest columns."""
         start, stop = self._embedded, self.width
         entering = self.model.embed(self._tokens[:, start:stop], self._positions[:, start:stop])
         if self._hidden is None:
@@ -136,7 +135,7 @@ class PartialForward:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
             positions = self._base + self._reach.sum(-1) - 1
-            last = min(self._end, self.model.max_positions) - 1  # a tree has nodes deeper than any text may go on
+            last = min(self._end, self.model.max_positions) - 1  # nodes of a tree may be deeper than any text can become
             self._positions = positions.clamp(max=last)
         if valid is not None or self.valid is not None:
             self._extend_valid(start, stop - start, valid)
@@ -144,7 +143,7 @@ class PartialForward:
         self._tokens[:, start:stop] = tokens
 
     def _make_room(self) -> None:
-        """Lay the root's tokens out where draft tokens can follow them."""
+        """Move the root's tokens to a buffer with room for draft tokens."""
         if self._tokens.shape[1] < self._room:
             roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._room))
             self._tokens[:, :1] = roots
@@ -158,15 +157,15 @@ class PartialForward:
         self.valid = torch.cat([old, new], 1)
 
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
-        """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
-        that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
+        """Run every token through at least the first `to` layers, the shallowest tokens first. Others join at their own depth,
+        so that each pass over layers takes all tokens that need it. rows: active rows, None for all that are alive."""
         if self._reached is not None and rows is None and self._everyone:
             self._advance_columns(self._reached, to)
         else:
             self._advance_rows(to, rows)
 
     def _advance_columns(self, reached: list[int], to: int) -> None:
-        """`advance` where every column is equally deep in all rows. reached: its depth, brought up to date."""
+        """`advance` if every column has one depth in all rows. reached: these depths, updated in place."""
         levels = sorted({level for level in reached if level < to})
         for low, high in pairwise([*levels, to]):
             columns = [column for column, level in enumerate(reached) if level <= low]
@@ -182,7 +181,7 @@ class PartialForward:
                 reached[column] = high
 
     def _advance_rows(self, to: int, rows: list[bool] | None) -> None:
-        """`advance` where rows differ, or some of them take no part."""
+        """`advance` if rows differ or some are inactive."""
         depth, alive = self.depth, np.array(self._taking)
         taking = alive if rows is None else alive & rows
         levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
@@ -191,7 +190,7 @@ class PartialForward:
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
             self.passes.append((low, high, len(columns)))
-            if running[alive, first:last].all():  # nobody reads the states of rows that are not alive
+            if running[alive, first:last].all():  # states of inactive rows are never read
                 part = slice(first, last)
                 self._put(part, self._run(part, None, range(low, high)))
             else:
@@ -203,7 +202,7 @@ class PartialForward:
             depth[running] = high
 
     def _put(self, columns: slice, states: Tensor) -> None:
-        """Take over the states of neighbouring columns."""
+        """Store the states of consecutive columns."""
         if columns == slice(0, self._room):
             self._hidden = states
         else:
@@ -297,17 +296,15 @@ class PartialForward:
         return self.model.chain(inputs, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
-        """Logits of the newest column after E layers [B, V] float32, -inf of what is not on the shortlist. Its state stays at
-        depth E for `finish`."""
+        """Logits of the newest column after E layers [B, V] float32, -inf outside of the shortlist. Its state stays at depth E
+        for `finish`."""
         self.advance(exit_layer)
         return self.model.logits(self.hidden[:, -1:], self.shortlist)[:, 0]
 
     def sketched_logits(self, skip: SkipSet) -> Tensor:
-        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model, -inf of what is not on the
-        shortlist.
+        """Logits of the newest column [B, V] float32 by the model without some sublayers, -inf outside of the shortlist.
 
-        Every token stays at depth 0. The keys and values that this writes lie in the column's own slots, where the scoring pass
-        overwrites them.
+        Every token stays at depth 0. The scoring pass overwrites the keys and values that this writes.
         """
         newest = slice(self.width - 1, self.width)
         at = self._pass(newest, None)
@@ -319,15 +316,15 @@ class PartialForward:
         return self.drafter.logits(states, self.shortlist)[:, 0]
 
     def restart(self) -> None:
-        """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
+        """Reset every token to depth 0 (LayerSkip's ablation without cache reuse)."""
         self._embedded, self._reached = 0, [0] * self.width
 
     def finish(self) -> Tensor:
-        """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
+        """The scoring pass: run every token through all layers. Returns raw logits [B, n+1, V] float32."""
         self.advance(self.top)
         return self.model.logits(self.hidden)
 
     def greedy_tokens(self) -> Tensor:
-        """The same, but the likeliest token of every column only, [B, n+1] int64."""
+        """As `finish`, but returns only the greedy token of every column, [B, n+1] int64."""
         self.advance(self.top)
         return self.model.greedy_tokens(self.hidden)

@@ -1,10 +1,10 @@
-"""Attention for many cached keys and few queries, in the place of transformers' sdpa while skipstone runs the layers.
+"""Attention for many cached keys and few queries, which replaces transformers' sdpa while skipstone runs layers.
 
-With grouped key/value heads and a mask, transformers' sdpa copies every cached key and value once per query head and pass.
-Here the queries of a group are laid out as more rows of one head instead, so nothing is copied; the mask comes in that layout.
+With grouped key/value heads and a mask, transformers' sdpa copies every cached key and value once per query head and pass. Here
+the queries of a group become more rows of one head, so that nothing is copied. The mask has that layout.
 
 On a GPU torch's kernel for float32 with a mask takes up to eleven times as long as two products and a softmax
-(docs/lab/performance.md), which a compiled graph takes in its place.
+(docs/lab/performance.md). So a compiled graph uses the latter.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-NAME = "skipstone"  # what `attend` is called in transformers' AttentionInterface
+NAME = "skipstone"  # of `attend` in transformers' AttentionInterface
 
 
 def attend(
@@ -35,7 +35,7 @@ def attend(
     assert kwargs.get("softcap") is None, "soft-capped attention needs the eager implementation"
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
-    if attention_mask is None:  # the very call that transformers makes, so that plain decoding rounds alike
+    if attention_mask is None:  # transformers' own call, so that plain decoding rounds alike
         causal, grouped = width > 1, groups > 1
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
     else:
@@ -49,7 +49,7 @@ def attend(
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """The same by two products and a softmax, float32. query: [b, heads, n, d]. key, value: [b, heads, extent, d]. mask:
+    """Attention by two products and a softmax, float32. query: [b, heads, n, d]. key, value: [b, heads, extent, d]. mask:
     [b, 1, n, extent], bool (what is seen) or added. Returns [b, heads, n, d]."""
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)  # [b, heads, n, extent]
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -57,7 +57,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 
 
 def is_faster_unfused(query: Tensor) -> bool:
-    """Whether `unfused` is faster: in a graph that is compiled for a GPU, in float32."""
+    """Whether `unfused` is faster: in a graph compiled for a GPU, in float32."""
     return query.is_cuda and query.dtype == torch.float32 and torch.compiler.is_compiling()
 
 

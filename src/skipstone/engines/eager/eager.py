@@ -1,4 +1,4 @@
-"""The engine that calls transformers' own modules, layer by layer. `EagerEngine.run` is the only caller of the layers."""
+"""The engine that calls transformers' own modules, layer by layer. Only `EagerEngine.run` calls layers."""
 
 from threading import get_ident
 from typing import Any
@@ -23,7 +23,7 @@ _NOTHING = SkipSet()
 
 
 class EagerEngine(Engine):
-    """Runs the modules of a model, with what `patches` puts on them. It runs every model that skipstone decodes at all."""
+    """Runs a model's modules with the patches of `patches`. It supports every model that skipstone decodes."""
 
     name = "eager"
 
@@ -45,14 +45,14 @@ class EagerEngine(Engine):
         self._attentions = attentions if own else []
         masking = self.family.mask_buffer_path
         self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
-        # query heads per key/value head, of every layer whose attention packs them
+        # query heads per key/value head of every layer that uses our attention
         self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
         self._running = patches.PatchContext()
-        patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
+        patches.take_off(model)  # of an earlier state, or of the model that this one was copied from
         self._patch()
 
     def is_current(self, version: int | None) -> bool:
@@ -72,14 +72,14 @@ class EagerEngine(Engine):
             raise ValueError(f"the recurrent states of this {self._type} go along chains that all layers of a pass run")
         if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
             rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
-            return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
-        hidden, beside = self.family.parts(hidden, self.config)
+            return torch.cat(rows)  # one bias serves all rows of a pass, but slots of trees differ in position between rows
+        hidden, layer_inputs = self.family.parts(hidden, self.config)
         view = store.view(at, self.family.reads_cache_length)
         cache: dict[str, Any] = {self.family.cache_argument: view}
         if self.family.shares:
             cache[SHARED] = SharedKVView(view, dict(self.family.shares), self.dtype)
-        # layers without both sublayers hand on their input, unless a norm or a scale follows the sum (OPT-350m), or others read
-        # their keys and values
+        # a layer without both sublayers returns its input, unless a norm or scale follows the sum (OPT-350m), or other layers
+        # read its keys and values
         changing = self.family.post_norm or self.family.shares
         absent = skip.attention & skip.mlp if skip and not changing else frozenset()
         rotary = self.family.rotary
@@ -89,15 +89,17 @@ class EagerEngine(Engine):
             running.thread = get_ident()
             for index in layers:
                 if index not in absent:
-                    given = self._given(index, at, phases[rotary[index]])
-                    if beside:
-                        given[PER_LAYER] = beside[index]
+                    given = self._layer_arguments(index, at, phases[rotary[index]])
+                    if layer_inputs:
+                        given[PER_LAYER] = layer_inputs[index]
                     output = self.layers[index](hidden, **given, **cache, **self._fixed)
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.thread = None
-        hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
-        return torch.cat([hidden, *beside], -1) if beside else hidden
+        hidden = self.family.folded(hidden).to(
+            self._home
+        )  # from the last layer's device; accelerate's hooks move it between layers
+        return torch.cat([hidden, *layer_inputs], -1) if layer_inputs else hidden
 
     @with_stable_defaults
     def normed(self, hidden: Tensor) -> Tensor:
@@ -130,8 +132,9 @@ class EagerEngine(Engine):
         return logits if shortlist is None or rows is not None else logits[..., shortlist]
 
     def _rows_of_head(self, shortlist: Tensor) -> nn.Linear | None:
-        """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to
-        know that they are the first ones, its own. None where the head is no plain matrix, or does more than to multiply by it.
+        """Some rows of the LM head, copied again after the head changes. On the CPU the first rows are a view instead.
+
+        None if the head does more than multiply by a plain matrix.
         """
         if not patches.is_plain(self.head):
             return None
@@ -145,7 +148,7 @@ class EagerEngine(Engine):
         return known[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.PatchContext:
-        """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
+        """Prepare the patches for a pass. RuntimeError in the middle of another pass."""
         running = self._running
         if running.passing:
             raise RuntimeError(
@@ -159,14 +162,14 @@ class EagerEngine(Engine):
         return running
 
     def _patch(self) -> None:
-        """Put on what every pass wants."""
+        """Put on the patches that every pass needs."""
         patches.put_on([*self.layers, self.head], self._attentions, self._running)
         patches.open_masks(self._masking, self._running)
         for index, sublayer in self._recurrent:
             patches.cover(sublayer, patches.RecurrentPatch, self._running, index)
 
     def _patch_sublayers(self) -> None:
-        """Put on what passes with a skip set want."""
+        """Put on the patches that passes with a skip set need."""
         family, read = self.family, dict(self.family.shares).values()
         for index, layer in enumerate(self.layers):
             for name, returns in zip((family.attention, *family.mlp), family.returns[index], strict=True):
@@ -177,12 +180,12 @@ class EagerEngine(Engine):
                 patches.cover(getattr(layer, name), patches.SkippablePatch, self._running, part, index, returns, family.summed)
         self._running.skippable = True
 
-    def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
-        """What a layer is given of a pass. phases: its rotary ones."""
+    def _layer_arguments(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
+        """The arguments of a layer in a pass. phases: its rotary phases."""
         given: dict[str, Any] = {}
         for name in self.family.pass_arguments:
             if name == "attention_mask":
-                masked = not self.family.recurs(index)  # recurrent layers are given no token that does not count
+                masked = not self.family.recurs(index)  # recurrent layers get valid tokens only
                 given[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
             elif name == "position_ids":
                 given[name] = at.positions
@@ -202,7 +205,7 @@ class EagerEngine(Engine):
         return biases.expand(at.shape[0], -1, -1, -1).flatten(0, 1).to(self.dtype)
 
     def _phases(self, source: RotarySource | None, hidden: Tensor, at: Pass) -> Any:
-        """cos and sin of the pass's positions, [b, n, rotary_dim] each, or one complex tensor; None for a layer without."""
+        """cos and sin of the pass's positions, [b, n, rotary_dim] each, or one complex tensor; None without a source."""
         if source is None:
             return None
         table = self._rotary.table(source, at.extent, hidden)
@@ -216,7 +219,7 @@ class EagerEngine(Engine):
 
 @torch.no_grad()
 def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
-    """Some outputs of a linear layer as a layer. weight: [V, d']. bias: [V]. which: of V."""
+    """A linear layer of some outputs of another. weight: [V, d']. bias: [V]. which: of V."""
     rows = weight[which]  # [S, d']
     made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
     made.weight = nn.Parameter(rows, requires_grad=False)

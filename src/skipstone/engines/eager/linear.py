@@ -1,9 +1,8 @@
-"""Linear layers over a few rows in float32, in the place of nn.Linear's forward while skipstone runs a model.
+"""Faster linear layers for a few rows in float32.
 
-On the CPU `F.linear` reads the weights in one thread for one row, and takes several times as long for 2 to 8
-(docs/lab/performance.md). One row against the weights in as many blocks as there are threads, and W x^T for more, have neither
-cliff in MKL. On a GPU cuBLAS takes several times as long for some numbers of rows than for W x^T. Only the order of summation
-differs.
+On the CPU `F.linear` uses one thread for one row, and is several times slower for 2 to 8 rows (docs/lab/performance.md). MKL is
+fast if one row is multiplied by one block of the weights per thread, and if more rows are computed as W x^T. On a GPU cuBLAS is
+several times slower than W x^T for some numbers of rows. Only the order of summation differs.
 """
 
 import math
@@ -17,21 +16,20 @@ from skipstone.models.packed import PackedWeight
 _PLAIN = (Tensor, nn.Parameter, PackedWeight)
 FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear on the CPU
 TRANSPOSED_ROWS = range(8, 32)
-"""Rows for which a GPU takes W x^T. Compiled passes have powers of two, so that these are 8 and 16. There it takes .2 to .4 of
-the time of F.linear where the layer is small, and .9 to 1.2 where it is large; over 2 rows of a large layer it takes 4.5 times
-as long (docs/lab/performance.md)."""
+"""Numbers of rows for which a GPU uses W x^T. Compiled passes have powers of two, here 8 and 16. It takes .2 to .4 of the time
+of F.linear for small layers and .9 to 1.2 for large ones, but 4.5 times as long for 2 rows (docs/lab/performance.md)."""
 
 
 def _is_plain(module: nn.Module, device: str) -> bool:
-    """Whether a module is a linear layer in float32 on a device of this type and nothing more. torchao leaves the layer's class
-    and quantises its weight."""
+    """Whether a module is a plain float32 linear layer on a type of device. torchao keeps the class and quantises the
+    weight."""
     if type(module) is not nn.Linear or type(module.weight) not in _PLAIN:
         return False
     return module.weight.device.type == device and module.weight.dtype == torch.float32
 
 
 def pays(module: nn.Module) -> bool:
-    """Whether a module is better run by `few_rows`: a plain float32 linear layer on the CPU, where torch has MKL."""
+    """Whether `few_rows` is faster for a module: a plain float32 linear layer on the CPU, if torch has MKL."""
     return _is_plain(module, "cpu") and torch.backends.mkl.is_available()
 
 
@@ -43,12 +41,12 @@ def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_faster_transposed(module: nn.Module) -> bool:
-    """Whether a module is faster as `TransposedLinear`: a plain float32 linear layer on a GPU."""
+    """Whether `TransposedLinear` is faster for a module: a plain float32 linear layer on a GPU."""
     return _is_plain(module, "cuda")
 
 
 class TransposedLinear(nn.Linear):
-    """A linear layer that computes W x^T where that is faster on a GPU. x: [..., d_in] -> [..., d_out]."""
+    """A linear layer that computes W x^T if that is faster on a GPU. x: [..., d_in] -> [..., d_out]."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // input.shape[-1]

@@ -1,9 +1,8 @@
-"""What skipstone puts on the modules of a transformers model: set once per model, taken off by `take_off` (`disable`).
+"""Patches of the modules of a transformers model: set once per model, removed by `take_off` (`disable`).
 
-A patch is an object among an instance's own attributes: a `forward`, or the `config` of an attention module. It asks the
-`PatchContext` of its model whether skipstone is running a pass, and answers as transformers does where not: the model's own
-forward stays what it was, bit for bit. A patch knows its module (no closure would), so that copied and pickled models have
-their own.
+A patch is an instance attribute: a `forward`, or the `config` of an attention module. It acts only while skipstone runs a pass,
+as the `PatchContext` of its model says. Otherwise the model's own forward is unchanged, bit for bit. A patch is an object that
+refers to its module, not a closure, so that copied and pickled models get patches of their own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,11 +25,10 @@ Part = Literal["attention", "read", "mlp", "before"]
 
 @dataclass(slots=True, eq=False)
 class PatchContext:
-    """What the patches of one model look at; `EagerEngine` sets it.
+    """State that the patches of one model share; `EagerEngine` sets it.
 
-    thread: the identifier of the thread in which skipstone is running layers or the LM head right now, None for none. skip: the
-    sublayers that this pass leaves out. on: the linear layers and the attention are patched. skippable: so are the sublayers,
-    which only skip sets need.
+    thread: identifier of the thread in which skipstone runs layers or the LM head, or None. skip: sublayers that this pass
+    skips. on: linear layers and attentions are patched. skippable: sublayers are patched, which only skip sets need.
     """
 
     thread: int | None = None
@@ -40,15 +38,15 @@ class PatchContext:
 
     @property
     def passing(self) -> bool:
-        """Whether skipstone is running a pass in this thread. The model's own forward may run in another one meanwhile."""
+        """Whether skipstone runs a pass in this thread. The model's own forward may run in another one."""
         if self.thread is None:
             return False
         return is_compiling() or self.thread == get_ident()  # torch.compile cannot follow get_ident
 
 
 class ForwardPatch:
-    """A forward in the place of a module's own. before: the instance's own forward that it covers (accelerate sets such), None
-    where it had its class's. The module is held weakly, so that a model is freed with its last reference."""
+    """Replaces a module's forward. before: the instance's own forward that it covers (accelerate sets some), or None. The
+    module is referenced weakly, so that a model is freed with its last reference."""
 
     __slots__ = ("_module", "_more", "before", "running")
 
@@ -59,7 +57,7 @@ class ForwardPatch:
         return type(self), (self._module(), self.running, self.before, *self._more)
 
     def own(self, *given: Any, **more: Any) -> Any:
-        """What the module computes without the patch."""
+        """The result without the patch."""
         if self.before is not None:
             return self.before(*given, **more)
         module: Any = self._module()
@@ -67,7 +65,7 @@ class ForwardPatch:
 
 
 def changed(module: Any) -> bool:
-    """Whether a module does more than its class says."""
+    """Whether a module has hooks or a forward of its own."""
     own = module.__dict__.get("forward")
     while isinstance(own, ForwardPatch):
         own = own.before
@@ -75,20 +73,19 @@ def changed(module: Any) -> bool:
 
 
 def is_plain(head: Any) -> bool:
-    """Whether a linear layer does nothing but multiply by a matrix whose numbers are all here: not sharded, quantised or given
-    up. Some rows of it can then stand for it."""
+    """Whether a linear layer only multiplies by a plain matrix: not sharded, quantised or given up."""
     if type(head) is not nn.Linear or type(head.weight) not in (Tensor, nn.Parameter) or head.weight.is_meta:
         return False
     return tuple(head.weight.shape) == (head.out_features, head.in_features) and not changed(head)
 
 
 def _foreign(hook: Any) -> bool:
-    """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
+    """Whether a hook is the user's. transformers' own hooks, which remain after output_hidden_states, only record."""
     return not str(getattr(hook, "__module__", None)).startswith("transformers.")
 
 
 class FewRowsPatch(ForwardPatch):
-    """A linear layer that `linear.few_rows` runs in a pass."""
+    """Runs a linear layer by `linear.few_rows` in a pass."""
 
     __slots__ = ()
 
@@ -100,13 +97,13 @@ class FewRowsPatch(ForwardPatch):
 
 
 class SkippablePatch(ForwardPatch):
-    """A module of a sublayer that a pass can leave out.
+    """Skips a module of a sublayer in a pass.
 
-    part: "attention", which then adds nothing to the residual stream and stores no keys and values; "read", an attention whose
-    keys and values other layers read, which then adds nothing but still stores them; "mlp", which then adds nothing; "before",
-    on the way to such a module, which then hands on its input. returns: how many values the module returns,
-    0 for a tensor that is in no tuple; those behind the first (attention weights, a router's scores, a bias that is yet to be
-    added) are then None. summed: the name of the argument for the residual stream, where the module may return the sum itself.
+    part: "attention" adds nothing to the residual stream and stores no keys and values; "read", an attention whose keys and
+    values other layers read, adds nothing but still stores them; "mlp" adds nothing; "before", an earlier module of an MLP,
+    returns its input. returns: number of returned values, 0 for a tensor outside of a tuple. Values after the first (attention
+    weights, a router's scores, a bias to be added) become None. summed: name of the argument for the residual stream, if the
+    module may return the sum itself.
     """
 
     __slots__ = ("layer", "part", "returns", "summed")
@@ -132,13 +129,13 @@ class SkippablePatch(ForwardPatch):
         return (unchanged, *[None] * (self.returns - 1)) if self.returns else unchanged
 
     def _skipped(self, skip: SkipSet) -> frozenset[int]:
-        """Layers whose sublayer of this kind is left out."""
+        """Layers whose sublayer of this kind is skipped."""
         return skip.attention if self.part in ("attention", "read") else skip.mlp
 
 
 class RecurrentPatch(ForwardPatch):
-    """A sublayer that keeps a state without positions. In a pass it begins with those of the store, row by row. It is given its
-    cache by name, and its hidden states first or as `hidden_states`."""
+    """Runs a recurrent sublayer with the store's states, row by row, in a pass. The sublayer gets its cache by name, and hidden
+    states as the first argument or as `hidden_states`."""
 
     __slots__ = ("layer",)
 
@@ -156,8 +153,7 @@ class RecurrentPatch(ForwardPatch):
 
 
 class MaskPatch(ForwardPatch):
-    """A buffer by which an attention masks, in the place of `bias`: in a pass it hides nothing, as the masks of the pass say
-    all."""
+    """Replaces the mask buffer `bias` of an attention. In a pass it hides nothing, since the masks of the pass are complete."""
 
     __slots__ = ()
 
@@ -168,7 +164,7 @@ class MaskPatch(ForwardPatch):
 
 
 class AttentionConfig:
-    """The config that an attention module sees: the model's own, but while a pass runs sdpa is `attention.attend`."""
+    """Replaces the config of an attention module: while a pass runs, sdpa is `attention.attend`."""
 
     __slots__ = ("before", "running")
 
@@ -194,7 +190,7 @@ class AttentionConfig:
 
 
 def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], running: PatchContext) -> None:
-    """Patch the linear layers inside `modules` where that pays, and the configs of attention sublayers."""
+    """Patch the linear layers inside `modules` that become faster, and the configs of attention sublayers."""
     for part in (part for module in modules for part in module.modules()):
         forward = part.__dict__.get("forward")
         if linear.pays(part) and (forward is None or isinstance(forward, ForwardPatch)):
@@ -206,20 +202,20 @@ def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], runnin
 
 
 def cover(module: nn.Module, kind: type[ForwardPatch], running: PatchContext, *more: Any) -> None:
-    """Put a forward of a kind on a module, unless it is there. more: what else the kind wants to know."""
+    """Patch a module's forward once. more: further arguments of the patch."""
     if not _has(module, kind, running):
         module.__dict__["forward"] = kind(module, running, module.__dict__.get("forward"), *more)
 
 
 def open_masks(modules: Iterable[nn.Module], running: PatchContext) -> None:
-    """Make modules that mask by a buffer of their own hide nothing in a pass."""
+    """Patch the mask buffers of modules."""
     for module in modules:
         if not _has(module, MaskPatch, running):
             module.__dict__["bias"] = MaskPatch(module, running, module.__dict__.get("bias"))
 
 
 def take_off(model: nn.Module) -> None:
-    """Give every module of a model what it had before. The next pass of skipstone puts the patches on again."""
+    """Remove all patches of a model. The next pass of skipstone puts them on again."""
     for module in model.modules():
         for name, patch in _patches(module):
             patch.running.on = patch.running.skippable = False
@@ -230,7 +226,7 @@ def take_off(model: nn.Module) -> None:
 
 
 def _patches(module: nn.Module) -> Iterator[tuple[str, ForwardPatch | AttentionConfig]]:
-    """(name of the attribute, patch) of a module, the outermost first."""
+    """(attribute name, patch) of a module, the outermost first."""
     for name in ("forward", "config", "bias"):
         patch = module.__dict__.get(name)
         while isinstance(patch, (ForwardPatch, AttentionConfig)):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE / "csrc"
-SOURCE = "engine.cpp"  # the one translation unit; it includes the headers beside it
-COMPILERS = ("c++", "g++", "clang++")  # what is looked for where $CXX is not set, in this order
+SOURCE = "engine.cpp"  # the only translation unit; it includes the headers
+COMPILERS = ("c++", "g++", "clang++")  # searched in this order if $CXX is not set
 COMMAND = "python -m skipstone.engines.native.build"
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno"),
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 class CpuLevel(NamedTuple):
-    """One level of an instruction set. features: the words of /proc/cpuinfo that a CPU of this level has."""
+    """One level of an instruction set. features: flags in /proc/cpuinfo that it needs."""
 
     name: str
     flags: tuple[str, ...]
@@ -37,7 +37,7 @@ class CpuLevel(NamedTuple):
 
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"})  # abm is the kernel's word for lzcnt
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
-LEVELS: dict[str, tuple[CpuLevel, ...]] = {  # by platform.machine(), the least level first
+LEVELS: dict[str, tuple[CpuLevel, ...]] = {  # by platform.machine(), the lowest level first
     "x86_64": (
         CpuLevel("x86-64-v3", ("-march=x86-64-v3",), _V3),
         CpuLevel("x86-64-v4", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _V4),
@@ -50,11 +50,11 @@ LEVELS: dict[str, tuple[CpuLevel, ...]] = {  # by platform.machine(), the least 
 
 
 class BuildError(RuntimeError):
-    """No compiler was found, or it failed. The text is one sentence, followed by what the compiler printed, if it ran."""
+    """No compiler was found, or it failed. The text is one sentence, then the compiler's output if it ran."""
 
 
 def levels() -> tuple[CpuLevel, ...]:
-    """The levels of this machine's architecture, the least first; none where the native engine does not run."""
+    """The levels of this machine's architecture, the lowest first; empty if the native engine does not support it."""
     return LEVELS.get(platform.machine(), ()) if sys.platform == "linux" else ()
 
 
@@ -64,7 +64,7 @@ def name_of(level: str) -> str:
 
 
 def source_hash(csrc: Path = CSRC) -> str:
-    """A hash of what libraries are made from: every .h and .cpp file of a folder, and the flags of this file."""
+    """A hash of the sources of a library: every .h and .cpp file of a folder, and the compiler flags."""
     found = hashlib.sha256(repr((FLAGS, [(one.name, one.flags) for some in LEVELS.values() for one in some])).encode())
     for path in sorted(path for path in csrc.iterdir() if path.suffix in (".h", ".cpp")):
         text = path.read_bytes()
@@ -73,7 +73,7 @@ def source_hash(csrc: Path = CSRC) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: $CXX where it is set, else the first of COMPILERS on the PATH. BuildError if none."""
+    """The command of the C++ compiler: $CXX if set, else the first of COMPILERS on the PATH. BuildError without one."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen and shutil.which(chosen[0]) is None:
         raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
@@ -86,7 +86,7 @@ def compiler() -> list[str]:
 
 
 def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
-    """Those of the levels whose library is not in the folder, or was made from other sources than these."""
+    """The levels whose library is missing in the folder or was built from other sources."""
     wanted = source_hash(csrc).encode()
     paths = {name: folder / name_of(name) for name in names}
     return [name for name, path in paths.items() if not path.exists() or wanted not in path.read_bytes()]
@@ -101,10 +101,9 @@ def build(
 ) -> list[Path]:
     """Compile the libraries of these levels into a folder, and return their paths.
 
-    extra_flags come last on the command line, so they win over FLAGS. command: the compiler, where it is not the one that
-    `compiler` finds, as for another architecture. A library is replaced in one step: a process that has
-    the old one open keeps it. BuildError where there is no compiler, or where it failed for a level; the other levels are built
-    all the same, and no old library of the failed level stays behind.
+    extra_flags come last on the command line, so they win over FLAGS. command: another compiler than `compiler` finds, as for
+    another architecture. A library is replaced in one step: a process that has the old one open keeps it. BuildError if there
+    is no compiler, or if it fails for a level. The other levels are still built, and the failed level's old library is removed.
     """
     command = command or compiler()
     by_name = {one.name: one for some in LEVELS.values() for one in some}
@@ -130,7 +129,7 @@ def build(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 1 where something that was asked for is not built."""
+    """The command line. Returns the exit status: 1 if a requested library was not built."""
     known = [one.name for one in levels()]
     parser = argparse.ArgumentParser(prog=COMMAND, description="Compile skipstone's native engine.")
     parser.add_argument("--level", action="append", choices=known, help="build this level only; may be given several times")

@@ -1,4 +1,4 @@
-"""Finds the native library that suits this CPU best, and loads it."""
+"""Finds and loads the best native library for this CPU."""
 
 import ctypes
 import functools
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from skipstone.engines.native import build
 
-ABI = 3  # what sk_abi() of a library that this package can call returns
-VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # the environment variable that names a level instead of the best one
+ABI = 3  # sk_abi() of a compatible library
+VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # environment variable that names a level instead of the best one
 STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"
 _LOCK = threading.Lock()
 if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
@@ -20,16 +20,17 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not
 
 
 class LibrarySearchResult(NamedTuple):
-    """What a search came to: a library, or one sentence why there is none."""
+    """A library, or one sentence about why there is none."""
 
     library: ctypes.CDLL | None
     missing: str | None
 
 
 def load() -> ctypes.CDLL:
-    """The native library, loaded once per process. RuntimeError where there is none, with the sentence of `missing`.
+    """The native library, loaded once per process.
 
-    ValueError where SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
+    RuntimeError with the sentence of `missing` if there is none. ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this
+    CPU.
     """
     found = _found()
     if found.library is None:
@@ -38,15 +39,15 @@ def load() -> ctypes.CDLL:
 
 
 def missing() -> str | None:
-    """One sentence why no native library can be used here; None where one can.
+    """One sentence about why no native library can be used here; None if one can.
 
-    ValueError where SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
+    ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
     """
     return _found().missing
 
 
 def features() -> frozenset[str]:
-    """The words by which /proc/cpuinfo names what this CPU can do; none where there is no such file."""
+    """The feature flags of this CPU in /proc/cpuinfo; empty without that file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return frozenset()
@@ -55,24 +56,22 @@ def features() -> frozenset[str]:
 
 
 def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> LibrarySearchResult:
-    """Look for a library in a folder: of the level `wanted`, or of the best level that a CPU with these features has.
+    """Find the library of the level `wanted`, or of the best level for a CPU with these features.
 
-    ValueError where no level is named `wanted`, or the CPU lacks something that it needs.
+    ValueError if no level is named `wanted`, or the CPU lacks one of its features.
     """
     levels = build.levels()
     if not levels:
         here = f"{sys.platform} on {platform.machine()}"
-        return LibrarySearchResult(
-            None, f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}"
-        )
+        reason = f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}"
+        return LibrarySearchResult(None, reason)
     if wanted:
         levels = (_named(wanted, cpu),)
     able = [level.name for level in reversed(levels) if level.features <= cpu]
     if not able:
         lacking = ", ".join(sorted(levels[0].features - cpu))
-        return LibrarySearchResult(
-            None, f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}"
-        )
+        reason = f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}"
+        return LibrarySearchResult(None, reason)
     path = next((path for path in (folder / build.name_of(name) for name in able) if path.exists()), None)
     return LibrarySearchResult(None, _not_built(folder)) if path is None else _open(path)
 
@@ -97,14 +96,14 @@ def _named(wanted: str, cpu: frozenset[str]) -> build.CpuLevel:
 
 
 def _open(path: Path) -> LibrarySearchResult:
-    """Load a library and ask it what it was built from."""
+    """Load a library and check that it was built from the current sources."""
     try:
         library = ctypes.CDLL(str(path))
         library.sk_level.restype = ctypes.c_char_p
         library.sk_source_hash.restype = ctypes.c_char_p
     except OSError as error:
         return LibrarySearchResult(None, f"the native engine cannot be loaded: {error}")
-    except AttributeError:  # a function that says what it was built from is not there
+    except AttributeError:  # too old to have these functions
         return LibrarySearchResult(None, STALE)
     csrc = path.parent / build.CSRC.name
     if library.sk_abi() != ABI or (csrc.is_dir() and library.sk_source_hash().decode() != build.source_hash(csrc)):

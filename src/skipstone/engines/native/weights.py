@@ -1,4 +1,4 @@
-"""The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
+"""Copies the weights of a transformers model into the panels of the native engine, and describes each family's layer to it."""
 
 import ctypes
 import math
@@ -21,27 +21,27 @@ from skipstone.models.quantised import kernel
 from skipstone.models.weight_version import TensorValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers of the dtypes that weights may be stored in."""
+"""Dtypes of stored weights and their numbers in the C ABI."""
 QUANTIZED = {"int8": 3, "int4": 4}
-"""Numbers of the types that weights may be quantised to."""
+"""Types of quantised weights and their numbers in the C ABI."""
 HEADS = {"int8": "int8", "int4": "int8"}
-"""What the LM head is quantised to, whose errors go straight into the logits."""
+"""Type of the quantised LM head. It stays at 8 bits, since its errors go straight into the logits."""
 CHUNK = 32 << 20
-"""Bytes that are asked of the system at once, for many matrices."""
+"""Bytes of one allocation, which serves many matrices."""
 _NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 ACTIVATIONS = {type(ACT2FN[name]): number for name, number in _NUMBERS.items()}
-"""Modules that transformers has for the activations of an MLP, and the native engine's numbers for them."""
+"""transformers' modules for activations, and their numbers in the C ABI."""
 TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATIONS)
-"""Modules of torch that the native engine knows."""
+"""torch's modules that the native engine supports."""
 
 
 @dataclass(frozen=True)
 class LayerVariant:
-    """What a family's layer has beyond a Llama's: names of its norms, and flags.
+    """How a family's layer differs from Llama's.
 
-    before_attention, after_attention, before_mlp, after_mlp: the layer's norms, None where it has none. norm_offset: what the
-    stored weight of a norm is short of (Gemma stores w - 1). query_norm: None, "head" (each head for itself) or "whole" (all
-    heads of a token at once). fused: q, k, v are one matrix, and so are gate and up. activation: the MLP's name for it.
+    before_attention, after_attention, before_mlp, after_mlp: names of the layer's norms, None for no norm. norm_offset: added
+    to the stored weight of a norm (Gemma stores w - 1). query_norm: None, "head" (per head) or "whole" (over all heads of a
+    token). fused: q, k, v are one matrix, and so are gate and up. activation: name of the MLP's activation module.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -80,45 +80,47 @@ RECIPES: dict[str, LayerVariant] = {
     "gemma2": _FOUR_NORMS,
     "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
 }
-"""The families that the native engine knows, by transformers' model type."""
+"""The supported families, by transformers' model type."""
 
 
 class PanelMemory:
-    """Memory for panels, zeros at first, in huge pages where the system has them. What the CPU fetches ahead ends with its
-    page, and a page of 2 MB ends seldom. It lives as long as its tensors."""
+    """Allocates zeroed memory for panels, in huge pages if the system has them.
+
+    The CPU's prefetching stops at the end of a page, and pages of 2 MB have few ends. The memory lives as long as its tensors.
+    """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int) -> Tensor:
         """[size] uint8, at a multiple of 64 bytes."""
-        wanted = -(-size // 64) * 64
-        if wanted > len(self._free):
-            pages = mmap.mmap(-1, max(wanted, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        aligned_size = -(-size // 64) * 64
+        if aligned_size > len(self._free):
+            pages = mmap.mmap(-1, max(aligned_size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._free = torch.frombuffer(pages, dtype=torch.uint8)
-        taken, self._free = self._free[:size], self._free[wanted:]
+        taken, self._free = self._free[:size], self._free[aligned_size:]
         return taken
 
 
 class MemoryRelease:
-    """Gives the memory of weights back to the system as soon as nobody reads them.
+    """Returns the memory of copied weights to the system.
 
-    A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back by
-    themselves. Whoever reads them nevertheless reads the file again.
+    A memory-mapped checkpoint is one mapping, which the norms keep alive. So the pages of each matrix are released on their
+    own. A later read would load them from the file again.
     """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
-        self._freed = 0  # bytes since the allocator was last asked for what it keeps
+        self._freed = 0  # bytes since the last `trim`
         maps = Path("/proc/self/maps")
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
-        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings that have a path
+        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings with a path
         self._files = [(int(start, 16), int(end, 16)) for start, end in spans]
 
     def give_up(self, weight: Tensor) -> None:
-        """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
+        """Release the whole pages of a weight that is mapped from a file. Any other is freed with its last reference."""
         size = weight.numel() * weight.element_size()
         self._freed += size
         if self._freed > CHUNK:
@@ -132,15 +134,17 @@ class MemoryRelease:
                 self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
     def trim(self) -> None:
-        """Have the allocator hand back what was freed between blocks that are in use."""
+        """Have the allocator release free memory between used blocks."""
         self._freed = 0
         with suppress(AttributeError):  # another C library than glibc
             self._libc.malloc_trim(ctypes.c_size_t(0))
 
 
 class Panels:
-    """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without biases.
-    memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
+    """One weight in panels. It may hold several matrices, stacked along its rows.
+
+    matrices: structs of the C ABI, without biases. memory: their panels. dtype: of the weight. type: of the panels, see TYPES
+    and QUANTIZED.
     """
 
     def __init__(self, library: Any, matrices: list[MatrixStruct], memory: list[Tensor], dtype: torch.dtype) -> None:
@@ -148,44 +152,40 @@ class Panels:
         self.type = matrices[0].type
 
     def unpacked(self) -> Tensor:
-        """The weight, plain: as it was stored, or what its codes stand for, rounded to its dtype."""
+        """The plain weight: as it was stored, or dequantised and rounded to its dtype."""
         return torch.cat([self._rows(matrix).to(self._dtype) for matrix in self.matrices])
 
     def _rows(self, matrix: MatrixStruct) -> Tensor:
-        """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
+        """[outputs, inputs] float32, read as the embeddings of a model with this tied LM head."""
         ids = torch.arange(matrix.outputs, dtype=torch.int64, device="cpu")
         rows = torch.empty((matrix.outputs, matrix.inputs), dtype=torch.float32, device="cpu")
         model = ModelStruct(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
         model.embedding_scale = model.embedding_multiplier = 1.0
-        told = pointer("ids", ids, (matrix.outputs,), torch.int64)
-        written = pointer("rows", rows, (matrix.outputs, matrix.inputs), torch.float32)
-        self._library.sk_embed(ctypes.addressof(model), told, len(ids), written)
+        source = pointer("ids", ids, (matrix.outputs,), torch.int64)
+        target = pointer("rows", rows, (matrix.outputs, matrix.inputs), torch.float32)
+        self._library.sk_embed(ctypes.addressof(model), source, len(ids), target)
         return rows
 
 
 class NativeWeights:
-    """A model's weights in panels. They live as long as this object.
+    """A model's weights in panels, which live as long as this object.
 
-    model: the struct that the C ABI takes. bytes: of the panels. rotary_kinds: layer types that have a rotary table of their
-    own, in the order of their numbers. quantize: "int8" or "int4" for all matrices, None for the dtype that they are stored in.
-    keep_weights: False puts a `PackedWeight` into the model wherever a matrix was copied, before the next one is.
+    model: struct of the C ABI. bytes: of the panels. rotary: sources of the rotary tables, in the order of their numbers.
+    quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
+    `PackedWeight` after its copy, before the next one is copied.
     """
 
     def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._facts, self._releases = PanelMemory(), facts, None if keep_weights else MemoryRelease()
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # of modules: names and values of those that were read
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # modules' attributes, names and values that were read
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
-        first = facts.layers[0]
-        attention = getattr(first, family.attention)
-        head_size = attention.head_dim
-        kv_heads = config.num_key_value_heads
         layers = (LayerStruct * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
-        tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
+        tied = embedding.weight is facts.head.weight  # then embeddings come from the head's panels
         rows = None if tied else embedding.weight.detach().contiguous()
         self._kept.append(rows)
         norm = submodule(facts.decoder, family.leaving[0])
@@ -194,8 +194,8 @@ class NativeWeights:
         self.model = ModelStruct(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
+            kv_heads=config.num_key_value_heads,
+            head_size=getattr(facts.layers[0], family.attention).head_dim,
             intermediate=config.intermediate_size,
             depth=len(facts.layers),
             vocabulary=facts.head.weight.shape[0],
@@ -215,16 +215,16 @@ class NativeWeights:
             self._releases.trim()
 
     def attributes_are_current(self) -> bool:
-        """Whether the modules' plain attributes and buffers are still those that were read."""
+        """Whether the modules' plain attributes and buffers still have the values that were read."""
         read = all(attributes.get(name) == value for attributes, name, value in self._attributes)
         return read and self._scales.are_in(self._embedding_scales())
 
     def _embedding_scales(self) -> list[Tensor]:
-        """The factor that Gemma's embeddings keep in a buffer; none elsewhere."""
+        """The buffer with the scale of Gemma's embeddings; empty for other families."""
         return [one for name, one in self._embedding_buffers.items() if name == "embed_scale" and one is not None]
 
     def _number(self, module: Any, name: str, default: float) -> float:
-        """A plain attribute of a module; the default where it has none."""
+        """A plain attribute of a module, or the default."""
         attributes = vars(module)
         if name not in attributes:
             return default
@@ -269,8 +269,10 @@ class NativeWeights:
         )
 
     def rows_of_head(self, ids: Tensor) -> tuple[MatrixStruct, list[Tensor]]:
-        """Some rows of the LM head, bit for bit as they are in it, and what must live as long as they do. ids: [S] int64. The
-        first rows are the head's own panels, others a copy. ValueError for ids that the head does not have."""
+        """Some rows of the LM head with the same bits, and the tensors that they need. ids: [S] int64.
+
+        The first rows share the head's panels, others are copied. ValueError for unknown ids.
+        """
         head = self.model.head
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
             raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
@@ -287,7 +289,7 @@ class NativeWeights:
         return rows, [panels, own]
 
     def packed_square(self, weight: Tensor, size: int) -> tuple[MatrixStruct, list[Tensor]]:
-        """Somebody else's matrix [size, size] in float32 panels, and what must live as long as they do."""
+        """Another matrix [size, size] in float32 panels, and the tensors that it needs."""
         kind, values = TYPES[torch.float32], dense(weight.detach().float())
         data = pointer("transform", values, (size, size), torch.float32)
         count = self._library.sk_packed_bytes(kind, size, size)
@@ -300,13 +302,13 @@ class NativeWeights:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 
     def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[MatrixStruct]:
-        """A module's weight as matrices of so many outputs each, quantised or as it is stored, with their biases.
+        """A module's weight as matrices of `sizes` outputs with their biases, quantised or as stored.
 
-        ValueError for weights that cannot be quantised, or were, otherwise, and given up.
+        ValueError for weights that cannot be quantised, or that were given up in another quantisation.
         """
         weight = module.weight
         kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
-        given_up: Any = weight.source if isinstance(weight, PackedWeight) else None  # Panels
+        given_up: Panels | Any = weight.source if isinstance(weight, PackedWeight) else None
         if given_up is not None and given_up.type == kind:
             panels = given_up
         elif given_up is not None and given_up.type in QUANTIZED.values():
@@ -327,7 +329,7 @@ class NativeWeights:
         ]
 
     def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
-        """A copy of a weight in panels of a type. ValueError for weights that cannot be quantised."""
+        """Copy a weight into panels of a type. ValueError for weights that cannot be quantised."""
         made, memory = [], []
         for part in dense(weight, free=1).split(sizes):
             outputs, inputs = part.shape
@@ -365,8 +367,8 @@ class NativeWeights:
 
 
 def quantised_bytes(model: Any, quantize: str) -> int:
-    """About what a model's weights take as "int8" or "int4", without making them: codes, and a scale (int4: and a sum) in
-    float16, for every group of 32."""
+    """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
+    minimum) in float16."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     copied = [one for one in model.parameters() if one.dim() == 2 and one is not embedding and one is not head]
     sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), HEADS[quantize])]
@@ -374,7 +376,7 @@ def quantised_bytes(model: Any, quantize: str) -> int:
 
 
 def unsupported(model: Any, facts: Facts) -> str | None:
-    """What the native engine cannot do of a model, in one sentence; None where it can do all."""
+    """The reason why the native engine cannot run a model, as one sentence; None if it can."""
     kind = model.config.model_type
     if facts.device.type != "cpu":
         return f"the model is on {facts.device}, and the native engine runs on the CPU"
@@ -385,23 +387,21 @@ def unsupported(model: Any, facts: Facts) -> str | None:
         if used is not None and type(used) not in ACTIVATIONS:
             return f"the native engine does not know the activation {type(used).__name__}"
     for name, module in model.named_modules():
-        if reason := _odd(module, type(model).__module__):
+        if reason := _unsupported_module(module, type(model).__module__):
             return f"{name or type(model).__name__} {reason}"
-    found = {getattr(module, _epsilon(module)) for module in model.modules() if _epsilon(module)}
-    if len(found) > 1:
-        return (
-            f"its norms have different epsilons ({', '.join(map(str, sorted(found)))}), and the native engine has one for all"
-        )
+    epsilons = sorted({getattr(module, _epsilon(module)) for module in model.modules() if _epsilon(module)})
+    if len(epsilons) > 1:
+        return f"its norms have different epsilons ({', '.join(map(str, epsilons))}), and the native engine has one for all"
     return None
 
 
 def _epsilon(module: Any) -> str:
-    """The name that a norm's epsilon has in it; empty for a module without one."""
+    """The name of a norm's epsilon attribute; empty for a module without one."""
     return next((name for name in ("variance_epsilon", "eps") if name in vars(module)), "")
 
 
-def _odd(module: Any, family: str) -> str | None:
-    """Why a module cannot be taken over by its weights alone. family: where transformers has the family's modules."""
+def _unsupported_module(module: Any, family: str) -> str | None:
+    """Why a module cannot be copied by its weights alone. family: transformers' Python module of the family."""
     if (name := kernel(module)) is not None:
         return f"is quantised ({name}), and the native engine reads plain weights only"
     for weight in module._parameters.values():
