@@ -65,7 +65,7 @@ def text_of(name: str, settings: dict[str, Any]) -> str:
 
 def of_a_plan(loaded: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
     (place / "plan.yaml").write_text(yaml.safe_dump({"methods": [{"method": name, **settings}]}))
-    (entrant,), _ = plan.line_up(plan.read(place / "plan.yaml", {}).methods, loaded[0], tune=False)
+    (entrant,), _ = plan.create_entries(plan.read(place / "plan.yaml", {}).methods, loaded[0], tune=False)
     (engine,) = entrant.candidates
     return engine.method  # type: ignore[attr-defined]
 

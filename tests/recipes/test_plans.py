@@ -23,20 +23,20 @@ def test_a_plan_names_what_exists(path: Path, tmp_path: Path, monkeypatch: pytes
             Path(task["task"]).parent.mkdir(parents=True, exist_ok=True)
             Path(task["task"]).write_text('{"prompt": "a"}\n')
     plan = plans.read(path, {})
-    labels = [plans.label(wish) for wish in plan.methods]
+    labels = [plans.label(spec) for spec in plan.methods]
     assert len(labels) == len(set(labels)) > 1
-    for wish in plan.methods:
-        kind = plans.KINDS[wish["method"]]
-        given = {name: value for name, value in wish.items() if name not in plans.NAMING}
+    for spec in plan.methods:
+        kind = plans.KINDS[spec["method"]]
+        given = {name: value for name, value in spec.items() if name not in plans.NAMING}
         for one in plans.choices(given, kind):
-            if wish["method"] in plans.PEERS:
+            if spec["method"] in plans.PEERS:
                 kind(**one)
             else:
                 assert one.keys() <= settings_of(kind).keys()
-                methods.resolve({"method": wish["method"], **without_files(one)})
+                methods.resolve({"method": spec["method"], **without_files(one)})
 
 
-def without_files(settings: plans.Wish) -> plans.Wish:
+def without_files(settings: plans.MethodSpec) -> plans.MethodSpec:
     """Settings but for those that are a file of a run that this machine may not have."""
     return {name: value for name, value in settings.items() if not str(value).startswith("runs/")}
 

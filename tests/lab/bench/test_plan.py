@@ -9,7 +9,7 @@ import pytest
 
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.peers.hf import HFEarlyExit
-from skipstone.lab.bench.prompts import conversations, drawn
+from skipstone.lab.bench.prompts import conversations, draw_places
 from skipstone.lab.tasks.data_sets import TASKS
 from skipstone.lab.tasks.dialogue import VICUNA, PromptBuilder, TaskConversation
 from skipstone.lab.tasks.task import untabbed
@@ -44,26 +44,24 @@ def test_wishes(text: str, wish: dict[str, Any]) -> None:
     assert plan.parse(text) == wish
 
 
-def test_every_combination_of_choices_is_a_candidate() -> None:
+def test_every_combination_of_choices_is_a_candidate_and_tuning_adds_what_is_left_open() -> None:
     model = families.cached("llama")
     wishes = [plan.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"), plan.parse("hf-early-exit exit_layer=1,3")]
-    found, refused = plan.line_up(wishes, model, tune=False)
+    found, refused = plan.create_entries(wishes, model, tune=False)
     assert refused == {}
     ours = [engine.settings for engine in found[0].candidates if isinstance(engine, MethodBackend)]
     assert {(one["exit_layer"], one["num_speculative_tokens"]) for one in ours} == {(e, d) for e in (1, 2) for d in (2, 3, 4)}
     assert found[1].candidates == (HFEarlyExit(1), HFEarlyExit(3))
     assert (found[0].sampled, found[1].sampled) == (True, False)
 
-
-def test_tuning_chooses_what_is_left_open_and_nothing_else() -> None:
-    (entrant,), _ = plan.line_up([plan.parse("layerskip exit_layer=2")], families.cached("llama"), tune=True)
+    (entrant,), _ = plan.create_entries([plan.parse("layerskip exit_layer=2")], families.cached("llama"), tune=True)
     assert {engine.settings["exit_layer"] for engine in entrant.candidates} == {2}
     assert len(entrant.candidates) == 30
 
 
 def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() -> None:
     wishes = [plan.parse("hf-early-exit exit_layer=2"), plan.parse("autoregressive")]
-    found, refused = plan.line_up(wishes, families.cached("gpt2"), tune=False)
+    found, refused = plan.create_entries(wishes, families.cached("gpt2"), tune=False)
     assert [entrant.label for entrant in found] == ["autoregressive"]
     assert "config.num_hidden_layers" in refused["hf-early-exit"]
 
@@ -82,15 +80,15 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(wish: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        plan.line_up([plan.parse(wish)], families.cached("llama"), tune=False)
+        plan.create_entries([plan.parse(wish)], families.cached("llama"), tune=False)
 
 
 def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs() -> None:
     model = families.build("llama")
     with pytest.raises(ValueError, match=r"hf-early-exit needs exit_layer=\.\.\."):
-        plan.line_up([plan.parse("hf-early-exit")], model, tune=False)
+        plan.create_entries([plan.parse("hf-early-exit")], model, tune=False)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 3}
-    (entrant,), _ = plan.line_up([plan.parse("hf-early-exit")], model, tune=False)
+    (entrant,), _ = plan.create_entries([plan.parse("hf-early-exit")], model, tune=False)
     assert entrant.candidates == (HFEarlyExit(3),)
 
 
@@ -110,14 +108,14 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
         ({"methods": ['{"exit_layer": 3}']}, "names itself"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k' (did you mean 'gsm8k'?); there are self, humaneval"),
-        ({"tasks": []}, "expected a list of tasks"),
+        ({"tasks": []}, "tasks: Tuple should have at least 1 item"),
         ({"tasks": ["gsm8k"], "protocol": "layerskip"}, "protocol layerskip has no task 'gsm8k'"),
         ({"num_prompts": 0}, "num_prompts: Input should be greater than or equal to 1 (found 0)"),
         ({"top_p": 0.5}, "top_p=0.5 means nothing at temperature 0"),
         ({"tune_prompts": 3}, "tune_prompts has no effect: no setting is to be chosen"),
         ({"methods": ["layerskip exit_layer=3 exit-layer=4"]}, "exit_layer is given twice after layerskip"),
         ({"samples": 5}, "5 samples at temperature 0 would all be the same text"),
-        ({"dtype": "int8"}, "expected one of auto, float32, bfloat16, float16, found 'int8'"),
+        ({"dtype": "int8"}, "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (found 'int8')"),
         ({"prompts": 5}, "unknown setting 'prompts' (did you mean 'num_prompts'?): expected one of"),
     ],
 )
@@ -168,10 +166,10 @@ def test_categories_take_turns() -> None:
     """As many of each as possible: two of every one in six, of which the rare one has only one."""
     names = ["a"] * 40 + ["b"] * 2 + ["c"] * 9 + [None]
     for seed in range(5):
-        places = drawn(names, seed)
+        places = draw_places(names, seed)
         assert sorted(places) == list(range(52))
         assert sorted(str(names[place]) for place in places[:7]) == ["None", "a", "a", "b", "b", "c", "c"]
-    assert drawn(names, 1) != drawn(names, 2)
+    assert draw_places(names, 1) != draw_places(names, 2)
     made = plan.read(None, {"tasks": ["spec-bench"], "num_prompts": 3, "data_dir": str(TASKS_HERE)})
     ((task, settings),) = plan.resolved(made)
     assert len({one.record["category"] for one in conversations(task, settings, made, TASKS_HERE)[1]}) == 3

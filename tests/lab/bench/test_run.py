@@ -21,7 +21,7 @@ from skipstone.lab.bench.plan import BenchPlan, read
 from skipstone.lab.bench.prompts import PromptAnswers, TaskRun, _score, add_counts, log_likelihood
 from skipstone.lab.bench.report import report
 from skipstone.lab.bench.report.aggregate import groups
-from skipstone.lab.bench.run import at_every_exit, run, rungs, tune
+from skipstone.lab.bench.run import exit_statistics, run, rungs, tune
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.tasks.protocols import TaskSettings
@@ -325,7 +325,7 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
     """By transformers' own forward of the first E layers, over the answers alone."""
     model = families.build(name)
     pairs = [(prompt(9, vocab=50), prompt(4, vocab=50, seed=1)), (prompt(3, vocab=50, seed=2), prompt(7, vocab=50, seed=3))]
-    found = at_every_exit(model, pairs, lambda: None)
+    found = exit_statistics(model, pairs, lambda: None)
     assert found["tokens"] == 11
     best = {}
     for depth in (4, 3, 2, 1):
@@ -374,7 +374,7 @@ def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
     network, tokenizer = load(tmp_path / "model")
     answer = torch.tensor(tokenizer(" the stop", add_special_tokens=False)["input_ids"])
     pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answer) for one in asked]
-    wanted = at_every_exit(network, pairs, lambda: None)
+    wanted = exit_statistics(network, pairs, lambda: None)
     assert (line["prompts"], line["tokens"]) == (4, wanted["tokens"])
     assert line["perplexity"] == pytest.approx(wanted["perplexity"])
     assert mine.exits == line

@@ -1,9 +1,9 @@
-"""A whole benchmark: models x methods x tasks, prompt by prompt, into one file that a killed run goes on with.
+"""A whole benchmark: models x methods x tasks, prompt by prompt, written to one file that a killed run resumes.
 
-Settings are chosen on other prompts than those reported: a grid under successive halving. The first two prompts see every
-candidate, the next two the fastest third of them, and so on (Jamieson and Talwalkar, AISTATS 2016, with prompts as the
-resource); the last three share all prompts that are left. So the budget in calls is known beforehand. Candidates take turns
-prompt by prompt in shuffled order.
+Settings are chosen on prompts that are not reported, by successive halving over a grid (Jamieson and Talwalkar, AISTATS 2016,
+with prompts as the resource). The first two prompts see every candidate, the next two the fastest third, and so on; the last
+three candidates share all remaining prompts. So the number of calls is known beforehand. Candidates take turns prompt by
+prompt in shuffled order.
 """
 
 import math
@@ -26,8 +26,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
-from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, line_up, resolved
-from skipstone.lab.bench.prompts import Both, TaskRun, ask, conversations, fingerprint, is_calm, looping
+from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_entries, resolved
+from skipstone.lab.bench.prompts import PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, looping
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
@@ -37,10 +37,10 @@ from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measu
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
 
-Say = Callable[[str], None]  # tells a user what is being done
-KEPT = 3  # one in so many candidates survives a rung
-RUNG = 2  # prompts a rung
-MOST_TRIALS = 20  # best candidates whose speeds are written down
+Say = Callable[[str], None]  # reports progress to a user
+REDUCTION = 3  # one in so many candidates survives a rung
+RUNG_PROMPTS = 2
+MAX_TRIALS = 20  # best candidates with their speed in the file
 
 
 @dataclass
@@ -49,52 +49,54 @@ class BenchModel:
 
     name: str
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None  # None for one without words
-    synthetic: dict[str, Any] | None = None  # what is synthetic of it
+    tokenizer: PreTrainedTokenizerBase | None  # None for a synthetic model
+    synthetic: dict[str, Any] | None = None  # the report of a synthetic model
 
 
 def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
-    """Measure what is not in the file yet. Returns its path. fresh: whatever the file holds.
+    """Measure what the file does not hold yet. Returns its path. fresh: overwrite the file.
 
-    ValueError and OSError where the plan cannot be run, before anything of the model in question is measured, and where the
-    file holds another run.
+    ValueError and OSError if the plan cannot be run, before the model in question is measured, and if the file holds another
+    run.
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     tasks = resolved(plan)
     data = None if plan.data_dir is None else Path(plan.data_dir)
-    asked = [conversations(task, settings, plan, data) for task, settings in tasks]
+    prompts = [conversations(task, settings, plan, data) for task, settings in tasks]
     check_scores(plan, [task for task, _ in tasks], say)
     device = usable(plan.device)
-    kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(both) for both in asked]}
+    header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}
     for name in plan.models:
         look_up(name)
-    with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+    with RunFile(path, header, machine.provenance(argv, plan.seed), fresh) as journal:
         check(path, journal.lines)
-        if (begun := journal.other_code()) is not None:
-            say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
+        if (commit := journal.other_commit()) is not None:
+            say(f"skipstone: warning: {path} was begun with other code (commit {commit[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = BenchModel(
-                name or BUNDLED, *load(name, dtype=plan.dtype, device=device, engine=plan.engine, quantize=plan.quantize)
-            )
-            entrants = enter(journal, subject, plan, say)
-            for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
-                room = ModelRunner(subject.model).max_positions - settings.max_new_tokens
-                limit = min(room, settings.prompt_tokens or room)
-                if limit < 1:
+            model, tokenizer = load(name, dtype=plan.dtype, device=device, engine=plan.engine, quantize=plan.quantize)
+            subject = BenchModel(name or BUNDLED, model, tokenizer)
+            entries = enter(journal, subject, plan, say)
+            for number, ((task, settings), split) in enumerate(zip(tasks, prompts, strict=True)):
+                free = ModelRunner(model).max_positions - settings.max_new_tokens
+                max_prompt_tokens = min(free, settings.prompt_tokens or free)
+                if max_prompt_tokens < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
-                reader = PromptBuilder(subject.tokenizer, settings.chat, limit)
-                task_run = TaskRun(subject.name, number, task, settings, reader, plan)
-                measure_task(journal, subject.model, task_run, entrants, both, say)
+                builder = PromptBuilder(tokenizer, settings.chat, max_prompt_tokens)
+                task_run = TaskRun(subject.name, number, task, settings, builder, plan)
+                measure_task(journal, model, task_run, entries, split, say)
                 if plan.perplexity:
-                    asked_of = sorted({line["index"] for line in task_run.lines(journal, "prompt")})
-                    measure_exits(journal, subject.model, task_run, [both[1][index] for index in asked_of], say)
+                    measured = sorted({line["index"] for line in task_run.lines(journal, "prompt")})
+                    measure_exits(journal, model, task_run, [split[1][index] for index in measured], say)
     return path
 
 
 def check_scores(plan: BenchPlan, tasks: Sequence[Task], say: Say) -> None:
-    """ValueError where code is allowed to run and no task does; ImportError for a score whose package is missing. Tasks that
-    would run code without leave are measured, not scored."""
+    """Check that every task can be scored.
+
+    ValueError if code may run and no task runs any; ImportError if a score's package is missing; OSError without a working
+    sandbox. Tasks that would run code without permission are measured, not scored.
+    """
     for task in tasks:
         if task.score is not None:
             task.score.ready()
@@ -116,9 +118,9 @@ def check_scores(plan: BenchPlan, tasks: Sequence[Task], say: Say) -> None:
 
 
 def enter(journal: RunFile, subject: BenchModel, plan: BenchPlan, say: Say) -> list[MethodEntry]:
-    """Who takes part on a model; a line about the model, where the file has none, after its ceiling was said."""
-    entrants, refused = line_up(plan.methods, subject.model, plan.tune)
-    if not entrants:
+    """The methods that take part on a model. Writes the model's line if the file has none."""
+    entries, refused = create_entries(plan.methods, subject.model, plan.tune)
+    if not entries:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
         config, runner = subject.model.config, ModelRunner(subject.model)
@@ -138,25 +140,26 @@ def enter(journal: RunFile, subject: BenchModel, plan: BenchPlan, say: Say) -> l
                 "ceiling": ceiling,
                 "synthetic": subject.synthetic,
                 "refused": refused,
-                "methods": {entrant.label: entrant.about() for entrant in entrants},
-                **priced(entrants, runner, say),
+                "methods": {entry.label: entry.about() for entry in entries},
+                **measure_prices(entries, runner, say),
             }
         )
-    return entrants
+    return entries
 
 
-def priced(entrants: Sequence[MethodEntry], runner: ModelRunner, say: Say) -> dict[str, Any]:
-    """What decoding costs on the model, and every candidate's drafter, as the model's line says it; nothing where no
-    candidate's speed-up follows from costs, or none can be measured."""
-    ours = {entrant.label: [one.method for one in entrant.candidates if isinstance(one, MethodBackend)] for entrant in entrants}
+def measure_prices(entries: Sequence[MethodEntry], runner: ModelRunner, say: Say) -> dict[str, Any]:
+    """Costs of steps and passes, and the drafter of every candidate, as the model's line holds them.
+
+    Empty if costs predict no candidate's speed-up, or cannot be measured.
+    """
+    ours = {entry.label: [one.method for one in entry.candidates if isinstance(one, MethodBackend)] for entry in entries}
     drafters = {label: [speedup_predictions.described(one, runner) for one in own] for label, own in ours.items()}
     drafters = {label: own for label, own in drafters.items() if any(own)}
     if not drafters:
         return {}
-    every = (speedup_predictions.draft_model(method, runner) for own in ours.values() for method in own)
-    models = {id(one): one for one in every if one is not None}
+    models = (speedup_predictions.draft_model(method, runner) for own in ours.values() for method in own)
     try:
-        found = costs_of(runner, (1,), [*models.values()])
+        found = costs_of(runner, (1,), [*{id(one): one for one in models if one is not None}.values()])
     except ValueError as error:
         say(f"costs are not measured: {error}")
         return {}
@@ -165,24 +168,24 @@ def priced(entrants: Sequence[MethodEntry], runner: ModelRunner, say: Say) -> di
 
 
 def measure_task(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entrants: Sequence[MethodEntry], both: Both, say: Say
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entries: Sequence[MethodEntry], prompts: PromptSplit, say: Say
 ) -> None:
-    """One task on one model: choose what is open, then ask everybody prompt by prompt."""
-    (spare, report), settings = both, task_run.settings
-    counts = is_calm if settings.skip_looping else lambda line: True
+    """Run one task on one model: choose open settings, then measure all methods prompt by prompt."""
+    (spare, report), settings = prompts, task_run.settings
     lines = task_run.lines(journal, "prompt")
     done = {line["index"] for line in [*lines, *task_run.lines(journal, "looping")]}
-    counted, wanted = sum(map(counts, lines)), task_run.wanted(len(report))
+    counted = sum(is_calm(line) for line in lines) if settings.skip_looping else len(lines)
+    wanted = task_run.num_wanted(len(report))
     if counted >= wanted:
         return
-    taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
-    if absent := [entrant.label for entrant in entrants if entrant not in taking]:
+    taking = [entry for entry in entries if entry.sampled or not settings.temperature]
+    if absent := [entry.label for entry in entries if entry not in taking]:
         say(f"{task_run.task.name}, T = {settings.temperature:g}: without {', '.join(absent)}, measured greedily only")
     if not taking:
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
-        engines = {entrant.label: _chosen(journal, model, task_run, entrant, spare) for entrant in taking}
-        longest = max((task_run.reader.ids(one) for one in report[:wanted]), key=len)
+        engines = {entry.label: _choose(journal, model, task_run, entry, spare) for entry in taking}
+        longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
         with progress(f"{task_run.model}, {task_run.task.name}", wanted - counted) as step:
@@ -191,12 +194,12 @@ def measure_task(
                     return
                 if index in done:
                     continue
-                if settings.skip_looping and (loop := looping(model, plain, one, index, task_run)) is not None:
-                    journal.add(loop)
+                if settings.skip_looping and (line := looping(model, plain, one, index, task_run)) is not None:
+                    journal.add(line)
                     continue
                 line = ask(model, engines, one, index, task_run)
                 journal.add(line)
-                if counts(line):
+                if not settings.skip_looping or is_calm(line):
                     counted += 1
                     step()
     if counted < wanted:
@@ -204,26 +207,26 @@ def measure_task(
 
 
 def measure_exits(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, report: Sequence[TaskConversation], say: Say
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, prompts: Sequence[TaskConversation], say: Say
 ) -> None:
-    """How well every exit predicts the task's answers, where it has answers; one line."""
+    """Measure how well every exit predicts the task's answers, if its records have answers."""
     if task_run.lines(journal, "exits"):
         return
-    pairs = task_run.answers(report, ModelRunner(model).max_positions)
+    pairs = task_run.answers(prompts, ModelRunner(model).max_positions)
     if not pairs:
         say(f"{task_run.task.name}: no perplexity, its records hold no answers")
         return
     with progress(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs)) as step:
-        found = at_every_exit(model, pairs, step)
-    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **found})
+        statistics = exit_statistics(model, pairs, step)
+    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **statistics})
 
 
 @torch.inference_mode()
-def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], done: Callable[[], None]) -> dict[str, Any]:
-    """What every exit knows of answers (LayerSkip, Table 1), as their line says it: the perplexity of a token, teacher-forced,
-    and the share of tokens at which an exit's best one is the last layer's; lists of L layers, layers[:1] first.
+def exit_statistics(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], done: Callable[[], None]) -> dict[str, Any]:
+    """Perplexity of every exit on answers, teacher-forced (LayerSkip, Table 1), and its agreement with the last layer.
 
-    pairs: (prompt [T], answer [A]) int64, T and A at least 1, one or more. done: called after each.
+    pairs: at least one of (prompt [T], answer [A]) int64, T and A at least 1. done: called after each. Lists of L layers begin
+    with layers[:1].
     """
     runner = ModelRunner(model)
     tally = ExitTally(runner, range(1, runner.depth + 1))
@@ -232,48 +235,47 @@ def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]]
         states = layer_states(runner, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
         tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(model.device))
         done()
-    known = {"perplexity": tally.perplexity(), "agreement": tally.agreement()}
-    return {"tokens": tally.tokens, **{name: [*by_exit.values()] for name, by_exit in known.items()}}
+    return {"tokens": tally.tokens, "perplexity": [*tally.perplexity().values()], "agreement": [*tally.agreement().values()]}
 
 
-def _chosen(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entrant: MethodEntry, spare: Sequence[TaskConversation]
+def _choose(
+    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entry: MethodEntry, spare: Sequence[TaskConversation]
 ) -> GenerationBackend:
-    """An entrant with its settings: as the file has them, or chosen now, on spare prompts."""
-    if len(entrant.candidates) == 1:
-        return entrant.candidates[0]
+    """An entry's best candidate, as the file says or measured now on spare prompts."""
+    if len(entry.candidates) == 1:
+        return entry.candidates[0]
+    key = {**task_run.key(), "method": entry.label}
     trials, earlier = (
-        [line for line in task_run.lines(journal, kind) if line["method"] == entrant.label] for kind in ("trial", "tuned")
+        [line for line in task_run.lines(journal, kind) if line["method"] == entry.label] for kind in ("trial", "tuned")
     )
     if earlier:
-        return entrant.candidates[earlier[0]["candidate"]]
-    ids = [task_run.reader.ids(one) for one in spare]
-    calls = sum(count * len(span) for count, span in rungs(len(entrant.candidates), len(ids)))
-    key = {**task_run.key(), "method": entrant.label}
+        return entry.candidates[earlier[0]["candidate"]]
+    ids = [task_run.builder.ids(one) for one in spare]
+    calls = sum(count * len(span) for count, span in rungs(len(entry.candidates), len(ids)))
     known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in trials}
     options = task_run.options(task_run.plan.tune_tokens)
-    warm_up(model, entrant.candidates[:1], ids[0], options)
-    with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
+    warm_up(model, entry.candidates[:1], ids[0], options)
+    with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entry.label}", calls - len(known)) as step:
 
         def call(candidate: int, prompt: int) -> tuple[int, float]:
             if (candidate, prompt) not in known:
-                found = measure(model, entrant.candidates[candidate], ids[prompt], options, task_run.plan.seed + prompt)
+                found = measure(model, entry.candidates[candidate], ids[prompt], options, task_run.plan.seed + prompt)
                 tokens, seconds = known[candidate, prompt] = len(found.tokens), found.seconds
-                told = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
-                journal.add({"kind": "trial", **key, **told})
+                result = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
+                journal.add({"kind": "trial", **key, **result})
                 step()
             return known[candidate, prompt]
 
-        tried = tune(entrant.candidates, len(ids), task_run.plan.seed, call)
+        tried = tune(entry.candidates, len(ids), task_run.plan.seed, call)
     best = tried[0]
     chosen = {"candidate": best.number, "chosen": best.engine.settings, "candidates": len(tried), "calls": calls}
-    journal.add({"kind": "tuned", **key, **chosen, "trials": [trial.report() for trial in tried[:MOST_TRIALS]]})
+    journal.add({"kind": "tuned", **key, **chosen, "trials": [trial.report() for trial in tried[:MAX_TRIALS]]})
     return best.engine
 
 
 @dataclass
 class CandidateRun:
-    """One candidate and what it has done so far."""
+    """One candidate and its calls so far."""
 
     number: int
     engine: GenerationBackend
@@ -282,7 +284,7 @@ class CandidateRun:
 
     @property
     def speed(self) -> float:
-        """Tokens a second over all prompts it has seen."""
+        """Tokens per second over all of its prompts."""
         return pooled(self.tokens, self.seconds)
 
     def report(self) -> dict[str, Any]:
@@ -291,26 +293,27 @@ class CandidateRun:
 
 
 def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
-    """The plan: (candidates still in, prompts they run on) per rung. Nothing is run for a single candidate."""
+    """(number of remaining candidates, their prompts) per rung. Empty for a single candidate."""
     plan, left, start = [], candidates, 0
     while left > 1 and start < prompts:
-        stop = prompts if left <= KEPT else min(start + RUNG, prompts)
+        stop = prompts if left <= REDUCTION else min(start + RUNG_PROMPTS, prompts)
         plan.append((left, range(start, stop)))
-        left, start = math.ceil(left / KEPT), stop
+        left, start = math.ceil(left / REDUCTION), stop
     return plan
 
 
 def tune(
     candidates: Sequence[GenerationBackend], prompts: int, seed: int, call: Callable[[int, int], tuple[int, float]]
 ) -> list[CandidateRun]:
-    """All candidates, best first: the fastest of those that saw the most prompts. A single one is left untried. call: of a
-    candidate's number and a prompt's, gives tokens and seconds."""
+    """All candidates, best first: the fastest of those with the most prompts. A single one is not tried.
+
+    call: (number of a candidate, number of a prompt) -> (tokens, seconds).
+    """
     rng = random.Random(seed)
     trials = [CandidateRun(number, engine) for number, engine in enumerate(candidates)]
     for count, span in rungs(len(trials), prompts):
-        running = trials[:count]
         for index in span:
-            for trial in rng.sample(running, len(running)):
+            for trial in rng.sample(trials[:count], count):
                 tokens, seconds = call(trial.number, index)
                 trial.tokens.append(tokens)
                 trial.seconds.append(seconds)
@@ -320,9 +323,9 @@ def tune(
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """What is being done, on stderr: a bar with the remaining time on a terminal, one line elsewhere.
+    """Progress on stderr: a bar on a terminal, one line elsewhere, nothing for total 0.
 
-    total: pieces of work, 0 says nothing. Yields what to call after every piece.
+    total: number of pieces of work. Yields a function to call after each.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

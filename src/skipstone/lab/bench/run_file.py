@@ -1,22 +1,22 @@
-"""The file of a run: JSON lines that only grow (`files.LineFile`), so that a killed run goes on where it stopped.
+"""The file of a run: JSON lines that only grow (`files.LineFile`), so that a killed run can be resumed.
 
-The first line says what is run and where (kind "run"). Then come a line a model ("model"; "calibrated" for a synthetic one),
-calls made to choose settings ("trial") and what was chosen ("tuned"), how well exits predict a task's answers ("exits"), a line
-a prompt ("prompt"), or a prompt that was left out because plain decoding repeats itself ("looping"), and, after an
-interruption, what the run went on with ("resumed").
+The first line holds the plan and the machine (kind "run"). Other kinds: "model" describes a model, "calibrated" a synthetic
+one. "trial" is a call that measures a candidate, "tuned" the chosen settings, "exits" the perplexity of every exit, "prompt" a
+measured prompt, "looping" a prompt that is left out because plain decoding repeats itself, and "resumed" the machine of a
+resumed run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skipstone.utils.files import LineFile, plain, read_lines
 
 VERSION = 1
-MACHINE = ("cpu", "cuda", "threads", "packages")  # what of the provenance a run that goes on must share with its beginning
-UNMEASURED = ("run", "resumed", "model")  # kinds of a file with which nothing is lost
-CELL = ("model", "number", "task", "temperature", "question")  # of which task on which model a line tells
-NEEDED: dict[str, tuple[str, ...]] = {
+MACHINE = ("cpu", "cuda", "threads", "packages")  # parts of the provenance that a resumed run must share with its beginning
+UNMEASURED = ("run", "resumed", "model")  # a file of these kinds alone may be overwritten
+CELL = ("model", "number", "task", "temperature", "question")  # identifies a task on a model
+KEYS: dict[str, tuple[str, ...]] = {
     "run": ("plan", "provenance"),
     "resumed": ("provenance",),
     "model": ("model", "dtype", "device", "ceiling", "synthetic", "refused", "methods"),
@@ -27,16 +27,13 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "looping": (*CELL, "index", "digest", "repeated_share"),
     "prompt": (*CELL, "index", "digest", "rows"),
 }
-"""Kind of a line -> what it must say."""
-_ROW = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")
+"""Kind of a line -> keys that it must have."""
+ROW_KEYS = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")
 Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    """The whole lines of a run's file, the first one first. A line that was being written when the run was killed is left out.
-
-    ValueError for what is no such file, or a damaged one.
-    """
+    """The lines of a run's file without an unfinished last line. ValueError for another or a damaged file."""
     lines = read_lines(path)
     if lines and (not isinstance(lines[0], dict) or lines[0].get("kind") != "run"):
         raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
@@ -46,59 +43,58 @@ def read(path: Path) -> list[Line]:
 
 
 def check(path: Path, lines: Sequence[Line]) -> None:
-    """ValueError for the first line that does not say what its kind says."""
-    models: dict[str, Line] = {}
+    """ValueError for the first line that lacks something."""
+    methods: dict[str, Container[str]] = {}
     for number, line in enumerate(lines, 1):
-        if (fault := _fault(line, models)) is not None:
+        if (fault := _fault(line, methods)) is not None:
             raise ValueError(f"{path}, line {number} is damaged: {fault}")
         if line["kind"] == "model":
-            models[line["model"]] = line
+            methods[line["model"]] = line["methods"]
 
 
-def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
-    """What is wrong with a line, None where nothing is. models: what was said about models before."""
-    if not isinstance(line, dict) or line.get("kind") not in NEEDED:
-        return f"expected an object with a kind, one of {', '.join(NEEDED)}"
+def _fault(line: Any, methods: Mapping[str, Container[str]]) -> str | None:
+    """The first fault of a line, or None. methods: model -> labels in its line."""
+    if not isinstance(line, dict) or line.get("kind") not in KEYS:
+        return f"expected an object with a kind, one of {', '.join(KEYS)}"
     kind = line["kind"]
-    if missing := [key for key in NEEDED[kind] if key not in line]:
+    if missing := [key for key in KEYS[kind] if key not in line]:
         return f"a line of kind {kind} says {missing[0]!r}, this one does not"
     if kind != "prompt":
         return None
-    if line["model"] not in models:
+    if line["model"] not in methods:
         return f"nothing was said about the model {line['model']!r} before"
     for label, row in line["rows"].items():
-        if missing := [key for key in _ROW if not isinstance(row, dict) or key not in row]:
+        if missing := [key for key in ROW_KEYS if not isinstance(row, dict) or key not in row]:
             return f"the row {label} has no {missing[0]!r}"
-        if label not in models[line["model"]]["methods"]:
+        if label not in methods[line["model"]]:
             return f"nothing was said about the method {label!r} before"
         if not row["seconds"] > 0:
             return f"the row {label} took {row['seconds']} seconds"
     return None
 
 
-def _given(plan: Line) -> Line:
-    """A plan without the options of tasks that are left open, which a newer skipstone has more of, and with the present names
-    of settings."""
-    from skipstone.methods import stored_settings  # imports torch, which a file is checked without
+def _comparable(plan: Line, provenance: Line) -> Line:
+    """All that two parts of a run must share. Unset options of tasks are left out, since a newer skipstone has more of them."""
+    from skipstone.methods import stored_settings  # imports torch, which checking a file does not need
 
-    methods = [stored_settings(wish["method"], wish) for wish in plan.get("methods", ())]
+    methods = [stored_settings(spec["method"], spec) for spec in plan.get("methods", ())]
     tasks = [{name: x for name, x in task.items() if x is not None} for task in plan.get("tasks", ())]
-    return {**plan, "methods": methods, "tasks": tasks}
+    return {**plan, "methods": methods, "tasks": tasks, **{key: provenance.get(key) for key in MACHINE}}
 
 
 class RunFile(LineFile):
-    """A run's file, open to be written on. lines: those of the run so far. `with` closes it."""
+    """A run's file, open for writing. lines: those of the run so far. `with` closes it."""
 
     def __init__(self, path: Path, plan: Line, provenance: Line, fresh: bool = False) -> None:
-        """Begin a file, or go on with one of the same plan on the same machine; fresh begins anew in any case.
+        """Begin a file, or resume one of the same plan on the same machine. fresh: overwrite it.
 
-        ValueError where it holds another run, with what differs, something else altogether, or is being written.
+        ValueError if it holds another run (with the differences), is no such file, or is being written.
         """
         super().__init__(path)
         try:
             self.lines: list[Line] = [] if fresh else read(path)
             if any(line["kind"] not in UNMEASURED for line in self.lines):
-                self._same(plain(plan), plain(provenance))
+                self._check_same(plain(plan), plain(provenance))
                 self.go_on()
                 self.add({"kind": "resumed", "provenance": provenance})
             else:
@@ -110,11 +106,10 @@ class RunFile(LineFile):
             self.close()
             raise
 
-    def _same(self, plan: Line, provenance: Line) -> None:
-        """ValueError where the file's run differs in what is measured, or in what it is measured on."""
+    def _check_same(self, plan: Line, provenance: Line) -> None:
+        """ValueError if the file's run has another plan or another machine."""
         first = self.lines[0]
-        there = {**_given(first["plan"]), **{key: first["provenance"].get(key) for key in MACHINE}}
-        here = {**_given(plan), **{key: provenance.get(key) for key in MACHINE}}
+        there, here = _comparable(first["plan"], first["provenance"]), _comparable(plan, provenance)
         if different := sorted(key for key in there | here if there.get(key) != here.get(key)):
             key = different[0]
             raise ValueError(
@@ -122,10 +117,10 @@ class RunFile(LineFile):
                 f"{here.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
             )
 
-    def other_code(self) -> str | None:
-        """The commit that the file was begun with, where it is another than that of this run or was changed since."""
-        shas = [line["provenance"].get("git") or {} for line in self.lines if line["kind"] in ("run", "resumed")]
-        return shas[0].get("sha") if any(one != shas[0] for one in shas) else None
+    def other_commit(self) -> str | None:
+        """The commit that the file was begun with, if a later part of the run has another one."""
+        commits = [line["provenance"].get("git") or {} for line in self.lines if line["kind"] in ("run", "resumed")]
+        return commits[0].get("sha") if any(one != commits[0] for one in commits) else None
 
     def add(self, *lines: Line) -> None:
         super().add(*lines)

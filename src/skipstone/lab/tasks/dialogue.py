@@ -39,6 +39,10 @@ class TaskConversation:
     def __len__(self) -> int:
         return 1 if self.ids is not None else len(self.turns)
 
+    def turn(self, index: int) -> str:
+        """The user's words of a turn; nothing for ids."""
+        return self.turns[index] if self.ids is None else ""
+
     @property
     def digest(self) -> str:
         """A short hash, to tell whether two runs asked the same."""

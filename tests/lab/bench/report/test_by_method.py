@@ -12,7 +12,7 @@ import pytest
 
 from skipstone import AdaSD, Autoregressive
 from skipstone.lab.bench.peers.hf import DraftAlone
-from skipstone.lab.bench.plan import line_up
+from skipstone.lab.bench.plan import create_entries
 from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import MeasurementGroup
 from skipstone.lab.bench.report.charts import along_text, by_threshold, layer_matrix
@@ -186,7 +186,7 @@ def test_a_draft_model_alone_gives_its_own_text() -> None:
     assert found.tokens == measure(helper, plain, prompt(9), options, 0).tokens
     assert found.tokens != measure(model, plain, prompt(9), options, 0).tokens
     wishes = [{"method": "autoregressive"}, {"method": "draft-alone", "draft_model": helper}]
-    entered, _ = line_up(wishes, model, False)
+    entered, _ = create_entries(wishes, model, False)
     assert [one.lossless for one in entered] == [True, False]
 
 
