@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from skipstone.assets import NANO
 from skipstone.engines.loading import load_model, load_tokenizer
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.check.kernel_invariance import measured, spread, stored_spread
+from skipstone.lab.check.kernel_invariance import compare_kernels, kv_spread, logits_spread
 
 TEXT = "Once upon a time there was a little girl who lived in a house near the woods with her mother and a small grey cat. "
 GROUP = 32  # inputs that share a scale, where a back end asks
@@ -75,14 +75,14 @@ def by_hqq(name: str, dtype: torch.dtype) -> Any:
 def row(title: str, model: Any, text: torch.Tensor) -> str:
     """A line of the table."""
     runner = ModelRunner(model)
-    found = measured(runner, text)
+    found = compare_kernels(runner, text)
     sums = "; ".join(
         f"{name} | {one.different} of {one.layers} | {one.largest:.1e} ({one.share:.0e})" for name, one in found.items()
     )
     with torch.inference_mode():
         logits = model(text[None]).logits[0, -1]
-    apart = spread(runner, text, torch.arange(len(logits)))
-    stored = stored_spread(runner, text)
+    apart = logits_spread(runner, text, torch.arange(len(logits)))
+    stored = kv_spread(runner, text)
     return f"| {title} | {sums} | {stored:.0e} | {apart:.1e} of {float(logits.abs().max()):.3g} |"
 
 

@@ -251,9 +251,9 @@ def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
     assert any("begun with other code (commit 0123456789ab)" in text for text in said)
 
 
-KILLS = (1, 5, 5, 4, 2)
-"""Before which line or tuning call each of five processes kills itself: before the first line, while settings are chosen, before
-the choice is written, and between prompts."""
+KILLS = (1, 5, 5, 8, 3)
+"""Before which line or tuning call each of five processes kills itself: before the first line, while settings are chosen, and
+between prompts."""
 
 
 def go(folder: Path, out: Path, left: int | None) -> None:

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import pkgutil
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from skipstone.lab.check import distribution_tests
 from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
 from tests.helpers import bugs, families
 from tests.helpers.bugs.base import broken
+from tests.helpers.checking import run_probe
 from tests.helpers.machine import prompt, sharpened, small
 from tests.helpers.pairwise import slow_except
 from tests.helpers.support import alone, message
@@ -37,21 +37,8 @@ def checked(method: Method, dtype: torch.dtype = torch.float32) -> CheckReport:
     return Checker(agreeing().to(dtype), method, PROMPTS, SCALE).run()
 
 
-class Partly(Checker):
-    """Some of the probes, after plain decoding's own."""
-
-    only: tuple[str, ...] = ()
-
-    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
-        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
-
-
 def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> CheckReport:
-    checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
-    checker.only = (only,)
-    report = checker.run()
-    assert [finding.name for finding in report.findings][1:] == [only]
-    return report
+    return run_probe(agreeing().to(dtype), method, PROMPTS, only)
 
 
 def assert_right(report: CheckReport, drafts: bool) -> None:
@@ -62,17 +49,16 @@ def assert_right(report: CheckReport, drafts: bool) -> None:
     assert (sum(finding.drafted for finding in report.findings) > 0) == drafts
 
 
+@pytest.mark.slow  # the bugs' control is a right method
 @pytest.mark.parametrize(
     "method",
     [
         Autoregressive(),
-        LayerSkip(exit_layer=2, num_speculative_tokens=3),
         LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
         LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
     ],
     ids=str,
 )
-@pytest.mark.slow  # the bugs' control is a right method
 def test_a_right_method_passes_every_probe(method: Method) -> None:
     assert_right(checked(method), drafts=method.name == "layerskip")
 

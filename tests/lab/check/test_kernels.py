@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from transformers import PreTrainedModel
 from skipstone import EarlyExit, LayerSkip, Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
-from skipstone.lab.check.kernel_invariance import ROWS, WIDTHS, measured, spread, stored_spread
+from skipstone.lab.check.kernel_invariance import ROWS, WIDTHS, compare_kernels, kv_spread, logits_spread
 from skipstone.models import quantised as rooms
 from tests.helpers import quantised
+from tests.helpers.checking import run_probe
 from tests.helpers.machine import prompt
 
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
@@ -53,7 +53,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 
 def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
-    found = measured(ModelRunner(model), torch.cat(PROMPTS))
+    found = compare_kernels(ModelRunner(model), torch.cat(PROMPTS))
     assert {name: (one.layers, one.different) for name, one in found.items()} == {
         "torchao Beside": (7, 7),
         "torchao Alone": (21, 0),
@@ -63,54 +63,34 @@ def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
     assert found["torchao Beside"].sums == ROWS * len(WIDTHS) * (64 + 32 + 32 + 64 + 128 + 128 + 64)
     assert str(found["torchao Alone"]) == "the same sums in all 21 layers"
     assert str(found["torchao Beside"]).startswith("other sums in 7 of 7 layers, by up to 0.001 (")
-
-
-def test_the_hooks_that_compare_are_taken_off(model: PreTrainedModel) -> None:
-    measured(ModelRunner(model), PROMPTS[0])
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-class Partly(Checker):
-    """Some of the probes, after plain decoding's own."""
-
-    only: str = ""
-
-    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
-        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] == self.only]
-
-
 def probed(model: PreTrainedModel, method: Method, only: str) -> CheckReport:
-    checker = Partly(model, method, PROMPTS, CheckScale(max_new_tokens=24, samples=50))
-    checker.only = only
-    report = checker.run()
-    assert [finding.name for finding in report.findings][1:] == [only]
-    return report
+    return run_probe(model, method, PROMPTS, only, samples=50)
 
 
-def test_the_report_says_which_kernels(model: PreTrainedModel) -> None:
+def test_the_report_names_the_kernels_of_a_quantised_model(model: PreTrainedModel) -> None:
     report = probed(model, SKIP, SUMS)
     assert report.passed
     assert (report.findings[1].unit, report.findings[1].tested > 0) == ("sums", True)
     assert "torchao Beside: other sums in 7 of 7 layers" in report.findings[1].note
     assert "torchao Alone: the same sums in all 21 layers" in report.findings[1].note
-
-
-def test_a_model_that_is_not_quantised_has_no_such_probe() -> None:
-    checker = Checker(quantised.plain(), SKIP, PROMPTS, CheckScale(max_new_tokens=8, samples=10))
-    assert SUMS not in [name for name, _ in checker._probes()]
+    plain = Checker(quantised.plain(), SKIP, PROMPTS, CheckScale(max_new_tokens=8, samples=10))
+    assert SUMS not in [name for name, _ in plain._probes()]
 
 
 @pytest.mark.slow
 def test_what_passes_of_other_widths_differ_by_is_measured(model: PreTrainedModel) -> None:
     runner = ModelRunner(model)
     whole, near = torch.cat(PROMPTS), torch.arange(5)
-    assert APART < spread(runner, whole, near) < 1
-    assert APART / 10 < stored_spread(runner, whole) < 0.1
+    assert APART < logits_spread(runner, whole, near) < 1
+    assert APART / 10 < kv_spread(runner, whole) < 0.1
     for module in model.modules():
         if isinstance(module, Beside):
             module.__class__ = Alone
-    assert spread(runner, whole, near) < 1e-3
-    assert stored_spread(runner, whole) < 1e-5
+    assert logits_spread(runner, whole, near) < 1e-3
+    assert kv_spread(runner, whole) < 1e-5
 
 
 @pytest.mark.slow
@@ -146,10 +126,10 @@ def test_texts_that_part_at_two_near_scores_are_a_tie(model: PreTrainedModel) ->
 def test_outliers_of_other_rows_change_the_sums_of_bitsandbytes() -> None:
     """A column of inputs beyond 6 in any row of a pass is computed in float16 for all of them."""
     model: Any = quantised.build("bitsandbytes 8 bit")
-    (found,) = measured(ModelRunner(model), torch.cat(PROMPTS)).values()
+    (found,) = compare_kernels(ModelRunner(model), torch.cat(PROMPTS)).values()
     assert 0 < found.different <= found.layers
     for module in model.modules():
         if hasattr(module, "state"):
             module.state.threshold = 0.0
-    (found,) = measured(ModelRunner(model), torch.cat(PROMPTS)).values()
+    (found,) = compare_kernels(ModelRunner(model), torch.cat(PROMPTS)).values()
     assert found.different == 0
