@@ -5,10 +5,8 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.cli import chat, runs
+from skipstone.cli import chat, timed_run
+from skipstone.cli.timed_run import Run
 from skipstone.decoding.prefill import Prefill
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.batch_group import BatchGroup
@@ -147,8 +146,7 @@ def test_without_a_chat_template_the_conversation_is_one_plain_text() -> None:
 
 
 def test_a_turn_reads_only_what_is_new_of_its_prompt(folder: Path, read: list[int]) -> None:
-    model, tokenizer = skipstone.load(folder)
-    talk = Conversation(ModelRunner(model), tokenizer, skipstone.LayerSkip(2, 4), {"do_sample": False}, 12)
+    talk = conversation(folder, skipstone.LayerSkip(2, 4))
     lengths = []
     for text in ("hi there, who are you?", "and now?", "so"):
         asked = talk.ask(text, 0)
@@ -210,10 +208,10 @@ def test_ctrl_c_before_the_first_token_takes_the_message_back(folder: Path, monk
 
 
 def test_a_second_ctrl_c_does_not_wait(hears_ctrl_c: None) -> None:
-    with chat.InterruptHandler() as brake:
+    with chat.DelayedInterrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            brake.check()
+            interrupt.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -223,7 +221,7 @@ def test_ctrl_c_while_a_pipe_is_read_ends_the_program(folder: Path, monkeypatch:
     def waiting() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "_piped_line", waiting)
+    monkeypatch.setattr(chat, "_read_piped_line", waiting)
     assert run("chat", folder, *LAYERSKIP).exit_code == 130
 
 
@@ -243,9 +241,9 @@ def typing(monkeypatch: pytest.MonkeyPatch, *events: str | type[BaseException]) 
     return screen
 
 
-def conversation(folder: Path) -> Conversation:
+def conversation(folder: Path, method: Any = None, most: int = 12) -> Conversation:
     model, tokenizer = skipstone.load(folder)
-    return Conversation(ModelRunner(model), tokenizer, skipstone.Autoregressive(), {"do_sample": False}, 12)
+    return Conversation(ModelRunner(model), tokenizer, method or skipstone.Autoregressive(), {"do_sample": False}, most)
 
 
 def test_ctrl_c_at_a_prompt_that_is_typed_keeps_the_conversation(
@@ -261,52 +259,24 @@ def test_ctrl_c_at_a_prompt_that_is_typed_keeps_the_conversation(
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
-@pytest.mark.parametrize("place", ["follow", "finish_reason"])
-def test_ctrl_c_right_after_an_answer_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(("owner", "place"), [(timed_run, "collect_run"), (Run, "finish_reason")])
+def test_ctrl_c_right_after_an_answer_keeps_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: object, place: str
+) -> None:
     """The signal comes when the last token is there, or when the answer's end is told."""
-    own = getattr(runs, place)
+    own = getattr(owner, place)
 
     def and_ctrl_c(*arguments: Any) -> Any:
         found = own(*arguments)
         signal.raise_signal(signal.SIGINT)
         return found
 
-    monkeypatch.setattr(runs, place, and_ctrl_c)
+    monkeypatch.setattr(owner, place, and_ctrl_c)
     typing(monkeypatch, "hi there", "and now?")
     talk = conversation(folder)
     chat.Chat(talk, None, False).talk("tiny")
     assert [one["role"] for one in talk.messages] == ["user", "assistant"] * 2
     assert all(one["content"] for one in talk.messages)
-
-
-def _hears_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.slow
-def test_ctrl_c_of_a_process(endless: Path, tmp_path: Path) -> None:
-    file, pipe = tmp_path / "saved.json", subprocess.PIPE
-    command = [sys.executable, "-m", "skipstone", "chat", str(endless), *LAYERSKIP, "--max-new-tokens", "100000"]
-    process: subprocess.Popen[bytes] = subprocess.Popen(
-        command,
-        bufsize=0,  # `communicate` knows of no buffer
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=_hears_ctrl_c,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"hi there\n")
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, said = process.communicate(f"/save {file}\n/quit\nnot any more\n".encode(), timeout=120)
-    assert process.returncode == 0, said.decode()
-    saved = json.loads(file.read_text())
-    assert (first + rest).decode() == piped([saved[1]["content"]])
-    assert re.search(rf"Stopped after {len(saved[1]['content'])} tokens", said.decode())
-    assert "Traceback" not in said.decode()
 
 
 # commands
@@ -396,36 +366,20 @@ def test_a_line_that_is_no_text_is_left_out(folder: Path) -> None:
     assert result.stdout == piped(answered(folder, ["hi there"]))
 
 
-@pytest.mark.parametrize("no_color", [False, True])
-def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_color: bool
-) -> None:
-    lines = ["hi there", "and now?"]
-    typed = iter(lines)
-
-    def type_in(prompt: str) -> str:
-        assert prompt == chat.PROMPT
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1") if no_color else monkeypatch.delenv("NO_COLOR", raising=False)
-    screen = Screen()
-    monkeypatch.setattr(sys, "stdin", Screen())
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(builtins, "input", type_in)
-    model, tokenizer = skipstone.load(folder)
-    method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4)
-    chat.Chat(Conversation(ModelRunner(model), tokenizer, method, {"do_sample": False}, 24), None, None).talk("tiny")
-    said, shown = capsys.readouterr().err, screen.getvalue()
-    assert "tiny, layerskip. /help lists the commands, Ctrl-D ends.\n" in said
-    assert said.count("accepted draft") == (0 if no_color else 1), "the legend once"
-    assert ("\x1b[4;32m" in shown) is not no_color
-    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == piped(answered(folder, lines, most=24))
-
-
 @pytest.mark.parametrize("flag", ["--top-p", "--seed"])
 def test_what_would_be_ignored_is_refused(folder: Path, flag: str) -> None:
     assert_refused(run("chat", folder, *LAYERSKIP, flag, 1), f"{flag} has no effect at temperature 0")
+
+
+def test_on_a_terminal_drafts_are_marked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = typing(monkeypatch, "hi there", "and now?")
+    chat.Chat(conversation(folder, skipstone.LayerSkip(2, 4), 24), None, None).talk("tiny")
+    said, shown = capsys.readouterr().err, screen.getvalue()
+    assert "tiny, layerskip. /help lists the commands, Ctrl-D ends.\n" in said
+    assert said.count("accepted draft") == 1, "the legend once"
+    assert "\x1b[4;32m" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == piped(answered(folder, ["hi there", "and now?"], most=24))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.cli.runs import Run, first_divergence
+from skipstone.cli.compare_with_plain import first_difference
+from skipstone.cli.timed_run import Run
 from skipstone.decoding import verify
 from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
 
@@ -85,6 +86,6 @@ def test_compare_under_sampling_compares_tokens_only_where_they_must_agree(folde
 
 def test_a_text_that_ends_early_differs_at_its_end(folder: Path) -> None:
     mine = job(folder)
-    gap = first_divergence(mine, [Run([1, 2]), Run([1, 2, 3])], [Run([1, 2]), Run([1, 2])])
+    gap = first_difference(mine, [Run([1, 2]), Run([1, 2, 3])], [Run([1, 2]), Run([1, 2])])
     assert gap is not None
     assert str(gap) == "first difference at token 2: plain 3 '#', method ended"

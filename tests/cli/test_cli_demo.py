@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skipstone.cli import demo, showing, terminal
-from tests.helpers.commandline import PROMPT, assert_refused, document, expected, run, succeed
+from skipstone.cli import demo, demo_view, terminal
+from tests.helpers.commandline import assert_refused, document, expected, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 
@@ -68,7 +68,7 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
         return made[-1]
 
     monkeypatch.setattr(terminal, "console", console)
-    monkeypatch.setattr(showing, "FRAME", 0)
+    monkeypatch.setattr(demo_view, "FRAME_SECONDS", 0)
     demo.demo(str(own), False, tmp_path / "demo.svg")
     shown = made[0].file.getvalue()  # type: ignore[attr-defined]
     steps = len(re.findall(r"─ plain ─", shown))
@@ -76,7 +76,15 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
     assert re.search(r"\x1b\[[0-9;]*4[;m]", shown), "underlined"
     picture = (tmp_path / "demo.svg").read_text()
     assert picture.count("plain&#160;─") == len(demo.SCENES)
+    assert picture.startswith("<svg")
+    assert "@font-face" not in picture
+    assert "cdn" not in picture
+
+
+def test_what_cannot_be_shown_is_refused(own: Path, folder: Path, tmp_path: Path) -> None:
     assert_refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
+    assert_refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
+    assert_refused(run("demo", folder), "names no method of its own")
 
 
 def test_without_a_model_the_bundled_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,28 +98,3 @@ def test_without_a_model_the_bundled_one_is_shown(monkeypatch: pytest.MonkeyPatc
     first = document("generate", "--prompt", demo.SCENES[0].prompt)
     assert first["text"] == succeed("generate", "--prompt", demo.SCENES[0].prompt, "--method", "autoregressive").stdout
     assert json.loads(first["text"])["intent"] == "set_alarm"
-
-
-def test_texts_that_differ_are_called_different(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict is computed: an early exit as the model's own method is found out."""
-    monkeypatch.setattr(demo, "SCENES", (demo.DemoPrompt("one", PROMPT, 24),))
-    lossy = {"method": "early_exit", "exit_layer": 1}
-    found = document("demo", variant("generation_config.json", skipstone=lossy, _from_model_config=False))
-    assert found["scenes"][0]["identical"] is False
-
-
-def test_the_picture_fetches_nothing(own: Path, tmp_path: Path) -> None:
-    succeed("demo", own, "--svg", tmp_path / "demo.svg")
-    picture = (tmp_path / "demo.svg").read_text()
-    assert picture.startswith("<svg")
-    assert "first" in picture
-    assert "@font-face" not in picture
-    assert "cdn" not in picture
-
-
-def test_a_picture_of_nothing_is_refused(own: Path, tmp_path: Path) -> None:
-    assert_refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
-
-
-def test_a_model_without_a_method_of_its_own_is_refused(folder: Path) -> None:
-    assert_refused(run("demo", folder), "names no method of its own")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.cli import bench, export, method_table, train
+from skipstone.cli import VERBS, bench, export, method_table, train
 from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import settings_of
-from skipstone.engines.loading import BUNDLED
+from skipstone.export.gguf.file import TYPES
+from skipstone.export.gguf.vocabulary import RULES
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.bench.report.report import FORMATS
 from skipstone.lab.bench.report.tables import LAYOUTS
@@ -145,11 +146,9 @@ def place(tmp_path: Path) -> Path:
 
 
 def _in_one_process(place: Path, commands: list[list[str]]) -> list[tuple[list[str], int, str, list[str]]]:
-
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", RUN_ALL, json.dumps(commands)]
     source = str(Path(__file__).parents[2] / "src")
-    environment["PYTHONPATH"] = source
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": source}
+    command = [sys.executable, "-c", RUN_ALL, json.dumps(commands)]
     done = subprocess.run(
         command, cwd=place, env=environment, input="", capture_output=True, text=True, check=True, timeout=120
     )
@@ -157,9 +156,7 @@ def _in_one_process(place: Path, commands: list[list[str]]) -> list[tuple[list[s
 
 
 def test_mistakes_are_told_before_torch_is_imported(place: Path) -> None:
-    commands = [text.replace("layerskip,", "layerskip ").replace("auto,", "auto ") for text, _ in MISTAKES]
-    arguments = [_words(text) for text in commands]
-    found = _in_one_process(place, arguments)
+    found = _in_one_process(place, [[word.replace(",", " ", "{" not in word) for word in text.split()] for text, _ in MISTAKES])
     assert len(found) == len(MISTAKES)
     for (given, code, stderr, heavy), (_, word) in zip(found, MISTAKES, strict=True):
         assert code == 2, (given, code, stderr)
@@ -167,17 +164,6 @@ def test_mistakes_are_told_before_torch_is_imported(place: Path) -> None:
         assert stderr.count("\n") == 1, (given, stderr)
         assert word in stderr, (given, stderr)
         assert heavy == [], (given, heavy, stderr)
-
-
-def _words(text: str) -> list[str]:
-    """Words, where what stands behind --method is one up to the next flag."""
-    words: list[str] = []
-    for word in text.split(" "):
-        if words and len(words) > 1 and words[-2] == "--method" and not word.startswith("-"):
-            words[-1] += f" {word}"
-        else:
-            words.append(word)
-    return words
 
 
 @pytest.mark.parametrize("group", ["bench", "train"])
@@ -188,22 +174,8 @@ def test_a_group_without_a_verb_shows_its_help_and_nothing_else(group: str) -> N
 
 
 def test_help_imports_no_torch(place: Path) -> None:
-    verbs = (
-        "",
-        "generate",
-        "chat",
-        "serve",
-        "batch",
-        "bench",
-        "bench run",
-        "check",
-        "inspect",
-        "search",
-        "train",
-        "train heads",
-    )
-    more = ("tune", "export", "push", "demo", "costs", "methods", "families", "env")
-    found = _in_one_process(place, [[*verb.split(), "--help"] for verb in (*verbs, *more)])
+    commands = [[], *([verb] for verb in VERBS), ["bench", "run"], ["train", "heads"]]
+    found = _in_one_process(place, [[*command, "--help"] for command in commands])
     assert all(code == 0 and not heavy for _, code, _, heavy in found), found
 
 
@@ -234,4 +206,4 @@ def test_values_that_are_known_without_torch_are_those_of_the_rooms() -> None:
     assert set(bench.LAYOUTS) == set(LAYOUTS)
     assert set(train.SHAPES) == set(SHAPES)
     assert set(train.PRESETS) == set(PRESETS)
-    assert export.BUNDLED == BUNDLED
+    assert (tuple(TYPES), tuple(RULES)) == (export.TYPES, export.RULES)

@@ -11,10 +11,6 @@ import gguf
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skipstone.assets import NANO as NANO_FOLDER
-from skipstone.cli import export
-from skipstone.export.gguf.file import TYPES
-from skipstone.export.gguf.vocabulary import RULES
 from tests.helpers.commandline import PROMPT, assert_refused, expected, run, succeed
 
 NANO = "skipstone-nano"
@@ -49,17 +45,6 @@ def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path) -> None:
     }
 
 
-def test_the_bundled_model_is_a_folder_to_other_engines(tmp_path: Path) -> None:
-    said = succeed("export", NANO, tmp_path / "draft").stdout
-    assert f"vllm serve {NANO_FOLDER} --speculative-config" in said
-    assert '"num_speculative_tokens": 8' in said
-
-
-def test_the_flags_know_what_the_package_knows() -> None:
-    """The command line has copies, which import no torch."""
-    assert (tuple(TYPES), tuple(RULES)) == (export.TYPES, export.RULES)
-
-
 def test_weights_keep_their_own_type(tmp_path: Path) -> None:
     succeed("export", NANO, tmp_path / "pair", "--to", "gguf", "--pre-tokenizer", "gpt-2")
     file = gguf.GGUFReader(tmp_path / "pair" / "target.gguf")
@@ -81,7 +66,6 @@ def test_a_method_says_which_layers_are_left(folder: Path, tmp_path: Path) -> No
         (("--exit-layer", 2, "--method", "early_exit"), "give either an exit layer or a method, found both"),
         (("--method", "self_speculative skip_attention=1 skip_mlp=2"), "skips the attention of layer 1 and the MLP of layer 2"),
         (("--method", "adadecode heads=x"), "adadecode does not draft with layers of the model alone"),
-        (("--exit-layer", 2, "--to", "eagle"), "--to must be one of draft, gguf, found 'eagle'"),
         (("--exit-layer", 2, "--to", "gguf", "--type", "Q8_0"), "--type must be one of F32, F16, BF16, found 'Q8_0'"),
         (("--exit-layer", 2, "--type", "F32"), "--type is for --to gguf"),
     ],

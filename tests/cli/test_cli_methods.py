@@ -97,74 +97,55 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
     assert "fancy_width=7   int; default of skipstone.Invented\n      how wide." in explained
 
 
-CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
-    --engine --quantize --device --json --debug"""
-MEASURING = {
-    "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --skip-looping --prompt-tokens
-        --max-new-tokens --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos
-        --perplexity --allow-code-execution --dtype --device --engine --quantize --threads --seed --fresh""",
-    "surrogate": """shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts --prompt-tokens
-        --max-new-tokens --tune-prompts --dtype --device --engine --quantize --threads --seed --fresh""",
-    "report": "files --format --layout --out --pictures",
-    "compare": "before after --tolerance",
-}
-
-
-TRAINING = {
-    "layerskip": "recipe --output --fresh --data-dir --dry-run --gpus --shape --mfu --peak-tflops --json",
-    "heads": "model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh",
+ENGINE = "--dtype --device --engine --quantize"
+GENERATION = f"{ENGINE} --kv-dtype --trust-remote-code --generation-config --override-generation-config"
+METHOD = "--method --speculative-config"
+FLAGS = {
+    "generate": f"""model --prompt --prompt-file --prompt-tokens --chat {METHOD} --max-new-tokens --temperature --top-k --top-p
+        --min-p --seed --stop --ignore-eos {GENERATION} --device-map --offload-folder --tp --compare --repeat --json --stats
+        --explain --color --no-color""",
+    "chat": f"model {METHOD} --system --max-new-tokens --temperature --top-p --seed {GENERATION} --color --no-color",
+    "check": f"""model {METHOD} --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed {ENGINE} --json""",
+    "search": f"""model --budget-seconds --out --prompt --prompts --max-new-tokens --skip-ratio --num-speculative-tokens
+        --picture {ENGINE} --seed""",
+    "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep {ENGINE}
+        --json""",
+    "inspect": f"model --prompt --max-new-tokens --heads --replay --out {ENGINE} --json",
+    "costs": f"model --batch --draft-model --again {ENGINE} --json",
+    "demo": "model --json --svg --engine --quantize",
+    "serve": f"""model {METHOD} --host --port --api-key --served-model-name --max-num-seqs --max-model-len --max-waiting
+        --request-timeout --drain-timeout --kv-cache-memory-bytes --log-format --ray --ray-address --replicas --min-replicas
+        --max-replicas --cpus-per-replica --gpus-per-replica {GENERATION}""",
+    "batch": f"""requests output --model --resume {METHOD} --served-model-name --max-num-seqs --max-model-len --ray --address
+        --actors --cpus-per-actor {GENERATION}""",
+    "push": "path repo_id --private --revision --dry-run",
+    "export": "model out --to --exit-layer --method --dtype --type --pre-tokenizer",
+    "methods": "name --json",
+    "families": "name --json --markdown",
+    "env": "--json",
+    "bench run": f"""models --plan --method --task --protocol --data-dir --out --num-prompts --skip-looping --prompt-tokens
+        --max-new-tokens --temperature --top-p --samples --shots --chat --no-chat --tune --tune-prompts --tune-tokens
+        --ignore-eos --perplexity --allow-code-execution {ENGINE} --threads --seed --fresh --no-fresh""",
+    "bench surrogate": f"""shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts
+        --prompt-tokens --max-new-tokens --tune-prompts {ENGINE} --threads --seed --fresh --no-fresh""",
+    "bench report": "files --format --layout --out --pictures",
+    "bench compare": "before after --tolerance",
+    "train layerskip": """recipe --output --fresh --no-fresh --data-dir --dry-run --no-dry-run --gpus --shape --mfu
+        --peak-tflops --json""",
+    "train heads": """model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh --no-fresh""",
 }
 
 
 def test_flags_are_frozen() -> None:
     """A flag that goes or changes its name breaks scripts: change this list only on purpose."""
     root: Any = typer.main.get_command(app)
-    generate = {name for p in root.commands["generate"].params for name in (*p.opts, *p.secondary_opts)}
-    of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
-        --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --quantize
-        --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --explain --color
-        --no-color --debug --generation-config --override-generation-config"""
-    assert generate == {*of_the_verb.split()}
-    verbs = "batch bench chat check costs demo env export families generate inspect methods push search serve train tune"
-    assert set(root.commands) == {*verbs.split()}
-    assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
-    checks = {name for parameter in root.commands["check"].params for name in parameter.opts}
-    assert checks == {*CHECK.split()}
-    for verb, own in MEASURING.items():
-        flags = {name for parameter in root.commands["bench"].commands[verb].params for name in parameter.opts}
-        assert flags == {*own.split(), "--debug"}, verb
-    searching = {name for parameter in root.commands["search"].params for name in parameter.opts}
-    assert searching == {
-        *("model", "--budget-seconds", "--out", "--prompt", "--prompts", "--max-new-tokens", "--skip-ratio"),
-        *("--num-speculative-tokens", "--picture", "--dtype", "--device", "--engine", "--quantize", "--seed", "--debug"),
-    }
-    looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
-    assert looking == {
-        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--quantize"),
-        *("--replay", "--json", "--debug"),
-    }
-    pricing = {name for parameter in root.commands["costs"].params for name in parameter.opts}
-    assert pricing == {
-        *("model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--quantize", "--json", "--debug")
-    }
-    answering = {name for parameter in root.commands["batch"].params for name in parameter.opts}
-    assert answering == {
-        *("requests", "output", "--model", "--resume", "--method", "--speculative-config", "--served-model-name"),
-        *("--max-num-seqs", "--max-model-len", "--ray", "--address", "--actors", "--cpus-per-actor", "--dtype", "--device"),
-        *("--engine", "--quantize", "--kv-dtype", "--trust-remote-code", "--debug"),
-        *("--generation-config", "--override-generation-config"),
-    }
-    exporting = {name for parameter in root.commands["export"].params for name in parameter.opts}
-    assert exporting == {
-        *("model", "out", "--to", "--exit-layer", "--method", "--dtype", "--type", "--pre-tokenizer", "--debug")
-    }
-    training = root.commands["train"].commands
-    assert set(training) == {"layerskip", "heads"}
-    for verb, own in TRAINING.items():
-        flags = {name for parameter in training[verb].params for name in parameter.opts}
-        assert flags == {*own.split(), "--debug"}, verb
-    assert {name for parameter in root.commands["methods"].params for name in parameter.opts} == {"name", "--json"}
-    assert {name for parameter in root.commands["env"].params for name in parameter.opts} == {"--json"}
+    commands = {}
+    for verb, command in root.commands.items():
+        commands |= {f"{verb} {name}": one for name, one in getattr(command, "commands", {}).items()} or {verb: command}
+    assert set(commands) == set(FLAGS)
+    for verb, flags in FLAGS.items():
+        found = {name for one in commands[verb].params for name in (*one.opts, *one.secondary_opts)}
+        assert found == {*flags.split(), "--debug"}, verb
 
 
 # the other verbs
@@ -207,6 +188,7 @@ def test_env_tells_versions_and_nothing_about_the_user() -> None:
     assert facts["torch"] == torch.__version__
     assert facts["skipstone"] == skipstone.__version__
     assert facts["torch_threads"] == torch.get_num_threads()
+    assert facts["engines"][0] == "eager"
     assert facts["cores"] >= 1
     assert facts["memory_gib"] > 0
     said = succeed("env").stdout

@@ -11,7 +11,6 @@ import time
 import httpx
 
 from skipstone.cli.serve import API_KEY
-from tests.helpers.commandline import run
 
 
 def test_it_starts_answers_and_ends_in_order() -> None:
@@ -46,9 +45,3 @@ def test_it_starts_answers_and_ends_in_order() -> None:
     assert any(line["logger"].startswith("skipstone.") and f"ready: {url}" in line["message"] for line in lines)
     assert "def add" not in written
     assert "sk-test" not in written
-
-
-def test_a_form_of_the_log_that_there_is_not_is_refused() -> None:
-    result = run("serve", "--log-format", "xml")
-    assert result.exit_code == 2
-    assert "--log-format must be one of text, json, found 'xml'" in result.stderr

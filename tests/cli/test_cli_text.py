@@ -13,36 +13,26 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from skipstone.cli import runs, showing
+from skipstone.cli import compare_with_plain
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
-from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, program, run, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, program, run, succeed
 
 SHORT = ("--max-new-tokens", 12, *LAYERSKIP)
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_piped_text_is_the_prompt_without_the_newline_that_echo_adds(folder: Path, end: str) -> None:
-    given = document("generate", folder, "--prompt", PROMPT, *SHORT)
-    piped = json.loads(succeed("generate", folder, "--json", *SHORT, stdin=PROMPT + end).stdout)
-    assert (piped["prompt_tokens"], piped["tokens"]) == (given["prompt_tokens"], given["tokens"])
+def test_piped_text_loses_the_newline_that_echo_adds_and_a_file_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    common, file = ("generate", folder, "--json", *SHORT), tmp_path / "prompt.txt"
 
+    def read(*flags: object, stdin: str | None = None) -> tuple[int, list[int]]:
+        found = json.loads(succeed(*common, *flags, stdin=stdin).stdout)
+        return found["prompt_tokens"], found["tokens"]
 
-def test_only_one_newline_goes(folder: Path) -> None:
-    given = document("generate", folder, "--prompt", PROMPT + "\n", *SHORT)
-    piped = json.loads(succeed("generate", folder, "--json", *SHORT, stdin=PROMPT + "\n\n").stdout)
-    assert piped["prompt_tokens"] == given["prompt_tokens"]
-
-
-def test_a_prompt_file_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
+    for end, left in (("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n")):
+        assert read(stdin=PROMPT + end) == read("--prompt", PROMPT + left)
     file.write_text(PROMPT + "\n")
-    given = document("generate", folder, "--prompt", PROMPT + "\n", *SHORT)
-    assert document("generate", folder, "--prompt-file", file, *SHORT)["prompt_tokens"] == given["prompt_tokens"]
-
-
-@pytest.mark.parametrize("stdin", ["", "\n", "\r\n"])
-def test_an_empty_pipe_is_refused(folder: Path, stdin: str) -> None:
-    assert_refused(run("generate", folder, *SHORT, stdin=stdin), "empty")
+    assert read("--prompt-file", file) == read("--prompt", PROMPT + "\n")
+    for nothing in ("", "\n", "\r\n"):
+        assert_refused(run("generate", folder, *SHORT, stdin=nothing), "empty")
 
 
 @pytest.mark.parametrize("flag", ["--stats", "--compare", "--color"])
@@ -71,15 +61,15 @@ def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path, charset: st
 
 
 def test_figures_of_a_busy_machine_are_marked() -> None:
-    assert runs.busy_warning(None, 0.02) is None
-    warning = runs.busy_warning(0.02, 0.4)
+    assert compare_with_plain.busy_warning(None, 0.02) is None
+    warning = compare_with_plain.busy_warning(0.02, 0.4)
     assert warning is not None
     assert "40 %" in warning
     assert "idle machine" in warning
 
 
 def test_a_comparison_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(showing, "busy_warning", lambda share: None if share is None else "busy: measure again")
+    monkeypatch.setattr(compare_with_plain, "busy_warning", lambda share: share is not None and "busy: measure again")
     result = succeed("generate", folder, "--prompt", PROMPT, *SHORT, "--compare")
     assert ("busy: measure again" in result.stderr) is Path("/proc/self/schedstat").exists()
 

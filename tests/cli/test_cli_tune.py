@@ -42,8 +42,11 @@ def test_what_is_kept_is_where_the_next_run_begins(folder: Path, cache: Path) ->
 
 
 @pytest.mark.slow
-def test_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
-    succeed("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
+def test_nothing_is_saved_on_request_and_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
+    common = ("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
+    succeed(*common, "--no-keep")
+    assert not (cache / "auto").exists()
+    succeed(*common)
     (file,) = (cache / "auto").iterdir()
     for number, text in enumerate(("{", "{}", json.dumps(json.loads(file.read_text()) | {"state": {}}))):
         file.write_text(text)
@@ -52,18 +55,11 @@ def test_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
         assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
 
 
-@pytest.mark.slow
-def test_nothing_is_kept_where_nobody_wants_it(folder: Path, cache: Path) -> None:
-    succeed("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16, "--no-keep")
-    assert not (cache / "auto").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         (("--method", "adasd"), "adasd with these settings changes texts"),
         (("--method", "layerskip exit_layer=99"), "exit_layer"),
-        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(folder: Path, flags: tuple[str, str], part: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone.cli import options
+from skipstone.cli import model_options
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES
@@ -104,12 +104,10 @@ def test_an_unknown_engine_is_named_with_the_choices(monkeypatch: pytest.MonkeyP
         ModelRunner(model, "warp")
     with pytest.raises(ValueError, match="one of auto, eager, native, compiled"):
         load(engine="warp")
-    with pytest.raises(ValueError, match="--engine must be one of auto, eager, native, compiled"):
-        options.known_engine("warp")
     monkeypatch.setenv(choice.VARIABLE, "warp")
     with pytest.raises(ValueError, match=f"{choice.VARIABLE} must be one of auto, eager, native, compiled, found 'warp'"):
         ModelRunner(model)
-    assert options.ENGINES == ENGINES
+    assert model_options.ENGINES == ENGINES
 
 
 @pytest.mark.usefixtures("able")

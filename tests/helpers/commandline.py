@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 from typer.main import get_command
 
 import skipstone
 from skipstone.cli import app
-from skipstone.cli.runs import RunInput
+from skipstone.cli.timed_run import RunInput
 
 PROMPT = "def add(a, b):\n    return a"
 LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")
@@ -28,7 +29,14 @@ def program() -> Any:
 
 
 def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:
-    return CliRunner().invoke(program(), [str(argument) for argument in arguments], input=stdin)
+    """The program in this process. It quietens libraries before they are imported, which is too late here."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return CliRunner().invoke(program(), [str(argument) for argument in arguments], input=stdin)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def succeed(*arguments: Any, stdin: str | None = None) -> Result:

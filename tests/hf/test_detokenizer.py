@@ -15,8 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import skipstone
 from skipstone import Detokenizer
-from skipstone.cli.runs import RunInput, decode
-from skipstone.cli.showing import TokenPrinter, document
+from skipstone.cli.run_report import run_document
+from skipstone.cli.timed_run import RunInput, decode
+from skipstone.cli.token_printer import TokenPrinter
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.conversation import Conversation
@@ -164,7 +165,7 @@ class TestUsers:
         painter.end()
         expected = self.expected(ids, run.tokens)
         assert capsys.readouterr().out == expected
-        assert document(None, job, resolve("autoregressive"), run, None)["text"] == expected
+        assert run_document(None, job, resolve("autoregressive"), run, None)["text"] == expected
 
     def test_conversation(self, model: Any, options: dict[str, Any]) -> None:
         tokenizer = TOKENIZERS["llama-2"]()

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import skipstone
 from skipstone.assets import NANO
-from skipstone.cli import options
+from skipstone.cli.model_options import GenerationModelOptions, read_overrides
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
@@ -89,7 +89,7 @@ def test_a_number_that_is_too_small_is_named_with_the_file_and_the_remedy(values
         skipstone.load(folder)
     with pytest.raises(ValueError, match=rf"{name}.*{remedy}"):
         replace_defaults(families.build("llama"), None, values)
-    model, _ = options.load(str(folder), "auto", "cpu", override_generation_config={name: None})
+    model, _ = GenerationModelOptions(str(folder), override_generation_config={name: None}).load()
     assert getattr(model.generation_config, name) is None
 
 
@@ -104,9 +104,9 @@ HARMFUL = {
 def test_a_file_that_nothing_can_load_is_ignored_by_a_flag(name: str, tmp_path: Path) -> None:
     folder = str(nano(tmp_path, HARMFUL[name]))
     with pytest.raises(ValueError, match=r"generation_config\.json.*(correct|remove) it"):
-        options.load(folder, "auto", "cpu")
+        GenerationModelOptions(folder).load()
     for model in (
-        options.load(folder, "auto", "cpu", generation_config={})[0],
+        GenerationModelOptions(folder, generation_config={}).load()[0],
         Chosen(folder, generation_config={}).load().model,
     ):
         assert model.generation_config.eos_token_id == (5 if "eos" in HARMFUL[name] else 0)
@@ -118,7 +118,7 @@ def test_a_batch_without_the_model_s_defaults_is_another_run() -> None:
 
 def test_a_field_that_transformers_refuses_can_be_overridden(tmp_path: Path) -> None:
     folder = str(nano(tmp_path, HARMFUL["refused by transformers"]))
-    model, _ = options.load(folder, "auto", "cpu", override_generation_config={"num_return_sequences": None})
+    model, _ = GenerationModelOptions(folder, override_generation_config={"num_return_sequences": None}).load()
     assert (model.generation_config.eos_token_id, model.generation_config.num_return_sequences) == (5, None)
 
 
@@ -160,7 +160,7 @@ def test_an_override_that_does_not_exist_is_refused_with_what_was_meant() -> Non
 
 def test_a_misspelt_override_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(ValueError, match=r"temprature.* temperature"):
-        options._read_overrides('{"temprature": 1.0}')
+        read_overrides('{"temprature": 1.0}')
 
 
 def test_stop_strings_of_the_model_work_in_a_server() -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import skipstone
-from skipstone.cli import options as cli_options
-from skipstone.cli.chat import Chat
+from skipstone.cli.chat import Chat, ChatSamplingOptions
 from skipstone.cli.chat import chat as cli_chat
+from skipstone.cli.generate import GenerationOptions, OutputOptions, PlacedModelOptions, PromptSource
 from skipstone.cli.generate import generate as cli_generate
+from skipstone.cli.method_options import MethodOptions
+from skipstone.cli.model_options import GenerationModelOptions, ModelOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
@@ -115,9 +117,10 @@ def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -
         model, PROMPT, "autoregressive", tokenizer=words, seed=7, max_new_tokens=TOKENS, num_return_sequences=1, **options
     )
     over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, **body})
-    monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
+    monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: (model, words))
     seed: dict[str, Any] = {"seed": 7} if "temperature" in flags else {}
-    cli_generate(prompt=PROMPT, method="autoregressive", max_new_tokens=TOKENS, **flags, **seed)
+    decoding = GenerationOptions(max_new_tokens=TOKENS, **flags, **seed)
+    cli_generate(PromptSource(PROMPT), MethodOptions("autoregressive"), decoding, PlacedModelOptions(), OutputOptions())
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -166,10 +169,11 @@ def test_chat_builds_the_request_of_the_server(
 ) -> None:
     model, words = families.build("llama"), tokenizer()
     model.generation_config = GenerationConfig(eos_token_id=[1, 60], pad_token_id=0, stop_strings=["<23>"], top_k=9)
-    monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
+    monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: (model, words))
     monkeypatch.setattr(Chat, "talk", lambda chat, _: chat._answer(PROMPT))
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
-    cli_chat(method="autoregressive", max_new_tokens=TOKENS, **sampled)
+    sampling = ChatSamplingOptions(max_new_tokens=TOKENS, **sampled)
+    cli_chat(method=MethodOptions("autoregressive"), sampling=sampling, model=GenerationModelOptions())
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0, **sampled, "seed": 7}
     over_http_and_in_a_batch(model, words, body, "/v1/chat/completions")
     found = [described(one) for one in seen]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 ASSETS = Path(__file__).parent
+BUNDLED = "skipstone-nano"  # the name of the bundled model
 NANO = ASSETS / "nano"  # the bundled model: recipes/train/nano.yaml makes it
 HEADS = {"nano-code": NANO / "heads" / "code", "nano-maths": NANO / "heads" / "maths"}
 """Its exit heads by name: recipes/train/nano-heads-code.yaml and recipes/train/nano-heads-maths.yaml make them."""

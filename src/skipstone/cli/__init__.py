@@ -6,42 +6,32 @@ once.
 
 import sys
 import traceback
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import (
-    batch,
-    bench,
-    chat,
-    check,
-    costs,
-    demo,
-    env,
-    export,
-    families,
-    generate,
-    inspect,
-    methods,
-    push,
-    search,
-    serve,
-    train,
-    tune,
+from skipstone.cli.errors import INTERRUPTED, report_error
+from skipstone.cli.options import takes_groups
+from skipstone.cli.terminal import replace_unprintable_characters
+
+VERBS = (
+    *("demo", "generate", "chat", "check", "inspect", "costs", "search", "tune", "serve", "batch", "push", "export"),
+    *("methods", "families", "env", "bench", "train"),
 )
-from skipstone.cli.terminal import INTERRUPTED, forgive_characters, report
+"""Each verb is the function, or the group of verbs, that the file of its name defines. Help lists them in this order."""
 
 
 class CommandGroup(TyperGroup):
     """The root command: turns every error into one line and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run, then leave with 0, or 2 for a user's mistake, 1 for a defect or a machine's limits, 130 after Ctrl-C."""
-        state: dict[str, Any] = {"debug": False}
+        """Run, then exit with 0, 2 for a user's mistake, 1 for a defect or a machine's limits, or 130 after Ctrl-C."""
+        state = {"debug": False}
         extra |= {"standalone_mode": False, "prog_name": "skipstone", "obj": state}
-        forgive_characters()
+        replace_unprintable_characters()
         try:
             code = super().main(*args, **extra)
         except (KeyboardInterrupt, typer.Abort):
@@ -49,7 +39,7 @@ class CommandGroup(TyperGroup):
         except Exception as error:
             if state["debug"]:
                 traceback.print_exception(error)
-            code = report(error)
+            code = report_error(error)
         sys.exit(code or 0)
 
 
@@ -58,8 +48,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"skipstone {__version__}")
         raise typer.Exit()
 
@@ -67,7 +57,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
-    wanted: Annotated[
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
@@ -75,11 +65,12 @@ def root(
         typer.echo(ctx.get_help())
 
 
-VERBS = (demo.demo, generate.generate, chat.chat, check.check, inspect.inspect, costs.costs, search.search, tune.tune)
-for verb in (*VERBS, serve.serve, batch.batch, push.push, export.export, methods.methods, families.families, env.env):
-    app.command(rich_help_panel="CommandGroup")(verb)
-for name, group in (("bench", bench.bench), ("train", train.train)):
-    app.add_typer(group, name=name, rich_help_panel="CommandGroup")
+for name in VERBS:
+    verb = getattr(import_module(f"{__name__}.{name}"), name)
+    if isinstance(verb, typer.Typer):
+        app.add_typer(verb, name=name, rich_help_panel="Commands")
+    else:
+        app.command(rich_help_panel="Commands")(takes_groups(verb))
 
 
 main = app  # the console script

@@ -3,77 +3,88 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import grouped, option
+from skipstone.cli import terminal
+from skipstone.cli.method_options import MethodOptions, check_method_values
+from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.options import OptionGroup, flag, option
+from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions
 
 if TYPE_CHECKING:
     from skipstone.serving.batch_files.batch import Chosen
     from skipstone.serving.batch_files.lines import Lines
 
 SOME_FAILED = 3
-"""The exit code where the output is whole, and some of its lines tell of an error."""
-Tell = Callable[[int, int], None]
+"""The exit code if the output is whole and some of its lines hold an error."""
+Report = Callable[[int, int], None]
+"""Called with the number of answers so far, and how many of them are errors."""
+
+
+@dataclass(frozen=True)
+class BatchModelOptions(GenerationModelOptions):
+    """The model as an option, because the arguments are files."""
+
+    model: str | None = flag(None, "A folder or a hub id. Default: the bundled model.", "--model")
+
+
+@dataclass(frozen=True)
+class ActorOptions(OptionGroup, panel="Ray"):
+    """How many actors answer, and where. ValueError for options that need --ray."""
+
+    ray: bool = flag(False, "Answer on Ray Data, by an actor a device.", "--ray")
+    address: str | None = flag(None, RAY_ADDRESS)
+    actors: int | None = flag(None, "Models that answer. Default: one a GPU, else as many as there are CPUs for.", min=1)
+    cpus_per_actor: int = flag(1, "CPUs that each of them has.", min=1)
+
+    def __post_init__(self) -> None:
+        if not self.ray and not self.is_default:
+            raise ValueError("--address, --actors and --cpus-per-actor need --ray")
 
 
 def batch(
     requests: Annotated[Path, typer.Argument(help="A file of requests, as OpenAI's batch API has it.", metavar="INPUT")],
     output: Annotated[Path, typer.Argument(help="The file of answers that is written.", metavar="OUTPUT")],
-    model: Annotated[str | None, option("A folder or a hub id. Default: the bundled model.", "--model")] = None,
+    *,
+    model: BatchModelOptions,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what an interrupted run has begun.")] = False,
-    method: options.MethodText = None,
-    speculative_config: options.MethodConfig = None,
+    method: MethodOptions,
     served_model_name: Annotated[str | None, option("What requests call the model. Default: what --model says.")] = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = None,
-    max_num_seqs: options.MaxNumSeqs = 8,
-    max_model_len: options.MaxModelLen = None,
-    ray: Annotated[bool, grouped("Ray", "Answer on Ray Data, by an actor a device.", "--ray")] = False,
-    address: options.RayAddress = None,
-    actors: Annotated[
-        int | None, grouped("Ray", "Models that answer. Default: one a GPU, else as many as there are CPUs for.", min=1)
-    ] = None,
-    cpus_per_actor: Annotated[int, grouped("Ray", "CPUs that each of them has.", min=1)] = 1,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    kv_dtype: options.KvDtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    limits: TextLimitOptions,
+    actors: ActorOptions,
 ) -> None:
     """Answer a file of requests, line by line in its order; a run that was killed goes on where it stopped."""
-    if not ray and (address is not None or actors is not None or cpus_per_actor != 1):
-        raise ValueError("--address, --actors and --cpus-per-actor need --ray")
-    asked = options.asked_method(method, speculative_config)
+    chosen_method = method.parse()
     from skipstone.serving.batch_files.journal import expect_free, whole
     from skipstone.serving.batch_files.lines import Lines
 
     expect_free(output, resume=resume)
     lines = Lines(requests)
-    if not ray:  # actors may lie on machines that have other folders
-        options.check_model(model)
-    options.check_values(asked)
+    if not actors.ray:  # actors may lie on machines that have other folders
+        expect_model(model.model)
+    check_method_values(chosen_method)
     _expect_packages()
     from skipstone.serving.batch_files.batch import Chosen
 
     began = time.monotonic()
     if (failed := whole(output, lines)) is None:
-        setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code, asked, served_model_name
-        chosen = Chosen(model, *setup, max_num_seqs, max_model_len, generation_config, override_generation_config)
-        with _said_where_answers_are(output):
-            failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
+        setup = model.dtype, model.device, model.engine, model.quantize, model.kv_dtype, model.trust_remote_code
+        replacement = model.generation_config, model.override_generation_config or {}
+        limit = limits.max_num_seqs, limits.max_model_len
+        chosen = Chosen(model.model, *setup, chosen_method, served_model_name, *limit, *replacement)
+        with _journal_named_after_interrupt(output):
+            failed = _answer(chosen, output, lines, actors)
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)
 
 
 def _expect_packages() -> None:
-    """ImportError without what a server is made of, which answers here as well."""
+    """ImportError without the packages of a server, which answers here as well."""
     from skipstone.utils.extras import installed
 
     for module in ("fastapi", "prometheus_client", "sse_starlette"):
@@ -81,8 +92,8 @@ def _expect_packages() -> None:
 
 
 @contextmanager
-def _said_where_answers_are(output: Path) -> Iterator[None]:
-    """Where a run is ended in its middle, where its answers are."""
+def _journal_named_after_interrupt(output: Path) -> Iterator[None]:
+    """If a run ends early, say which file has its answers."""
     from skipstone.serving.batch_files.journal import journal_of
 
     try:
@@ -93,36 +104,34 @@ def _said_where_answers_are(output: Path) -> Iterator[None]:
         raise
 
 
-def _answer(chosen: "Chosen", output: Path, lines: "Lines", ray: tuple[str | None, int | None, int] | None) -> int:
-    """Returns how many answers are errors. ray: the address, the actors and the CPUs of each; None for this process."""
+def _answer(chosen: "Chosen", output: Path, lines: "Lines", actors: ActorOptions) -> int:
+    """Answer all lines. Returns how many answers are errors."""
     from skipstone.serving.batch_files import batch, cluster
 
-    if ray is not None:
-        placing = cluster.Placing(*ray)
-        with _progress(len(lines)) as tell:
-            return cluster.run(chosen, placing, output, lines, tell)
+    if actors.ray:
+        placing = cluster.Placing(actors.address, actors.actors, actors.cpus_per_actor)
+        with _progress(len(lines)) as progress:
+            return cluster.run(chosen, placing, output, lines, progress)
     loaded = chosen.load()
-    with _progress(len(lines)) as tell:
-        return batch.run(loaded, output, lines, tell)
+    with _progress(len(lines)) as progress:
+        return batch.run(loaded, output, lines, progress)
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Tell]:
-    """What shows how far a run is and when it will have ended; nothing where stderr is no terminal."""
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, failed: None
-        return
+def _progress(total: int) -> Iterator[Report]:
+    """On a terminal a bar with the time left; elsewhere nothing."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    said = TextColumn("{task.fields[failed]} errors,"), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
-    with Progress(BarColumn(), MofNCompleteColumn(), TextColumn("lines,"), *said, console=console) as progress:
+    console = terminal.console(stderr=True)
+    errors = TextColumn("{task.fields[failed]} errors,")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("lines,"), errors, TimeElapsedColumn(), TextColumn("left:"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = None
 
-        def tell(done: int, failed: int) -> None:
+        def report(done: int, failed: int) -> None:
             nonlocal task
-            if task is None:  # what an earlier run has done says nothing of the speed
+            if task is None:  # answers of an earlier run say nothing of the speed
                 task = progress.add_task("", total=total, completed=done, failed=failed)
             progress.update(task, completed=done, failed=failed)
 
-        yield tell
+        yield report

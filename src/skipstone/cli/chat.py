@@ -1,25 +1,30 @@
-"""`skipstone chat`: a conversation with a model. Answers go to stdout as they are made, everything else to stderr."""
+"""`skipstone chat`: a conversation with a model. Answers go to stdout while they are decoded, everything else to stderr."""
 
 import json
 import secrets
 import signal
 import sys
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import grouped
+from skipstone.cli import terminal
+from skipstone.cli.errors import report_error
+from skipstone.cli.files import expect_parent_folder
+from skipstone.cli.method_options import MethodOptions, check_method_values
+from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.options import flag, option
+from skipstone.cli.sampling_options import SamplingOptions
 from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from skipstone.cli.runs import Run, RunInput
+    from skipstone.cli.timed_run import Run, RunInput
     from skipstone.decoding.draft import Step
     from skipstone.serving.conversation import Conversation, PendingAnswer
 
 PROMPT = ">>> "
-"""What stands before a line that is typed."""
+"""Printed before a line that is typed."""
 HELP = """\
 /method NAME [settings]  write with another method from the next answer on; without a name: say which one writes
 /stats                   figures of the last answer
@@ -31,49 +36,36 @@ Ctrl-C stops an answer that is being written, or clears the line that is typed.
 A message that begins with a slash needs a space before it."""
 
 
+@dataclass(frozen=True)
+class ChatSamplingOptions(SamplingOptions, panel="Decoding"):
+    """How the tokens of answers are chosen."""
+
+    max_new_tokens: int = flag(512, "Most tokens of an answer.", min=1)
+    seed: int | None = flag(None, "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
+
+
 def chat(
-    model: options.Model = None,
-    method: options.MethodText = None,
-    speculative_config: options.MethodConfig = None,
-    system: Annotated[str | None, grouped("Conversation", "What the model is told before anything else.")] = None,
-    max_new_tokens: Annotated[int, grouped("Decoding", "Most tokens of an answer.", min=1)] = 512,
-    temperature: Annotated[float, grouped("Decoding", "0 is greedy.", min=0.0)] = 0.0,
-    top_p: Annotated[float | None, grouped("Decoding", "Default: the model's own, or 1.", min=0.0, max=1.0)] = None,
-    seed: Annotated[
-        int | None, grouped("Decoding", "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
-    ] = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    kv_dtype: options.KvDtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
-    debug: options.Debug = False,
+    *,
+    method: MethodOptions,
+    system: Annotated[str | None, option("A message to the model before all others.", panel="Conversation")] = None,
+    sampling: ChatSamplingOptions,
+    model: GenerationModelOptions,
+    color: Annotated[bool | None, option("Mark accepted drafts. Default: on terminals.", panel="Output")] = None,
 ) -> None:
     """Talk with a model. A line is a message; /help lists the commands; earlier turns are not read again."""
-    flags = SimpleNamespace(**locals())
-    for name in ("top_p", "seed"):
-        if temperature == 0 and getattr(flags, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
-    asked = options.checked_method(model, method, speculative_config)
-    names = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
-    setup = {name: getattr(flags, name) for name in names}
-    loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
-    from skipstone.engines.loading import BUNDLED
+    chosen = method.parse()
+    expect_model(model.model)
+    check_method_values(chosen)
+    loaded, tokenizer = model.load()
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
     from skipstone.hf.generation_defaults import expect_usable_defaults
-    from skipstone.hf.requests import generation_options
     from skipstone.serving.conversation import Conversation
 
-    decoding = generation_options(temperature=temperature, top_p=top_p)
-    runner, chosen = ModelRunner(loaded), resolve_for(loaded, asked)
+    runner, resolved = ModelRunner(loaded), resolve_for(loaded, chosen)
     expect_usable_defaults(runner, tokenizer)
-    conversation = Conversation(runner, tokenizer, chosen, decoding, max_new_tokens, system)
-    Chat(conversation, seed, color).talk(model or BUNDLED)
+    conversation = Conversation(runner, tokenizer, resolved, sampling.generation_options(), sampling.max_new_tokens, system)
+    Chat(conversation, sampling.seed, color).talk(model.name)
 
 
 class Chat:
@@ -82,154 +74,138 @@ class Chat:
 
     def __init__(self, conversation: "Conversation", seed: int | None, color: bool | None) -> None:
         self.conversation, self.seed, self.color = conversation, seed, color
-        self.last: tuple[RunInput, PendingAnswer, Run] | None = None  # the last answer
+        self.last_answer: tuple[RunInput, PendingAnswer, Run] | None = None
         commands = {"method": self._method, "stats": self._stats, "save": self._save, "reset": self._reset, "help": self._help}
         self.commands = commands
 
     def talk(self, name: str) -> None:
-        """Read messages and commands until there are no more. name: of the model."""
+        """Read messages and commands until the input ends. name: of the model."""
         if not self.conversation.has_template:
             say(f"{name} has no chat template: your lines and its answers are continued as one plain text.")
-        if typed():
+        if is_interactive():
             say(f"{name}, {self.conversation.method.name}. /help lists the commands, Ctrl-D ends.")
             with suppress(ImportError):  # not on Windows
                 import readline  # noqa: F401  # lets `input` edit a line and go back to earlier ones
         is_over = False
         while not is_over:
             try:
-                is_over = self._turn()
+                is_over = self._take_turn()
             except KeyboardInterrupt:
                 if sys.stdin is None or not sys.stdin.isatty():
                     raise
                 say("Ctrl-D or /quit ends the conversation; /save FILE writes it to a file.")
 
-    def _turn(self) -> bool:
+    def _take_turn(self) -> bool:
         """Read one line and do what it says. Returns whether it was the last one."""
-        line = next_line()
+        line = read_line()
         if line is None or line.rstrip() == "/quit":
             return True
         if line.startswith("/"):
-            self._obey(line)
+            name, _, argument = line[1:].partition(" ")
+            if name in self.commands:
+                self.commands[name](argument.strip())
+            else:
+                say(f"There is no command /{name}; /help lists those that there are.")
         elif line.strip():
             self._answer(line)
         return False
-
-    # ------------------------------------------------------------------------------------------------------ answers
 
     def _answer(self, text: str) -> None:
         """Write the answer to a message, to its end or to Ctrl-C."""
         from skipstone.serving.conversation import ContextFull
 
         try:
-            asked = self.conversation.ask(text, secrets.randbits(32) if self.seed is None else self.seed)
-            steps = self.conversation.answer(asked)
+            pending = self.conversation.ask(text, secrets.randbits(32) if self.seed is None else self.seed)
+            steps = self.conversation.answer(pending)
         except ContextFull as error:
             say(f"{error}; /reset begins a new conversation.")
             return
         except ValueError as error:
-            terminal.report(error)
+            report_error(error)
             return
-        with InterruptHandler() as brake:  # until the answer is kept: Ctrl-C after its last token must not lose it
-            job, run = self._shown(asked, steps, brake)
+        with DelayedInterrupt() as interrupt:  # until the answer is kept: Ctrl-C after its last token must not lose it
+            job, run = self._print_answer(pending, steps, interrupt)
             if run.tokens or not run.interrupted:
-                self.conversation.keep(asked, run.tokens)
-                self.last = job, asked, run
-        if run.interrupted and not run.tokens:
+                self.conversation.keep(pending, run.tokens)
+                self.last_answer = job, pending, run
+        reason, count = run.finish_reason(job), len(run.tokens)
+        if run.interrupted and not count:
             say("Stopped before the first token: your message was taken back.")
-            return
-        self._say_why_it_ended(job, asked, run)
-
-    def _shown(self, asked: "PendingAnswer", steps: Any, brake: "InterruptHandler") -> "tuple[RunInput, Run]":
-        """Print the steps of an answer as they are made."""
-        import torch
-
-        from skipstone.cli.runs import RunInput, follow
-        from skipstone.cli.showing import TokenPrinter
-
-        talk = self.conversation
-        ids = torch.tensor([asked.pending.prompt_ids], dtype=torch.int64, device=talk.model.device)
-        job = RunInput(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
-        painter = TokenPrinter(job, self.color)
-
-        def show(step: "Step") -> None:
-            painter.show(step)
-            brake.check()
-
-        with closing(steps):
-            run = follow(lambda: steps, show)
-        painter.end(legend=self.last is None)
-        if not painter.on_terminal:
-            print(flush=True)  # answers in a pipe are told apart by lines
-        return job, run
-
-    def _say_why_it_ended(self, job: "RunInput", asked: "PendingAnswer", run: "Run") -> None:
-        """Where that is not the model's own doing."""
-        from skipstone.cli.runs import finish_reason
-
-        reason, count = finish_reason(run, job), len(run.tokens)
-        if reason == "interrupted":
+        elif reason == "interrupted":
             say(f"Stopped after {count} tokens, which stay in the conversation.")
-        elif reason == "length" and asked.is_cut:
+        elif reason == "length" and pending.is_cut:
             say(f"The context is full: the answer was cut after {count} tokens; /reset begins a new conversation.")
         elif reason == "length":
             say(f"The answer was cut after {count} tokens; --max-new-tokens allows more.")
 
-    # ----------------------------------------------------------------------------------------------------- commands
+    def _print_answer(self, pending: "PendingAnswer", steps: Any, interrupt: "DelayedInterrupt") -> "tuple[RunInput, Run]":
+        """Print the steps of an answer while they are made."""
+        import torch
 
-    def _obey(self, line: str) -> None:
-        name, _, rest = line[1:].partition(" ")
-        command = self.commands.get(name)
-        if command is None:
-            say(f"There is no command /{name}; /help lists those that there are.")
-        else:
-            command(rest.strip())
+        from skipstone.cli.timed_run import RunInput, collect_run
+        from skipstone.cli.token_printer import TokenPrinter
+
+        conversation = self.conversation
+        ids = torch.tensor([pending.pending.prompt_ids], dtype=torch.int64, device=conversation.model.device)
+        job = RunInput(conversation.model.model, conversation.tokenizer, ids, pending.options, pending.seed)
+        printer = TokenPrinter(job, self.color)
+
+        def show(step: "Step") -> None:
+            printer.show(step)
+            interrupt.check()
+
+        with closing(steps):
+            run = collect_run(lambda: steps, show)
+        printer.end(legend=self.last_answer is None)
+        if not printer.on_terminal:
+            print(flush=True)  # lines separate answers in a pipe
+        return job, run
 
     def _method(self, text: str) -> None:
         from skipstone.hf.generate_call import resolve_for
         from skipstone.methods import spell
 
-        talk = self.conversation
+        conversation = self.conversation
         if not text:
-            say(f"{spell(talk.method)} writes the answers.")
+            say(f"{spell(conversation.method)} writes the answers.")
             return
         try:
-            talk.use(resolve_for(talk.model.model, text))
+            conversation.use(resolve_for(conversation.model.model, text))
         except (ValueError, OSError, ImportError) as error:
-            terminal.report(error)
+            report_error(error)
         else:
-            say(f"{talk.method.name} writes from the next answer on, which reads the conversation once more.")
+            say(f"{conversation.method.name} writes from the next answer on, which reads the conversation once more.")
 
     def _stats(self, _: str) -> None:
-        from skipstone.cli.showing import figures
+        from skipstone.cli.run_report import figure_lines
 
-        if self.last is None:
+        if self.last_answer is None:
             say("There are no figures yet: nothing was answered.")
             return
-        job, asked, run = self.last
-        for line in figures(job, asked.pending.method, run):
+        job, answer, run = self.last_answer
+        pending = answer.pending
+        for line in figure_lines(job, pending.method, run):
             say(line)
-        pending = asked.pending
         say(f"{pending.stats.cached_tokens} of {len(pending.prompt_ids)} prompt tokens were known from earlier turns")
-        decided = [step for step in run.steps if step.reason]
-        if decided:
-            say(f"last decision: {decided[-1].drafter}, because {decided[-1].reason}")
+        decisions = [step for step in run.steps if step.reason]
+        if decisions:
+            say(f"last decision: {decisions[-1].drafter}, because {decisions[-1].reason}")
 
     def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
         if not name:
             say("Say where to: /save FILE.")
-            return
-        path = Path(name).expanduser()
-        if path.exists():
+        elif path.exists():
             say(f"{path} is there already and was left as it is; give another name.")
-            return
-        messages = self.conversation.messages
-        try:
-            options.check_folder_of(path)
-            write_whole(path, json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
-        except (OSError, ValueError) as error:
-            terminal.report(error)
         else:
-            say(f"{len(messages)} messages are in {path}.")
+            messages = self.conversation.messages
+            try:
+                expect_parent_folder(path)
+                write_whole(path, json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
+            except (OSError, ValueError) as error:
+                report_error(error)
+            else:
+                say(f"{len(messages)} messages are in {path}.")
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
@@ -239,54 +215,52 @@ class Chat:
         say(HELP)
 
 
-class InterruptHandler:
-    """While a text is written, Ctrl-C waits for the end of the step that is being taken, so that the row stays whole. A second
-    one does not wait."""
+class DelayedInterrupt:
+    """Inside, Ctrl-C waits for the end of the current step, so that the row stays whole. A second Ctrl-C does not wait."""
 
     def __enter__(self) -> Self:
-        self._pulled = False
-        self._before = signal.signal(signal.SIGINT, self._pull)
+        self._is_requested = False
+        self._previous_handler = signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _pull(self, *_: object) -> None:
-        if self._pulled:
-            raise KeyboardInterrupt
-        self._pulled = True
+    def _request(self, *_: object) -> None:
+        self.check()
+        self._is_requested = True
 
     def check(self) -> None:
-        """Between two steps: KeyboardInterrupt where Ctrl-C came."""
-        if self._pulled:
+        """Called between two steps. KeyboardInterrupt if Ctrl-C was pressed."""
+        if self._is_requested:
             raise KeyboardInterrupt
 
 
 def say(text: str) -> None:
-    """Print what is no answer, on stderr."""
+    """Print a message to the user on stderr; stdout has answers only."""
     print(terminal.harmless(text), file=sys.stderr)
 
 
-def typed() -> bool:
+def is_interactive() -> bool:
     """Whether somebody types the lines and sees the answers."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def next_line() -> str | None:
+def read_line() -> str | None:
     """The next line, without its end; None after the last one. KeyboardInterrupt for Ctrl-C."""
     try:
-        return input(PROMPT) if typed() else _piped_line()
+        return input(PROMPT) if is_interactive() else _read_piped_line()
     except UnicodeDecodeError:
         say("A line that is not UTF-8 was left out.")
         return ""
     except EOFError:
-        print(file=sys.stderr)  # what the shell writes next begins a line
+        print(file=sys.stderr)  # the shell's next output begins a line
         return None
     except KeyboardInterrupt:
         print(file=sys.stderr)
         raise
 
 
-def _piped_line() -> str | None:
+def _read_piped_line() -> str | None:
     line = b"" if sys.stdin is None else sys.stdin.buffer.readline()
     return line.decode().rstrip("\r\n") if line else None

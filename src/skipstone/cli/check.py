@@ -7,67 +7,66 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import option
+from skipstone.cli.errors import DEFECT, one_line
+from skipstone.cli.method_options import MethodOptions, check_method_values
+from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.options import AsJson, option
+from skipstone.cli.prompt_options import expect_prompt_files
 
 if TYPE_CHECKING:
     from skipstone.lab.check.check import ProbeResult
 
 
 def check(
-    model: options.Model = None,
-    method: options.MethodText = None,
-    speculative_config: options.MethodConfig = None,
+    method: MethodOptions,
     prompts: Annotated[Path | None, option("Your own prompts, JSON lines with the key prompt. Default: bundled ones.")] = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.", min=2)] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.", min=4)] = 128,
     max_new_tokens: Annotated[int, typer.Option(help="Of every greedy text.", min=8)] = 64,
     samples: Annotated[int, typer.Option(help="Sampled texts of each law, and as many plain ones.", min=100)] = 400,
     seed: Annotated[int, typer.Option(help="Of all draws.", min=0)] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
+    *,
+    model: ModelOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     from skipstone.lab.tasks.data_sets import named
 
-    options.check_prompts(prompts)
+    if prompts is not None:
+        expect_prompt_files(prompts)
     task = named("self" if prompts is None else str(prompts))
     rows = task.records(None)
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
-    asked = options.checked_method(model, method, speculative_config)
+    chosen = method.parse()
+    expect_model(model.model)
+    check_method_values(chosen)
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.api import resolve_for
     from skipstone.lab.check.check import Checker, CheckScale
     from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
-    chosen = resolve_for(loaded, asked)
-    reader = PromptBuilder(tokenizer, False, prompt_tokens)
-    spread = rows[:: len(rows) // num_prompts][:num_prompts]
-    texts = [reader.ids(TaskConversation(task.name, (task.ask(row)[0],))) for row in spread]
-    report = Checker(loaded, chosen, texts, CheckScale(max_new_tokens, samples, seed)).run(
-        (lambda _: None) if as_json else tell
-    )
+    loaded, tokenizer = model.load(keep_weights=True)
+    resolved = resolve_for(loaded, chosen)
+    builder = PromptBuilder(tokenizer, False, prompt_tokens)
+    selected = rows[:: len(rows) // num_prompts][:num_prompts]
+    texts = [builder.ids(TaskConversation(task.name, (task.ask(row)[0],))) for row in selected]
+    checker = Checker(loaded, resolved, texts, CheckScale(max_new_tokens, samples, seed))
+    report = checker.run((lambda _: None) if as_json else show_probe)
     if as_json:
-        found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
         document |= {"dtype": report.dtype, "device": report.device, "engine": ModelRunner(loaded).engine.name}
-        print(json.dumps({**document, "findings": found}))
+        print(json.dumps({**document, "findings": [finding.report() for finding in report.findings]}))
     else:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"
         print(f"{report.method['method']}, {report.dtype} on {report.device}: {verdict}")
     if not report.proves:
         print("skipstone: warning: drafts were never accepted or never rejected, so this proves little", file=sys.stderr)
     if not report.passed:
-        raise typer.Exit(terminal.DEFECT)
+        raise typer.Exit(DEFECT)
 
 
-def tell(finding: "ProbeResult") -> None:
+def show_probe(finding: "ProbeResult") -> None:
     """One probe in one line, and a line for each of its first bugs and ties."""
     state = "BUG " if finding.bugs else "tie " if finding.ties else "ok  "
     drafts = f", {finding.accepted} of {finding.drafted} drafts accepted" if finding.drafted else ""
@@ -75,7 +74,7 @@ def tell(finding: "ProbeResult") -> None:
     unit = f"{finding.unit} " if finding.unit else ""
     print(f"{state} {finding.name}: {finding.tested:,} {unit}compared{drafts}{note}", flush=True)
     for bug in finding.bugs[:3]:
-        print(f"       {terminal.one_line(bug)}")
+        print(f"       {one_line(bug)}")
     for tie in finding.ties[:3]:
         print(
             f"       prompt {tie.prompt}, new token {tie.position}: {tie.found} for {tie.expected}, {tie.gap:.2g} apart where "

@@ -12,7 +12,9 @@ from typing import Annotated
 
 import typer
 
-from skipstone.cli import options, terminal
+from skipstone.cli import terminal
+from skipstone.cli.files import expect_writable
+from skipstone.cli.model_options import Engine, Model, ModelOptions, Quantize, expect_model
 from skipstone.utils.files import write_whole
 
 CODE = '''import json
@@ -42,55 +44,55 @@ NEXT = """
 What to type next:
   {program} generate --prompt $'> play some quiet jazz in the kitchen\\n' --compare
   {program} generate MODEL --prompt "..." --method "layerskip exit_layer=4" --compare
-docs/training.md tells how early exits are trained into a model of your own.
+docs/training.md tells how to train early exits into a model of your own.
 """
 
 
 def demo(
-    model: options.Model = None,
+    model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    debug: options.Debug = False,
+    engine: Engine = "auto",
+    quantize: Quantize = "none",
 ) -> None:
-    """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost, and transformers beside."""
+    """The same text twice, plainly and with LayerSkip: live, side by side, with the costs of each, and by transformers."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
-    options.check_writable(svg)
-    options.check_model(model)
+    expect_writable(svg)
+    expect_model(model)
     import torch
     from rich.console import Console
 
-    from skipstone.cli import runs
-    from skipstone.cli.runs import RunInput, by_transformers, compared
-    from skipstone.cli.showing import side_by_side
+    from skipstone.cli.compare_with_plain import busy_warning, compare_with_plain, run_transformers
+    from skipstone.cli.demo_view import show_side_by_side
+    from skipstone.cli.timed_run import RunInput
     from skipstone.hf.api import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 
-    loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine, quantize=quantize)
+    loaded, tokenizer = ModelOptions(model, device="cpu", engine=engine, quantize=quantize).load(keep_weights=True)
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"
         )
     method = resolve_for(loaded, None)
-    console, camera, scenes = terminal.console(), None, []
-    if svg is not None:  # records what is there at the end of each scene: a live display is printed many times
-        camera = Console(record=True, file=StringIO(), width=console.width, force_terminal=True, highlight=False, markup=False)
+    console, recorder, scenes = terminal.console(), None, []
+    if svg is not None:  # it records the end of each scene only, because a live display is printed many times
+        width = console.width
+        recorder = Console(record=True, file=StringIO(), width=width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
         ids = torch.tensor([tokenizer.encode(scene.prompt)], dtype=torch.int64, device=loaded.device)
         job = RunInput(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
         if as_json:
-            run, comparison = compared(job, method)
+            run, comparison = compare_with_plain(job, method)
             if comparison is None:
                 raise KeyboardInterrupt
-            theirs = by_transformers(job, run.tokens)
+            theirs = run_transformers(job, run.tokens)
         else:
-            comparison, theirs = side_by_side(console, job, method, scene.title, camera)
-        busy = runs.busy_warning(comparison.waited_share, theirs["waited_share"])
-        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs, "warning": busy})
-    if svg is not None and camera is not None:
-        picture = camera.export_svg(title="skipstone demo")
+            comparison, theirs = show_side_by_side(console, job, method, scene.title, recorder)
+        warning = busy_warning(comparison.waited_share, theirs["waited_share"])
+        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs, "warning": warning})
+    if svg is not None and recorder is not None:
+        picture = recorder.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
     if as_json:
         print(json.dumps({"method": {"method": method.name, **method.settings}, "scenes": scenes}))
@@ -99,8 +101,8 @@ def demo(
 
 
 def _program() -> str:
-    """How this program was started, as the reader would type it."""
+    """The command that the reader would type to start this program."""
     if shutil.which("skipstone"):
         return "skipstone"
-    started = Path(sys.argv[0])
-    return f"{Path(sys.executable).name} -m skipstone" if started.name == "__main__.py" else os.path.relpath(started)
+    script = Path(sys.argv[0])
+    return f"{Path(sys.executable).name} -m skipstone" if script.name == "__main__.py" else os.path.relpath(script)

@@ -12,7 +12,7 @@ PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     """Versions, processor, threads, GPUs and memory, for a bug report."""
-    facts = collect()
+    facts = collect_facts()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -22,8 +22,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON doc
         typer.echo(f"{name:{width}}  {'none' if shown in (None, '') else shown}")
 
 
-def collect() -> dict[str, Any]:
-    """The facts as plain JSON values, None where one does not apply."""
+def collect_facts() -> dict[str, Any]:
+    """The facts as plain JSON values, None for one that does not apply."""
     import torch
 
     from skipstone.engines.engine import QUANTIZED
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "memory_gib": memory,
         "engines": ["eager", "native" if missing is None else f"native: no, {missing}", "compiled"],
-        "quantize": [one for one in QUANTIZED if one != "none"] if missing is None else [],  # the native engine's
+        "quantize": [name for name in QUANTIZED if name != "none"] if missing is None else [],  # the native engine's
         "cuda": torch.version.cuda,
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],
     }

@@ -10,8 +10,8 @@ from skipstone.utils.settings_files import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
 SUPPORT = ("tested", "derived", "refused")
-SPELT = {"gpt-sw3": "gpt2"}
-"""Names that transformers has for a type beside its own."""
+OTHER_NAMES = {"gpt-sw3": "gpt2"}
+"""Second names that transformers has for a type."""
 
 
 def families(
@@ -65,7 +65,7 @@ def described() -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     tested = TESTED | TESTED_AROUND_TEXT
     kinds = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    for kind in sorted({SPELT.get(one, one) for one in map(str, kinds)}):
+    for kind in sorted({OTHER_NAMES.get(kind, kind) for kind in map(str, kinds)}):
         support = "refused" if kind in REFUSED else "tested" if kind in tested else "derived"
         known = {"native": kind in RECIPES, "eager": True, "compiled": kind in tested - UNCOMPILED}
         engines = "" if support == "refused" else ", ".join(engine for engine, runs in known.items() if runs)

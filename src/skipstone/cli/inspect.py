@@ -4,13 +4,17 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import option
+from skipstone.cli import terminal
+from skipstone.cli.files import expect_readable, expect_writable
+from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.options import AsJson, option
+from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
     from skipstone.lab.inspect.lens import HeadLens, Lens
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: options.Model = None,
+    *,
     prompt: Annotated[
         list[str] | None, option("What to continue; may be given several times. Default: bundled prompts.")
     ] = None,
@@ -26,135 +30,129 @@ def inspect(
     heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
     replay: Annotated[Path | None, option("Decide again what a log of auto's decisions holds (`auto log=FILE`).")] = None,
     out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page; with --replay .png or .svg.")] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
+    model: ModelOptions,
+    as_json: AsJson = False,
 ) -> None:
-    """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
-    bring on this machine."""
-    _check_files(replay, out)
+    """The logit lens: each layer's best token, agreement, similarity and time, and the speed-up on this machine if its first
+    layers drafted."""
+    suffix, kind = (".html", "page") if replay is None else (".svg", "one")
+    if out is not None and out.suffix not in (".png", suffix):
+        raise ValueError(f"--out is a .png file or a {suffix} {kind}, found {out}")
+    expect_writable(out)
+    expect_readable(replay)
     if replay is not None:
-        return show_decisions(replay, as_json, out)
-    asked = options.texts_or_bundled(prompt)
-    options.check_model(model)
+        show_decisions(replay, as_json, out)
+    else:
+        _look_through_layers(model, PromptOptions(prompt).texts(), max_new_tokens, heads, out, as_json)
+
+
+def _look_through_layers(
+    model: ModelOptions, texts: list[str], max_new_tokens: int, heads: str | None, out: Path | None, as_json: bool
+) -> None:
+    expect_model(model.model)
     import torch
 
-    from skipstone.engines.loading import BUNDLED
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.inspect.lens import look, save, through
     from skipstone.methods.adadecode.heads import load_heads
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
+    loaded, tokenizer = model.load()
     exit_heads = None if heads is None else load_heads(heads, ModelRunner(loaded))
-    prompts = options.ids_of(asked, tokenizer)
+    prompts = encode_texts(texts, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]  # [L][n], every layer's best tokens
     final = [str(tokenizer.decode([token])) for token in lens.tokens]  # [n], those that were generated
-    seen = None
+    head_lens = None
     if exit_heads is not None:
         answers = torch.tensor(lens.tokens, dtype=torch.int64, device="cpu").tensor_split(lens.breaks[1:])
-        seen = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
-    for path in () if out is None else save(lens, words, final, out, seen):
+        head_lens = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
+    for path in () if out is None else save(lens, words, final, out, head_lens):
         print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
-        texts = {"prompts": asked, "texts": final, "top_texts": words}
-        found = {"kind": "skipstone-inspect", "model": model or BUNDLED, **computed_by(loaded), **texts, **asdict(lens)}
-        print(json.dumps(found if seen is None else {**found, "heads": asdict(seen)}))
-        return None
+        engine, dtype = ModelRunner(loaded).engine, str(loaded.dtype).removeprefix("torch.")
+        document = {"kind": "skipstone-inspect", "model": model.name, "dtype": dtype, "device": str(loaded.device)}
+        document |= {"engine": engine.name, "quantize": engine.quantize}
+        document |= {"prompts": texts, "texts": final, "top_texts": words, **asdict(lens)}
+        print(json.dumps(document if head_lens is None else {**document, "heads": asdict(head_lens)}))
+        return
     show_layers(lens)
-    return None if seen is None else show_heads(seen)
-
-
-def _check_files(replay: Path | None, out: Path | None) -> None:
-    """OSError or ValueError for files that cannot be read or written."""
-    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
-    if out is not None and out.suffix not in suffixes:
-        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
-    options.check_writable(out)
-    options.check_readable(replay)
+    if head_lens is not None:
+        show_heads(head_lens)
 
 
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
-    """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
-    from itertools import groupby
-
+    """Every decision of a log, made again from the same numbers, and how many of them are the recorded ones."""
     from skipstone.lab.inspect.decisions import save
     from skipstone.methods.auto.policy_log import replayed
 
-    found = list(replayed(path, time.perf_counter))
+    plans = list(replayed(path, time.perf_counter))
     if out is not None:
-        save(found, out)
+        save(plans, out)
         print(f"skipstone: {out}", file=sys.stderr)
-    same = sum(one.is_same for one in found)
+    same = sum(plan.is_same for plan in plans)
     if as_json:
         decisions = [
             {
-                "position": one.position,
-                "tokens": one.tokens,
-                "same": one.is_same,
-                "kind": one.again.kind,
-                "reason": one.again.reason,
-                "plain_steps_lost": one.lost,
+                "position": plan.position,
+                "tokens": plan.tokens,
+                "same": plan.is_same,
+                "kind": plan.again.kind,
+                "reason": plan.again.reason,
+                "plain_steps_lost": plan.lost,
             }
-            for one in found
+            for plan in plans
         ]
         print(json.dumps({"kind": "skipstone-replay", "decisions": decisions, "same": same}))
         return
-    table = _table("at token", "steps", "drafter", "tokens", "because")
-    for (kind, reason), group in groupby(found, lambda one: (one.again.kind, one.again.reason)):
-        plans = list(group)
-        steps, tokens = sum(one.steps for one in plans), sum(one.tokens for one in plans)
-        table.add_row(str(plans[0].position), str(steps), kind, f"{tokens:g}", reason)
+    table = terminal.figure_table("at token", "steps", "drafter", "tokens", "because")
+    for (kind, reason), members in groupby(plans, lambda plan: (plan.again.kind, plan.again.reason)):
+        group = list(members)
+        table.add_row(str(group[0].position), *_sums(group, kind), reason)
     terminal.console().print(table)
-    terminal.console().print(_losses(found))
-    print(f"{same} of {len(found)} decisions are as recorded{_durations(found) if found else ''}")
+    terminal.console().print(_losses(plans))
+    print(f"{same} of {len(plans)} decisions are as recorded{_durations(plans) if plans else ''}")
 
 
-def _losses(found: "list[Replayed]") -> Any:
-    """What kinds of decisions come to beside plain decoding, those that lose most first."""
-    table = _table("drafter", "plans", "steps", "tokens", "plain steps lost")
-    kinds = {kind: [one for one in found if one.again.kind == kind] for kind in {one.again.kind for one in found}}
-    for kind, plans in sorted(kinds.items(), key=lambda each: -sum(one.lost for one in each[1])):
-        steps, tokens = sum(one.steps for one in plans), sum(one.tokens for one in plans)
-        table.add_row(kind, str(len(plans)), str(steps), f"{tokens:g}", f"{sum(one.lost for one in plans):.1f}")
+def _sums(plans: "list[Replayed]", *between: str) -> tuple[str, ...]:
+    """Steps and tokens of some plans, as cells of a table."""
+    return str(sum(plan.steps for plan in plans)), *between, f"{sum(plan.tokens for plan in plans):g}"
+
+
+def _losses(plans: "list[Replayed]") -> Any:
+    """What each kind of decision lost compared with plain decoding, the largest loss first."""
+    table = terminal.figure_table("drafter", "plans", "steps", "tokens", "plain steps lost")
+    kinds = {kind: [plan for plan in plans if plan.again.kind == kind] for kind in {plan.again.kind for plan in plans}}
+    losses = {kind: sum(plan.lost for plan in group) for kind, group in kinds.items()}
+    for kind in sorted(kinds, key=lambda kind: -losses[kind]):
+        table.add_row(kind, str(len(kinds[kind])), *_sums(kinds[kind]), f"{losses[kind]:.1f}")
     return table
 
 
-def _durations(found: "list[Replayed]") -> str:
-    """What deciding and learning take now."""
+def _durations(plans: "list[Replayed]") -> str:
+    """How long the policy takes now."""
     from statistics import median
 
-    deciding, learning = 1e6 * median(one.deciding for one in found), 1e6 * median(one.learning for one in found)
-    steps = sum(one.steps for one in found) / len(found)
+    deciding, learning = 1e6 * median(plan.deciding for plan in plans), 1e6 * median(plan.learning for plan in plans)
+    steps = sum(plan.steps for plan in plans) / len(plans)
     return f", {deciding:.0f} us to decide and {learning:.0f} us to learn from it, in the middle, for {steps:.1f} steps"
 
 
-def computed_by(loaded: Any) -> dict[str, str | None]:
-    """What a model is computed in, where and by what."""
-    from skipstone.engines.model_runner import ModelRunner
-
-    engine, dtype = ModelRunner(loaded).engine, str(loaded.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "device": str(loaded.device), "engine": engine.name, "quantize": engine.quantize}
-
-
 def show_layers(lens: "Lens") -> None:
-    """A line a layer, and the answer."""
-    table = _table("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain")
+    """A line per layer, and the best exit."""
+    table = terminal.figure_table(
+        "layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain"
+    )
     best = max(lens.expected, key=lambda one: one.speed_up, default=None)
     for index, agreement in enumerate(lens.agreement):
-        one = lens.expected[index] if index < len(lens.expected) else None
-        pays = "" if one is None else f"{one.speed_up:.2f}{' *' if one is best else ''}"
+        exit_figures = lens.expected[index] if index < len(lens.expected) else None
         table.add_row(
             str(index + 1),
             f"{agreement:.2f}",
             f"{sum(first <= index + 1 for first in lens.first) / len(lens.first):.2f}",
             f"{lens.similarity[index]:.3f}",
             f"{1000 * lens.costs.layers[index]:.2f}",
-            "" if one is None else str(one.num_speculative_tokens),
-            pays,
+            "" if exit_figures is None else str(exit_figures.num_speculative_tokens),
+            "" if exit_figures is None else f"{exit_figures.speed_up:.2f}{' *' if exit_figures is best else ''}",
         )
     console = terminal.console()
     console.print(table)
@@ -168,18 +166,10 @@ def show_layers(lens: "Lens") -> None:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
 
 
-def show_heads(seen: "HeadLens") -> None:
-    """A line an exit: as the model's own head reads it, and as the exit head does."""
-    table = _table("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head")
-    columns = (seen.own.divergence, seen.trained.divergence, seen.own.agreement, seen.trained.agreement)
-    for layer, *figures in zip(seen.layers[:-1], *(column[:-1] for column in columns), strict=True):
-        table.add_row(str(layer), *(f"{one:.3f}" for one in figures[:2]), *(f"{one:.2f}" for one in figures[2:]))
+def show_heads(lens: "HeadLens") -> None:
+    """A line per exit: as the model's own head reads it, and as the exit head does."""
+    table = terminal.figure_table("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head")
+    columns = (lens.own.divergence, lens.trained.divergence, lens.own.agreement, lens.trained.agreement)
+    for layer, *figures in zip(lens.layers[:-1], *(column[:-1] for column in columns), strict=True):
+        table.add_row(str(layer), *(f"{value:.3f}" for value in figures[:2]), *(f"{value:.2f}" for value in figures[2:]))
     terminal.console().print(table)
-
-
-def _table(*titles: str) -> Any:
-    """A table of figures without rules between its rows."""
-    from rich import box
-    from rich.table import Column, Table
-
-    return Table(*(Column(title, justify="right") for title in titles), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)

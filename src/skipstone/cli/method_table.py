@@ -1,10 +1,9 @@
-"""The names of methods and of their settings, apart from the classes, which take seconds to import.
+"""The names of methods and of their settings, without the classes, which take seconds to import.
 
-A misspelt name is refused by this table before torch is imported. A test compares it with the classes and prints what it has to
-say.
+The command line refuses a misspelt name by this table before torch is imported. A test compares it with the classes.
 """
 
-import ast
+import re
 import sys
 from pathlib import Path
 
@@ -91,17 +90,10 @@ PEERS = {
 
 
 def known_methods() -> Known:
-    """The table, or what the classes say where they are imported already or where a new one has no row here yet."""
-    if "skipstone.methods" not in sys.modules and _registered() <= set(METHODS):
+    """The table. If the classes are imported already, or if a new method has no row here yet, the classes are read instead."""
+    registered = re.findall(r'"(\w+)": [A-Z]\w*,', REGISTRY.read_text(encoding="utf-8"))
+    if "skipstone.methods" not in sys.modules and set(registered) <= set(METHODS):
         return METHODS
     from skipstone import methods
 
     return {name: methods.names_of(kind) for name, kind in methods.METHODS.items()}
-
-
-def _registered() -> set[str]:
-    """The keys of `skipstone.methods.METHODS`, read from its source."""
-    for statement in ast.parse(REGISTRY.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "METHODS":
-            return set(ast.literal_eval(ast.Tuple(statement.value.keys)))  # type: ignore[union-attr]
-    raise AssertionError(f"{REGISTRY} has no METHODS")

@@ -1,4 +1,4 @@
-"""`skipstone methods`: what there is to choose from, derived from the methods' own classes and module docstrings."""
+"""`skipstone methods`: all methods and their settings, read from the classes and module docstrings of the methods."""
 
 import inspect
 import json
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from skipstone.cli import method_table, terminal
+from skipstone.cli import terminal
+from skipstone.cli.method_table import known_methods
 from skipstone.decoding.method_text import expect_method
 
 TEXT = {True: "exact", False: "lossy"}  # whether a method keeps it
@@ -20,27 +21,29 @@ def methods(
 ) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
     if name is not None:
-        expect_method(name, method_table.known_methods())
+        expect_method(name, known_methods())
     from skipstone.methods import METHODS, find
 
-    found = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]
+    rows = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]
     if as_json:
-        typer.echo(json.dumps(found if name is None else found[0], indent=2))
+        typer.echo(json.dumps(rows if name is None else rows[0], indent=2))
     elif name is None:
         from rich.table import Table
 
         table = Table("method", "text", "paper", "settings")
-        for method in found:
+        for method in rows:
             shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
             table.add_row(method["name"], TEXT[method["lossless"]], method["paper"] or "-", shown or "-")
         terminal.console().print(table)
     else:
-        _explain(found[0])
+        _explain(rows[0])
 
 
 def described(kind: Any) -> dict[str, Any]:
-    """A method as plain JSON values. paper: the first that its module's docstring names. from: whose default a setting has: the
-    class's, or the model's own."""
+    """A method as plain JSON values.
+
+    paper: the first one that its module's docstring names. from: where a setting's default comes from, the class or the model.
+    """
     from skipstone.decoding.settings import settings_of
     from skipstone.models.generation_config import OWN_FIELD
 
@@ -70,9 +73,10 @@ def _explain(method: dict[str, Any]) -> None:
 
     typer.echo(f"{method['name']}: {method['about']}")
     typer.echo(f"text: {TEXT[method['lossless']]}; paper: {method['paper'] or 'none'}")
-    for one in method["settings"]:
-        typer.echo(f"\n  {one['name']}={spell_value(one['default'])}   {one['type']}; default of {one['from']}")
-        typer.echo(f"      {one['help']}")
+    for setting in method["settings"]:
+        default = spell_value(setting["default"])
+        typer.echo(f"\n  {setting['name']}={default}   {setting['type']}; default of {setting['from']}")
+        typer.echo(f"      {setting['help']}")
     if method["settings"]:
         first = method["settings"][0]
         typer.echo(f'\n--method "{method["name"]} {first["name"]}={first["type"].partition("|")[0].upper()}"')

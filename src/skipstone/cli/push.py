@@ -1,11 +1,11 @@
-"""`skipstone push PATH REPO_ID`: what was made here to the Hugging Face hub, with a model card."""
+"""`skipstone push PATH REPO_ID`: upload a model, exit heads or a profile to the Hugging Face hub, with a card."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from skipstone.cli import options, terminal
+from skipstone.cli import terminal
 from skipstone.cli.options import option
 
 
@@ -21,11 +21,11 @@ def push(
     repo_id: Annotated[str, typer.Argument(help="The repository, ORG/NAME; made where there is none.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Only its owners may see the repository.")] = False,
     revision: Annotated[str | None, option("The branch, made where there is none. Default: main.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and the card, and ask the hub nothing.")] = False,
-    debug: options.Debug = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and the card, and send nothing to the hub.")
+    ] = False,
 ) -> None:
-    """Upload a model, exit heads or a profile in one commit, with a card of what was recorded: base model, recipe, data,
-    metrics, hashes."""
+    """Upload a model, exit heads or a profile in one commit, with a card: base model, recipe, data, metrics, hashes."""
     path = path.expanduser()
     if not path.exists():
         raise FileNotFoundError(2, "no such file or folder", str(path))
@@ -45,5 +45,4 @@ def push(
             typer.echo(f"stays here: {', '.join(parcel.left_out)}")
         typer.echo(f"\nREADME.md:\n\n{terminal.harmless(card_of(parcel, repo_id, revision))}", nl=False)
         return
-    said = upload(path, repo_id, private=private, revision=revision, say=lambda text: typer.echo(text, err=True))
-    typer.echo(said)
+    typer.echo(upload(path, repo_id, private=private, revision=revision, say=lambda text: typer.echo(text, err=True)))

@@ -1,171 +1,160 @@
 """`skipstone serve`: an OpenAI-compatible server."""
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import grouped
+from skipstone.cli.errors import DEFECT, USER_ERROR
+from skipstone.cli.method_options import MethodOptions, check_method_values
+from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.options import OptionGroup, flag, one_of
+
+if TYPE_CHECKING:
+    from skipstone.serving.settings import ServerSettings
 
 API_KEY = "SKIPSTONE_API_KEY"
 """The environment variable of --api-key, which other users of a machine do not see."""
-OF_LOADING = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
 LOG_FORMATS = ("text", "json")  # those of skipstone.serving.logs, which would import starlette
+RAY_ADDRESS = "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine."
 
 
-def _known_format(log_format: str) -> str:
-    options.one_of("--log-format", log_format, LOG_FORMATS)
-    return log_format
+@dataclass(frozen=True)
+class TextLimitOptions(OptionGroup, panel="Scheduling"):
+    """How many texts are written at a time, and how long they are."""
+
+    max_num_seqs: int = flag(8, "Texts that are written at a time.", min=1, max=1024)
+    max_model_len: int | None = flag(None, "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
 
 
-KvCacheMemoryBytes = Annotated[
-    int | None,
-    grouped(
-        "Scheduling",
+@dataclass(frozen=True)
+class ServerOptions(OptionGroup, panel="Server"):
+    """Where clients reach the server, what they must send, and what it writes."""
+
+    host: str = flag("127.0.0.1", "The address to listen at. Others than this machine reach 0.0.0.0.")
+    port: int = flag(8000, "The port; 0 for one that is free.", min=0, max=65535)
+    api_key: str | None = flag(None, f"What clients have to send. Default: the environment variable {API_KEY}.")
+    served_model_name: str | None = flag(None, "What clients call the model. Default: the name it was loaded by.")
+    log_format: str = flag(
+        "text",
+        "text or json: what the lines of the log on stderr are; requests have one.",
+        callback=one_of("--log-format", LOG_FORMATS),
+    )
+
+    @property
+    def key(self) -> str | None:
+        """The API key, if there is one."""
+        return self.api_key or os.environ.get(API_KEY)
+
+
+@dataclass(frozen=True)
+class SchedulingOptions(TextLimitOptions, panel="Scheduling"):
+    """Limits of the server."""
+
+    max_waiting: int = flag(64, "Requests that wait; more are answered with 429.", min=0)
+    request_timeout: float | None = flag(None, "Seconds after which a request is given up.", min=0.1)
+    drain_timeout: float = flag(30.0, "Seconds that texts have to end when the server is stopped.", min=0)
+    kv_cache_memory_bytes: int | None = flag(
+        None,
         "Bytes that keys and values of all methods' rows may take. Default: a quarter of the memory of the model's device.",
         min=1,
-    ),
-]
-LogFormat = Annotated[
-    str, grouped("Server", "text or json: what the lines of the log on stderr are; requests have one.", callback=_known_format)
-]
-ApiKey = Annotated[str | None, grouped("Server", f"What clients have to send. Default: the environment variable {API_KEY}.")]
-ServedModelName = Annotated[str | None, grouped("Server", "What clients call the model. Default: the name it was loaded by.")]
-RequestTimeout = Annotated[float | None, grouped("Scheduling", "Seconds after which a request is given up.", min=0.1)]
-DrainTimeout = Annotated[float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)]
-Ray = Annotated[bool, grouped("Ray", "Serve by replicas on Ray Serve.", "--ray")]
-Replicas = Annotated[int | None, grouped("Ray", "Models that answer, always as many. Default: 1.", min=1)]
-MinReplicas = Annotated[
-    int | None, grouped("Ray", "Fewest of them, where their number follows the requests. Default: 1.", min=1)
-]
-MaxReplicas = Annotated[
-    int | None, grouped("Ray", "Most of them, where their number follows the requests. Default: the fewest.", min=1)
-]
-CpusPerReplica = Annotated[int | None, grouped("Ray", "CPUs that each of them has. Default: 1.", min=1)]
-GpusPerReplica = Annotated[
-    int | None, grouped("Ray", "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
-]
+    )
+
+
+@dataclass(frozen=True)
+class ReplicaOptions(OptionGroup, panel="Ray"):
+    """How many replicas answer, and where. ValueError for numbers that contradict each other, and without --ray."""
+
+    ray: bool = flag(False, "Serve by replicas on Ray Serve.", "--ray")
+    ray_address: str | None = flag(None, RAY_ADDRESS)
+    replicas: int | None = flag(None, "Models that answer, always as many. Default: 1.", min=1)
+    min_replicas: int | None = flag(None, "Fewest of them, where their number follows the requests. Default: 1.", min=1)
+    max_replicas: int | None = flag(None, "Most of them, where their number follows the requests. Default: the fewest.", min=1)
+    cpus_per_replica: int | None = flag(None, "CPUs that each of them has. Default: 1.", min=1)
+    gpus_per_replica: int | None = flag(None, "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
+
+    def __post_init__(self) -> None:
+        if not self.ray and not self.is_default:
+            raise ValueError("--ray-address and the options of replicas need --ray")
+        if self.replicas is not None and (self.min_replicas, self.max_replicas) != (None, None):
+            raise ValueError("--replicas is a number that stays: leave it out, or --min-replicas and --max-replicas")
+        low, high = self.range
+        if low > high:
+            raise ValueError(f"--min-replicas {low} is more than --max-replicas {high}")
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The smallest and the largest number of replicas."""
+        low = self.replicas or self.min_replicas or 1
+        return low, self.replicas or self.max_replicas or low
 
 
 def serve(
-    model: options.Model = None,
-    method: options.MethodText = None,
-    speculative_config: options.MethodConfig = None,
-    host: Annotated[str, grouped("Server", "The address to listen at. Others than this machine reach 0.0.0.0.")] = "127.0.0.1",
-    port: Annotated[int, grouped("Server", "The port; 0 for one that is free.", min=0, max=65535)] = 8000,
-    api_key: ApiKey = None,
-    served_model_name: ServedModelName = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = None,
-    max_num_seqs: options.MaxNumSeqs = 8,
-    max_model_len: options.MaxModelLen = None,
-    max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
-    request_timeout: RequestTimeout = None,
-    drain_timeout: DrainTimeout = 30.0,
-    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
-    log_format: LogFormat = "text",
-    ray: Ray = False,
-    ray_address: options.RayAddress = None,
-    replicas: Replicas = None,
-    min_replicas: MinReplicas = None,
-    max_replicas: MaxReplicas = None,
-    cpus_per_replica: CpusPerReplica = None,
-    gpus_per_replica: GpusPerReplica = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    kv_dtype: options.KvDtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    *,
+    method: MethodOptions,
+    server: ServerOptions,
+    scheduling: SchedulingOptions,
+    replicas: ReplicaOptions,
+    model: GenerationModelOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    name = served_model_name or model or "skipstone-nano"
-    asked = options.checked_method(None if ray else model, method, speculative_config)  # replicas may have other folders
-    setup = {name: value for name, value in locals().items() if name in OF_LOADING}
-    model = _absolute(model) if ray else model  # replicas have another working directory
-    load = partial(options.load, model, dtype, device, **setup, keep_weights=False)
-    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout, kv_cache_memory_bytes
-    place = host, port, api_key or os.environ.get(API_KEY)
-    numbers = replicas, min_replicas, max_replicas
-    if ray:
-        gpus = int(device.startswith("cuda")) if gpus_per_replica is None else gpus_per_replica
-        _replicate(load, settings, place, log_format, numbers, (cpus_per_replica or 1, gpus, model, ray_address))
-        return
-    if any(one is not None for one in (ray_address, *numbers, cpus_per_replica, gpus_per_replica)):
-        raise ValueError("--ray-address and the options of replicas need --ray")
-    _listen(load, settings, place, log_format)
+    chosen = method.parse()
+    if not replicas.ray:  # replicas may have other folders
+        expect_model(model.model)
+    check_method_values(chosen)
+    _expect_packages()
+    from skipstone.serving.settings import ServerSettings
 
-
-def _absolute(model: str | None) -> str | None:
-    """The absolute path of a folder; a hub id is returned unchanged."""
-    return os.path.abspath(model) if model is not None and os.path.exists(model) else model
-
-
-def _least_and_most(replicas: int | None, least: int | None, most: int | None) -> tuple[int, int]:
-    """How many replicas there are at least and at most."""
-    if replicas is not None and (least is not None or most is not None):
-        raise ValueError("--replicas is a number that stays: leave it out, or --min-replicas and --max-replicas")
-    found = replicas or least or 1, replicas or most or least or 1
-    if found[0] > found[1]:
-        raise ValueError(f"--min-replicas {found[0]} is more than --max-replicas {found[1]}")
-    return found
+    settings = ServerSettings(server.served_model_name or model.name, chosen, *astuple(scheduling))
+    if replicas.ray:
+        _serve_replicas(model, settings, server, replicas)
+    else:
+        _serve_here(model.load, settings, server)
 
 
 def _expect_packages() -> None:
-    """ImportError without what a server is made of."""
+    """ImportError without the packages of a server."""
     from skipstone.utils.extras import installed
 
     for module in ("uvicorn", "fastapi", "sse_starlette"):
         installed(module, f"a server needs {module.replace('_', '-')}", "serve")
 
 
-def _replicate(
-    load: Callable[[], tuple[Any, Any]],
-    settings: Sequence[Any],
-    place: tuple[str, int, str | None],
-    log_format: str,
-    numbers: tuple[int | None, int | None, int | None],
-    share: tuple[int, int, str | None, str | None],
+def _serve_replicas(
+    model: GenerationModelOptions, settings: "ServerSettings", server: ServerOptions, replicas: ReplicaOptions
 ) -> None:
-    """Replicas on Ray Serve, until somebody ends them. numbers: --replicas, --min-replicas, --max-replicas. share: CPUs and
-    GPUs of each, the model, the address of a cluster."""
+    """Serve by replicas on Ray Serve, until somebody ends them."""
     from skipstone.utils.extras import installed
 
-    least, most = _least_and_most(*numbers)
-    if place[1] == 0:
+    if server.port == 0:
         raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
-    _expect_packages()
     installed("ray.serve", "--ray needs Ray Serve", "ray")
     from skipstone.serving.ray.cluster import Share, weights
     from skipstone.serving.ray.serve import Place, Scale, listen
-    from skipstone.serving.settings import ServerSettings
 
-    cpus, gpus, model, address = share
-    scale = Scale(least, most, Share(cpus, gpus, weights(model)), address)
-    listen(load, ServerSettings(*settings), scale, Place(*place), log_format)
+    if model.model is not None and os.path.exists(model.model):
+        model = replace(model, model=os.path.abspath(model.model))  # replicas have another working directory
+    default_gpus = int(model.device.startswith("cuda"))
+    gpus = default_gpus if replicas.gpus_per_replica is None else replicas.gpus_per_replica
+    share = Share(replicas.cpus_per_replica or 1, gpus, weights(model.model))
+    place = Place(server.host, server.port, server.key)
+    listen(model.load, settings, Scale(*replicas.range, share, replicas.ray_address), place, server.log_format)
 
 
-def _listen(
-    load: Callable[[], tuple[Any, Any]], settings: Sequence[Any], place: tuple[str, int, str | None], log_format: str
-) -> None:
-    """Until somebody ends it; with a status that says so, where there is no model any more. settings: as those of a server."""
-    _expect_packages()
+def _serve_here(load: Callable[[], tuple[Any, Any]], settings: "ServerSettings", server: ServerOptions) -> None:
+    """Serve until somebody ends the server. If the model failed, leave with the exit code of its error."""
     from skipstone.serving.sockets import bound_socket
 
-    host, port, api_key = place
-    with bound_socket(host, port) as at:
+    with bound_socket(server.host, server.port) as socket:
         from skipstone.serving import logs, tracing
         from skipstone.serving.run_server import listen
         from skipstone.serving.server import Server
-        from skipstone.serving.settings import ServerSettings
 
-        logs.set_up(log_format)
+        logs.set_up(server.log_format)
         tracing.set_up()
-        server = Server(load, ServerSettings(*settings))
-        whole = listen(server, at, api_key)
-    if not whole:
-        raise typer.Exit(terminal.USER_ERROR if isinstance(server.failure, (ValueError, OSError)) else terminal.DEFECT)
+        served = Server(load, settings)
+        is_whole = listen(served, socket, server.key)
+    if not is_whole:
+        raise typer.Exit(USER_ERROR if isinstance(served.failure, (ValueError, OSError)) else DEFECT)

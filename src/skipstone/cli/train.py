@@ -1,6 +1,7 @@
 """`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from skipstone.cli import options
-from skipstone.cli.options import grouped, option
+from skipstone.cli.files import expect_folder
+from skipstone.cli.model_options import DTYPES, Device, expect_model
+from skipstone.cli.options import AsJson, OptionGroup, flag, one_of, option, takes_groups
 from skipstone.utils.settings_files import mapping
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
-DRY = "Before a run"  # heading of the flags of an estimate
 SHAPES, PRESETS = ("1B", "8B", "70B"), ("quick", "paper")  # those of skipstone.train, which would import torch
 PACKAGES = ("accelerate", "jinja2", "yaml", "tqdm")
 
@@ -21,27 +22,36 @@ Output = Annotated[Path | None, option("Folder of the run, instead of the recipe
 DataDir = Annotated[Path | None, option("Folder with JSON lines for the data sets of the hub that the recipe names.")]
 
 
+@dataclass(frozen=True)
+class EstimateOptions(OptionGroup, panel="Before a run"):
+    """An estimate instead of a run."""
+
+    dry_run: bool = flag(False, "Say what memory and time each GPU would take, and start nothing.")
+    gpus: int | None = flag(None, "GPUs that share the model. Default: 1.")
+    shape: str | None = flag(
+        None, "1B, 8B or 70B: Llama 3's, instead of the recipe's model.", callback=one_of("--shape", SHAPES)
+    )
+    mfu: float | None = flag(None, "Share of the GPU's peak that training reaches. Default: 0.4.")
+    peak_tflops: float | None = flag(None, "That peak. Default: 989, an H100's in bfloat16.")
+
+
 @train.command("layerskip")
+@takes_groups
 def layerskip(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).", show_default=False)],
     output: Output = None,
     data_dir: DataDir = None,
     fresh: Annotated[bool, typer.Option(help="Refuse to resume: the folder must be empty.")] = False,
-    dry_run: Annotated[bool, grouped(DRY, "Say what memory and time each GPU would take, and start nothing.")] = False,
-    gpus: Annotated[int | None, grouped(DRY, "GPUs that share the model. Default: 1.")] = None,
-    shape: Annotated[str | None, grouped(DRY, "1B, 8B or 70B: Llama 3's, in the place of the recipe's model.")] = None,
-    mfu: Annotated[float | None, grouped(DRY, "Share of the GPU's peak that training reaches. Default: 0.4.")] = None,
-    peak_tflops: Annotated[float | None, grouped(DRY, "That peak. Default: 989, an H100's in bfloat16.")] = None,
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
+    *,
+    estimate: EstimateOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
     _check_inputs([recipe], data_dir, "no such recipe", is_recipe=True)
-    options.one_of("--shape", shape, SHAPES)
-    asked = {"gpus": gpus, "size": shape, "mfu": mfu, "peak_tflops": peak_tflops}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if dry_run:
-        _estimate(recipe, data_dir, given, as_json)
+    flags = {"gpus": estimate.gpus, "size": estimate.shape, "mfu": estimate.mfu, "peak_tflops": estimate.peak_tflops}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if estimate.dry_run:
+        _print_estimate(recipe, data_dir, given, as_json)
         return
     if given or as_json:
         raise ValueError("--gpus, --shape, --mfu, --peak-tflops and --json are about --dry-run: give it, too")
@@ -55,32 +65,32 @@ def layerskip(
 
 
 @train.command("heads")
+@takes_groups
 def heads(
     model: Annotated[
         str | None, typer.Argument(help="A folder or a hub id. Default: the recipe's, else the bundled model.")
     ] = None,
     recipe: Annotated[Path | None, option("A recipe, a YAML file (see recipes/).")] = None,
-    prompts: Annotated[
-        list[Path] | None, option('JSON lines with a "prompt", in the place of a recipe; several times.')
-    ] = None,
+    prompts: Annotated[list[Path] | None, option('JSON lines with a "prompt", instead of a recipe; several times.')] = None,
     output: Output = None,
-    preset: Annotated[str | None, option("quick, or paper: 100 epochs in batches of 128.")] = None,
+    preset: Annotated[
+        str | None, option("quick, or paper: 100 epochs in batches of 128.", callback=one_of("--preset", PRESETS))
+    ] = None,
     max_disk: Annotated[float, typer.Option(help="Most GiB of stored states.", min=0)] = 20.0,
     data_dir: DataDir = None,
-    dtype: Annotated[str | None, option(f"The model's, one of {', '.join(options.DTYPES)}.")] = None,
-    device: options.Device = "auto",
+    dtype: Annotated[
+        str | None, option(f"The model's, one of {', '.join(DTYPES)}.", callback=one_of("--dtype", DTYPES))
+    ] = None,
+    device: Device = "auto",
     fresh: Annotated[bool, typer.Option(help="Refuse to go on with an earlier run: the folder must be empty.")] = False,
-    debug: options.Debug = False,
 ) -> None:
     """Train AdaDecode's exit heads on the model's own answers; an interrupted run goes on where it stopped."""
     if (recipe is None) == (not prompts):
         raise ValueError("give either --recipe or --prompts: the texts whose answers the heads learn from")
     if recipe is None and output is None:
         raise ValueError("--prompts needs --output, the folder of the run")
-    options.one_of("--preset", preset, PRESETS)
-    options.one_of("--dtype", dtype, options.DTYPES)
     _check_inputs([recipe] if recipe else prompts or [], data_dir, "no such file", is_recipe=recipe is not None)
-    options.check_model(model)
+    expect_model(model)
     from skipstone.train.heads.answers import GIB
     from skipstone.train.heads.recipe import of_prompts, read
     from skipstone.train.heads.training import run
@@ -88,20 +98,19 @@ def heads(
     here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
     given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}
     file = None if recipe is None else read(recipe, preset, data_dir, **given)
-    wish = file or of_prompts(prompts or [], output, preset, **given)
-    base = Path.cwd() if recipe is None else recipe.parent
-    told = partial(typer.echo, err=True)
-    typer.echo(str(run(wish, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=told)))
+    settings = file or of_prompts(prompts or [], output, preset, **given)
+    base, say = Path.cwd() if recipe is None else recipe.parent, partial(typer.echo, err=True)
+    typer.echo(str(run(settings, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=say)))
 
 
-def _estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json: bool) -> None:
+def _print_estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json: bool) -> None:
     """Print what a run would take."""
     from skipstone.train.layerskip import estimate as estimating
     from skipstone.train.layerskip.arguments import arguments, read
 
     recipe = read(path, data_dir)
-    found = estimating.estimate(recipe, path.parent, arguments(recipe, Path(recipe.output)), **given)
-    typer.echo(json.dumps(found.to_json()) if as_json else "\n".join(estimating.format_estimate(found)))
+    estimate = estimating.estimate(recipe, path.parent, arguments(recipe, Path(recipe.output)), **given)
+    typer.echo(json.dumps(estimate.to_json()) if as_json else "\n".join(estimating.format_estimate(estimate)))
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_recipe: bool) -> None:
@@ -112,7 +121,6 @@ def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_rec
             raise FileNotFoundError(2, missing, str(file))
         if is_recipe:
             mapping(file)
-    if data_dir is not None and not data_dir.is_dir():
-        raise FileNotFoundError(2, "no such folder", str(data_dir))
+    expect_folder(data_dir)
     if absent := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f'training needs more packages ({", ".join(absent)}): pip install "skipstone[train]"')

@@ -3,82 +3,72 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skipstone.cli import options, terminal
-from skipstone.cli.options import option
+from skipstone.cli import terminal
+from skipstone.cli.method_options import MethodOptions
+from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.options import AsJson, option
+from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
     from skipstone.lab.search.tune import TuningResult
 
 
 def tune(
-    model: options.Model = None,
-    prompt: Annotated[list[str] | None, option("A text to decode; several times. Default: bundled prompts.")] = None,
-    prompts: Annotated[
-        list[Path] | None, option('JSON lines with a "prompt", in the place of --prompt; several times.')
-    ] = None,
+    prompt: PromptOptions,
     budget_seconds: Annotated[float, typer.Option(help="How long to decode; every prompt once in any case.", min=1)] = 60.0,
     method: Annotated[
-        list[str] | None, option("A candidate beside the usual ones, such as 'speculative draft_model=FOLDER'; several times.")
+        list[str] | None,
+        option("A candidate in addition to the usual ones, such as 'speculative draft_model=FOLDER'; several times."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=8)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    keep: Annotated[bool, typer.Option(help="Keep what was found, for `auto` in every later run.")] = True,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    engine: options.Engine = "auto",
-    quantize: options.Quantize = "none",
-    as_json: options.AsJson = False,
-    debug: options.Debug = False,
+    keep: Annotated[bool, typer.Option(help="Save the result, for `auto` in every later run.")] = True,
+    *,
+    model: ModelOptions,
+    as_json: AsJson = False,
 ) -> None:
-    """Decode your own prompts with `auto`, say what every candidate brings, and keep what was measured for later runs."""
-    for one in method or ():
-        options.asked_method(one)
-    asked = options.texts_or_bundled(prompt, prompts)
-    options.check_model(model)
-    from skipstone.engines.loading import BUNDLED
+    """Decode your own prompts with `auto`, say how fast every candidate is, and save the measurements for later runs."""
+    for text in method or ():
+        MethodOptions(text).parse()
+    texts = prompt.texts()
+    expect_model(model.model)
     from skipstone.engines.model_runner import ModelRunner
+    from skipstone.hf.requests import generation_options
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
     from skipstone.methods.auto.saved_profile import save_profile
 
-    more = [resolve(one) for one in method or ()]
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    texts = options.ids_of(asked, tokenizer)
-    fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    fields |= {"temperature": temperature} if temperature > 0 else {}
-    found = None
-    for found in tuning.tune(loaded, texts, more, budget_seconds, fields):
-        typer.echo(f"{found.texts} texts: {found.speed_up:.2f} x plain decoding", err=True)
-    if found is None:
+    candidates = [resolve(text) for text in method or ()]
+    loaded, tokenizer = model.load()
+    fields = generation_options(max_new_tokens=max_new_tokens, temperature=temperature)
+    result = None
+    for result in tuning.tune(loaded, encode_texts(texts, tokenizer), candidates, budget_seconds, fields):
+        typer.echo(f"{result.texts} texts: {result.speed_up:.2f} x plain decoding", err=True)
+    if result is None:
         raise ValueError("nothing was decoded: every text ended with its first token")
-    said = tuning.recommendation(found)
-    about = {"texts": found.texts, "speed_up": found.speed_up, "recommendation": said}
-    path = save_profile(ModelRunner(loaded), found.policy, found.identities, about) if keep else None
+    about = {"texts": result.texts, "speed_up": result.speed_up, "recommendation": tuning.recommendation(result)}
+    path = save_profile(ModelRunner(loaded), result.policy, result.identities, about) if keep else None
     if as_json:
-        document = {"kind": "skipstone-tune", "model": model or BUNDLED, **about, "path": None if path is None else str(path)}
-        document |= {"plain_seconds": found.plain_seconds, "candidates": [asdict(one) for one in found.candidates]}
-        print(json.dumps({**document, "stats": found.stats.summary()}))
-        return
-    show(model or BUNDLED, found, said, path)
+        document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
+        document |= {"plain_seconds": result.plain_seconds, "candidates": [asdict(one) for one in result.candidates]}
+        print(json.dumps({**document, "stats": result.stats.summary()}))
+    else:
+        show_candidates(model.name, result, about["recommendation"], path)
 
 
-def show(name: str, found: "TuningResult", said: str, path: Path | None) -> None:
-    """A line a candidate, and what to do."""
-    from rich import box
-    from rich.table import Column, Table
-
+def show_candidates(name: str, result: "TuningResult", recommendation: str, path: Path | None) -> None:
+    """A line per candidate, and what to do."""
     console = terminal.console()
-    console.print(f"{name}: {found.texts} texts, a plain step takes {1000 * found.plain_seconds:.2f} ms", soft_wrap=True)
-    titles = ("candidate", "x plain", "acceptance", "a draft step, plain steps", "turns")
-    table = Table(*(Column(title, justify="right") for title in titles), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for one in found.candidates:
+    console.print(f"{name}: {result.texts} texts, a plain step takes {1000 * result.plain_seconds:.2f} ms", soft_wrap=True)
+    table = terminal.figure_table("candidate", "x plain", "acceptance", "a draft step, plain steps", "turns")
+    for one in result.candidates:
         figures = ("-" if value is None else f"{value:.2f}" for value in (one.acceptance, one.draft_step))
         table.add_row(one.name, f"{one.rate:.2f}", *figures, str(one.turns))
     console.print(table)
-    console.print(said, soft_wrap=True)
+    console.print(recommendation, soft_wrap=True)
     if path is not None:
-        console.print(f"kept in {path}", soft_wrap=True)
+        console.print(f"saved in {path}", soft_wrap=True)

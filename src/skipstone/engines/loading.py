@@ -24,6 +24,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
+from skipstone.assets import BUNDLED as BUNDLED
 from skipstone.assets import NANO
 from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.host_transfer import out_of_memory
@@ -38,7 +39,6 @@ from skipstone.models.tensor_parallel import cannot_share
 from skipstone.models.unsupported import refuse_sizes
 from skipstone.utils.extras import installed
 
-BUNDLED = "skipstone-nano"
 COMMIT = "_commit_hash"
 """Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
 EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
