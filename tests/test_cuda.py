@@ -177,7 +177,7 @@ def test_the_compiled_engine_transposes_the_products_of_float32_alone() -> None:
     for dtype, kind in ((torch.float32, linear.TransposedLinear), (torch.bfloat16, torch.nn.Linear)):
         model = families.build("llama").to("cuda", dtype)
         engine: Any = skipstone.ModelRunner(model, "compiled").engine
-        found = {type(part) for twin in engine._twins for part in twin.modules() if isinstance(part, torch.nn.Linear)}
+        found = {type(part) for twin in engine._copies for part in twin.modules() if isinstance(part, torch.nn.Linear)}
         assert found == {kind}
         assert not any(isinstance(part, linear.TransposedLinear) for part in model.modules())
 

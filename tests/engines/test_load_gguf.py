@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.engines.loading import load_model, load_tokenizer, look_up
+from skipstone.engines.loading import expect_config, load_model, load_tokenizer
 from tests.helpers import commandline, families
 from tests.helpers.gguf_names import NAMES
 from tests.helpers.pairwise import slow_except
@@ -71,7 +71,7 @@ def test_a_file_is_the_model_that_was_written(tmp_path: Path) -> None:
     assert found.dtype == torch.float32
     expected = model.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
-    look_up(path)
+    expect_config(path)
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.002, 0.5, 0.99999])
@@ -121,7 +121,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_an_os_error(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04 and so on")
-    for attempt in (skipstone.load, load_tokenizer, look_up):
+    for attempt in (skipstone.load, load_tokenizer, expect_config):
         with pytest.raises(OSError, match=r"not a GGUF file, it begins with b'PK.*expected b'GGUF'.*model\.gguf"):
             attempt(path)
 

@@ -112,7 +112,7 @@ class ModelOptions(OptionGroup):
 
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         is_placed = arguments.get("device_map") is not None or arguments.get("tp_plan") is not None
-        device = "cpu" if is_placed and self.device == "auto" else loading.usable(self.device)
+        device = "cpu" if is_placed and self.device == "auto" else loading.usable_device(self.device)
         arguments = {"engine": self.engine, "quantize": self.quantize, "keep_weights": False, **arguments}
         return loading.load(self.model, dtype=dtype, device=device, **arguments)
 

@@ -1,15 +1,14 @@
-"""The engine that compiles transformers' decoder layers: with torch.compile, at few shapes, one graph for all layers of a kind.
+"""The engine that compiles transformers' decoder layers with torch.compile: few shapes, one graph for all layers of a kind.
 
-A pass is padded to the next shape of few: rows and tokens of a row to powers of two, keys and values to a power of two of
-slots. What fills it up is invalid: it writes to the trash slot, and masks hide it. So the graphs are few and known beforehand,
-and no text compiles another one once its shapes have been met (`warm_up`).
+A pass is padded: rows, tokens per row and slots to powers of two. The padding is invalid: it writes to the trash slot and masks
+hide it. So there are few graphs, known in advance, and no text compiles another one after its shapes were met (`warm_up`).
 
-On CUDA a pass over layers is one CUDA graph: what the host does for a layer takes longer than what the device does for it. A
-CUDA graph knows addresses, so that stores are lent buffers that stay where they are, and get others when they grow.
+On CUDA a pass over layers is one CUDA graph, since the host's work for a layer takes longer than the device's. A CUDA graph
+contains addresses. So stores borrow buffers with fixed addresses, and borrow others when they grow.
 
-Embeddings, masks, the final norm and the LM head are the eager engine's, and so are whole passes: those of more than COLUMNS
-tokens a row or over some rows only (prompts), the first ones over a new store, which lay its buffers out, layers of which a
-sublayer is skipped, and all passes outside of inference mode.
+The eager engine computes embeddings, masks, the final norm and the LM head. It also runs whole passes: those of more than
+COLUMNS tokens per row or over some rows only (prompts), the first one over a new store, which creates its buffers, layers with
+a skipped sublayer, and all passes outside of inference mode.
 """
 
 import copy
@@ -37,22 +36,22 @@ from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
-"""The environment variable that names torch.compile's backend, "inductor" unless it is set. "eager" and "aot_eager" compile
-nothing: they are for tests of the graphs."""
-COLUMNS = 64  # most tokens of a row in a compiled pass
-MIN_GRAPH_SLOTS = 128  # slots of a row that a graph reads at least
+"""Environment variable for torch.compile's backend, "inductor" by default. "eager" and "aot_eager" compile nothing; tests of
+the graphs use them."""
+COLUMNS = 64  # maximum tokens per row in a compiled pass
+MIN_GRAPH_SLOTS = 128  # minimum slots per row of a graph
 MAX_RECORDED_GRAPHS = (
     1024  # CUDA graphs of an engine: layers that are skipped now here, now there are met in ever new stretches
 )
 
 Shape = tuple[int, int, int]
-"""Of a graph: rows, tokens of a row, slots of a row."""
+"""Of a graph: rows, tokens per row, slots per row."""
 Region = Callable[..., Tensor]
 """`_layer`, compiled for layers of one kind at one shape."""
 
 
 def why_not(model: Any, facts: Facts) -> str | None:
-    """Why the layers of a model cannot be compiled as they are, in one sentence; None where nothing speaks against it."""
+    """The reason why a model's layers cannot be compiled, as one sentence; None if they can."""
     if is_packed(model):
         return "its weights were given up to the native engine"
     if facts.spread is not None:
@@ -69,16 +68,16 @@ def why_not(model: Any, facts: Facts) -> str | None:
     return None
 
 
-def tier(count: int, least: int = 1) -> int:
-    """The smallest power of two that is not less than `count` and `least`."""
-    return 1 << (max(count, least) - 1).bit_length()
+def round_up(count: int, minimum: int = 1) -> int:
+    """The smallest power of two that is at least `count` and `minimum`."""
+    return 1 << (max(count, minimum) - 1).bit_length()
 
 
 @dataclass(eq=False)
 class GraphBackend:
-    """What torch.compile calls with every graph. It knows nothing of a model, since torch keeps it for good.
+    """The backend of torch.compile, which counts graphs. torch keeps it forever, so it must not refer to a model.
 
-    backend: the name of what lowers a graph. cuda: passes are CUDA graphs. count: graphs so far. seconds: that they took.
+    backend: name of torch's backend. cuda: passes are CUDA graphs. count: graphs so far. seconds: total time to compile them.
     """
 
     backend: str
@@ -94,14 +93,14 @@ class GraphBackend:
 
 
 class GraphCache:
-    """Stands for a transformers cache in a graph. keys, values: [R, kv_heads, slots + 1, head_dim], buffers of a layer, the
-    trash last. rows: [R, 1], slots: [R, n], where the pass writes."""
+    """Replaces a transformers cache in a graph. keys, values: [R, kv_heads, slots + 1, head_dim], the buffers of a layer with
+    the trash last. rows: [R, 1], slots: [R, n], where the pass writes."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
         self.keys, self.values, self.rows, self.slots = keys, values, rows, slots
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write [R, heads, n, dim] and return all slots but the trash, [R, heads, slots, dim]."""
+        """Write [R, heads, n, dim]. Returns all slots but the trash, [R, heads, slots, dim]."""
         return self._write(self.keys, key), self._write(self.values, value)
 
     def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
@@ -111,7 +110,8 @@ class GraphCache:
 
 @dataclass(eq=False, slots=True)
 class BorrowedKVBuffers:
-    """Keys and values of all layers that are lent to one store after the other. None: of a layer that no store has run yet."""
+    """Buffers of all layers' keys and values, which one store after the other borrows. None for a layer that has not run
+    yet."""
 
     keys: list[Tensor | None]
     values: list[Tensor | None]
@@ -119,21 +119,21 @@ class BorrowedKVBuffers:
 
 @dataclass(eq=False, slots=True)
 class InputBuffers:
-    """What a stretch of layers is fed in one pass. phases: by what gives them."""
+    """The inputs of a range of layers in one pass. phases: rotary phases by their source."""
 
     hidden: Tensor
     at: Pass
     phases: dict[Any, Any]
 
     def tensors(self) -> list[Tensor]:
-        """All that is read of it."""
-        at, found = self.at, [self.hidden]
-        for one in (at.positions, at.slots, at.valid, *(_parts(at.tree) if at.tree else ()), *self.phases.values()):
-            found += one if isinstance(one, tuple) else [] if one is None else [one]
-        return found
+        """All tensors, in a fixed order."""
+        at, tensors = self.at, [self.hidden]
+        for part in (at.positions, at.slots, at.valid, *(_parts(at.tree) if at.tree else ()), *self.phases.values()):
+            tensors += part if isinstance(part, tuple) else [] if part is None else [part]
+        return tensors
 
     def copied(self) -> "InputBuffers":
-        """The same in memory of its own."""
+        """A copy with memory of its own."""
         at, tree = self.at, self.at.tree
         if tree is not None:
             tree = Tree(*map(_plain, _parts(tree)))
@@ -144,25 +144,25 @@ class InputBuffers:
 
 @dataclass(eq=False, slots=True)
 class CapturedGraph:
-    """A CUDA graph. fed: what it reads. result: what it writes. weights: where those of its layers were."""
+    """A CUDA graph. inputs: that it reads. result: that it writes. weights: addresses of its layers' weights."""
 
     graph: Any
-    fed: InputBuffers
+    inputs: InputBuffers
     result: Tensor
     weights: list[int]
 
 
 def _layer(layer: nn.Module, hidden: Tensor, given: Any, places: tuple[Tensor, Tensor], buffers: Any, call: Any) -> Tensor:
-    """What is compiled: one layer over [R, n, d]. given: what it is given of the pass, by name. places: rows [R, 1] and slots
-    [R, n] that it writes. buffers: keys and values. call: (name of the argument for the cache, fixed arguments)."""
+    """The compiled function: one layer over [R, n, d]. given: arguments of the pass, by name. places: rows [R, 1] and slots
+    [R, n] that it writes. buffers: keys and values. call: (name of the cache argument, fixed arguments)."""
     cache = {call[0]: GraphCache(buffers[0], buffers[1], *places)}
     output = layer(hidden, **given, **cache, **dict(call[1]))
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class CompiledEngine(EagerEngine):
-    """A model on compiled layers. graphs: what was compiled so far. kinds of layers differ in their modules or in plain
-    attributes of these; layers of one kind share every graph."""
+    """Runs a model by compiled layers. graphs: compiled so far. Layers of the same kind, which have equal modules and plain
+    attributes, share every graph."""
 
     name = "compiled"
 
@@ -176,26 +176,26 @@ class CompiledEngine(EagerEngine):
         self._parts = [part for layer in facts.layers for part in layer.modules()]
         self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
         config = self.config
-        if self._attentions:  # all layers share one config whose attention is ours
+        if self._attentions:  # all layers share one config with our attention
             config = copy.copy(config)
             config._attn_implementation = attention.NAME
-        self._twins = [_twin(layer, config) for layer in facts.layers]
-        names = [_kind(twin) for twin in self._twins]
+        self._copies = [_copy_module(layer, config) for layer in facts.layers]
+        names = [_kind(copied) for copied in self._copies]
         self._kinds = [names.index(name) for name in names]
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
         self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
-        self._lent: weakref.WeakKeyDictionary[KVCache, tuple[Any, BorrowedKVBuffers, Any]] = weakref.WeakKeyDictionary()
+        self._borrowed: weakref.WeakKeyDictionary[KVCache, tuple[Any, BorrowedKVBuffers, Any]] = weakref.WeakKeyDictionary()
         self._spare: dict[Any, list[BorrowedKVBuffers]] = {}
-        self._recorded: dict[Any, CapturedGraph | None] = {}  # None: what has run once, and is recorded the next time
-        self._memory: Any = None  # that all CUDA graphs share: they run one after the other
-        self._refused: str | None = None  # why no CUDA graph can be recorded, as CUDA says
+        self._recorded: dict[Any, CapturedGraph | None] = {}  # None after the first run; the next one is recorded
+        self._memory: Any = None  # shared by all CUDA graphs, which run one after the other
+        self._capture_error: str | None = None  # CUDA's reason why no graph can be recorded
         self.preparations = 0
-        self._plainly = self.detail
-        self._tell()
+        self._eager_detail = self.detail
+        self._update_detail()
 
     def is_current(self, version: int | None) -> bool:
-        """Whether no hooks were added since, and the plain attributes are those that were compiled."""
+        """Whether there are no new hooks, and plain attributes have the values that were compiled."""
         super().is_current(version)
         same = all(attributes.get(name) == value for attributes, name, value in self._plain)
         return same and not any(map(changed, self._parts))
@@ -207,18 +207,18 @@ class CompiledEngine(EagerEngine):
         whole = at.rows == slice(0, store.rows) and at.shape[1] <= COLUMNS
         if not (known and whole and torch.is_inference_mode_enabled()):
             return super().run(hidden, at, store, layers, skip)
-        self._lay_out(store, layers)
+        self._shape_buffers(store, layers)
         padded = _padded(at, store)
-        for part, full in _stretches(layers, skip):
+        for part, full in _split_layers(layers, skip):
             hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
         return hidden
 
     @with_stable_defaults
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
-        """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
+        """As in `Engine`, for passes of up to `columns` tokens per row. CUDA graphs are recorded when they are first needed."""
         with torch.inference_mode():
             size = MIN_GRAPH_SLOTS
-            while size <= tier(slots, MIN_GRAPH_SLOTS):
+            while size <= round_up(slots, MIN_GRAPH_SLOTS):
                 store = KVCache(rows, self._depth, size, kv_dtype)
                 store.reserve(size)
                 for width in (1, *(1 << power for power in range((min(columns, COLUMNS) - 1).bit_length() + 1))):
@@ -229,13 +229,13 @@ class CompiledEngine(EagerEngine):
                 size *= 2
         return self.detail
 
-    def _lay_out(self, store: KVCache, layers: range) -> None:
-        """Give the buffers of some layers the shape that graphs take."""
-        slots, rows = tier(store.capacity, MIN_GRAPH_SLOTS), tier(store.rows)
+    def _shape_buffers(self, store: KVCache, layers: range) -> None:
+        """Give the buffers of some layers the shape that graphs need."""
+        slots, rows = round_up(store.capacity, MIN_GRAPH_SLOTS), round_up(store.rows)
         if store.capacity != slots:
             store.resize(slots)
         if self.graphs.cuda:
-            self._lend(store, layers, rows)
+            self._borrow_buffers(store, layers, rows)
             return
         for buffers in (store.keys, store.values):
             for index in layers:
@@ -243,19 +243,19 @@ class CompiledEngine(EagerEngine):
                 if buffer is not None and buffer.shape[0] != rows:
                     buffers[index] = F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, rows - buffer.shape[0]))
 
-    def _lend(self, store: KVCache, layers: range, rows: int) -> None:
-        """Move what a store has of some layers to buffers that stay where they are, from one store to the next."""
+    def _borrow_buffers(self, store: KVCache, layers: range, rows: int) -> None:
+        """Move some layers of a store to borrowed buffers, which keep their addresses from one store to the next."""
         shape = rows, store.capacity, store.dtype
-        lent = self._lent.get(store)
-        if lent is None or lent[0] != shape:
-            if lent is not None:
-                lent[2]()  # the store has grown out of them
+        borrowed = self._borrowed.get(store)
+        if borrowed is None or borrowed[0] != shape:
+            if borrowed is not None:
+                borrowed[2]()  # the store has outgrown them
             spare = self._spare.setdefault(shape, [])
             own = spare.pop() if spare else BorrowedKVBuffers([None] * self._depth, [None] * self._depth)
             back = weakref.finalize(store, spare.append, own)
             back.atexit = False
-            lent = self._lent[store] = shape, own, back
-        for mine, theirs in ((lent[1].keys, store.keys), (lent[1].values, store.values)):
+            borrowed = self._borrowed[store] = shape, own, back
+        for mine, theirs in ((borrowed[1].keys, store.keys), (borrowed[1].values, store.values)):
             for index in layers:
                 buffer, new = mine[index], theirs[index]
                 if new is None or new is buffer:
@@ -266,75 +266,76 @@ class CompiledEngine(EagerEngine):
                 theirs[index] = buffer
 
     def _run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range) -> Tensor:
-        """Layers of which nothing is skipped. hidden: [b, n, d]. at: the pass, padded. Returns [b, n, d]."""
+        """Run layers without skipped sublayers. hidden: [b, n, d]. at: the padded pass. Returns [b, n, d]."""
         (rows, width), (full_rows, full_width) = hidden.shape[:2], at.shape
         hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        fed = InputBuffers(hidden, at, phases)
-        hidden = self._replayed(fed, store, layers) if hidden.is_cuda else self._through(fed, store, layers)
+        inputs = InputBuffers(hidden, at, phases)
+        hidden = self._replay(inputs, store, layers) if hidden.is_cuda else self._run_layers(inputs, store, layers)
         return hidden[:rows, :width]
 
-    def _replayed(self, fed: InputBuffers, store: KVCache, layers: range) -> Tensor:
-        """`_through` as a CUDA graph, from the third time on that such a pass is met over the same buffers: what comes first
-        compiles, and the second one is recorded."""
-        shapes = tuple(one.shape for one in fed.tensors())
-        key = layers, shapes, fed.at.extent, fed.at.valid is None, self._lent[store][1]
-        if key not in self._recorded or self._refused:
-            if len(self._recorded) < MAX_RECORDED_GRAPHS and not self._refused:
+    def _replay(self, inputs: InputBuffers, store: KVCache, layers: range) -> Tensor:
+        """`_run_layers` as a CUDA graph: the first such pass over the same buffers compiles, the second one is recorded, and
+        later ones replay it."""
+        shapes = tuple(one.shape for one in inputs.tensors())
+        key = layers, shapes, inputs.at.extent, inputs.at.valid is None, self._borrowed[store][1]
+        if key not in self._recorded or self._capture_error:
+            if len(self._recorded) < MAX_RECORDED_GRAPHS and not self._capture_error:
                 self._recorded.setdefault(key)
                 self.preparations += 1
-            return self._through(fed, store, layers)
+            return self._run_layers(inputs, store, layers)
         recorded, weights = self._recorded[key], [identity(weight) for weight in self._weights]
         if recorded is None or recorded.weights != weights:
             self.preparations += 1
             try:
-                recorded = self._recorded[key] = self._record(fed.copied(), store, layers, weights)
+                recorded = self._recorded[key] = self._record(inputs.copied(), store, layers, weights)
             except RuntimeError as error:
-                self._refused = str(error).strip().split("\n", 1)[0]
-                self._tell()
-                return self._through(fed, store, layers)
+                self._capture_error = str(error).strip().split("\n", 1)[0]
+                self._update_detail()
+                return self._run_layers(inputs, store, layers)
         else:
-            for mine, theirs in zip(recorded.fed.tensors(), fed.tensors(), strict=True):
+            for mine, theirs in zip(recorded.inputs.tensors(), inputs.tensors(), strict=True):
                 mine.copy_(theirs)
         recorded.graph.replay()
         return recorded.result.clone()  # the next replay writes over it
 
-    def _record(self, fed: InputBuffers, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
-        """A CUDA graph of `_through`, which has not run yet. RuntimeError where the device would have to be waited for."""
+    def _record(self, inputs: InputBuffers, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
+        """Record a CUDA graph of `_run_layers` without running it. RuntimeError if it would wait for the device."""
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = self._through(fed, store, layers)
-        return CapturedGraph(graph, fed, result, weights)
+            result = self._run_layers(inputs, store, layers)
+        return CapturedGraph(graph, inputs, result, weights)
 
-    def _through(self, fed: InputBuffers, store: KVCache, layers: range) -> Tensor:
-        """Layers one by one, [R, n, d]."""
-        at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
+    def _run_layers(self, inputs: InputBuffers, store: KVCache, layers: range) -> Tensor:
+        """Run layers one by one. Returns [R, n, d]."""
+        at, rotary, hidden = inputs.at, self.family.rotary, _plain(inputs.hidden)
         places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
         masks: dict[tuple[AttentionReach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))
-            given, key = self._layer_arguments(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
+            given = self._layer_arguments(index, at, inputs.phases[rotary[index]])
+            key = self.reaches[index], self._groups[index]
             if key not in masks:
                 masks[key] = _plain(given["attention_mask"])
             given["attention_mask"] = masks[key]
             buffers = store.keys[index], store.values[index]
-            hidden = self._timed(region, self._twins[index], hidden, given, places, buffers, self._call)
+            hidden = self._call_region(region, self._copies[index], hidden, given, places, buffers, self._call)
         return hidden
 
     def _region(self, kind: int, shape: Shape) -> Region:
         region = self._regions.get((kind, shape))
         if region is None:
-            # torch keeps graphs by their code: with code of its own every region has one, which goes when the engine goes
+            # torch caches graphs by code object; with its own code each region has one graph, freed with the engine
             own = FunctionType(_layer.__code__.replace(), _layer.__globals__)
             region = torch.compile(own, fullgraph=True, dynamic=False, backend=self.graphs)
             self._regions[kind, shape] = region
         return region
 
-    def _timed(self, region: Region, *given: Any) -> Tensor:
-        """A region's result. ValueError for a layer that torch.compile does not take in one graph."""
+    def _call_region(self, region: Region, *given: Any) -> Tensor:
+        """A region's result. ValueError if torch.compile does not compile the layer as one graph."""
         before, began = self.graphs.count, time.perf_counter()
         try:
             result = region(*given)
@@ -348,33 +349,33 @@ class CompiledEngine(EagerEngine):
         if self.graphs.count != before:
             self.preparations += 1
             self.graphs.seconds += time.perf_counter() - began
-            self._tell()
+            self._update_detail()
         return result
 
-    def _tell(self) -> None:
-        """Bring `detail` up to date."""
+    def _update_detail(self) -> None:
+        """Update `detail` and its counts."""
         graphs = self.graphs
-        told = f"{graphs.count} graphs of {len(set(self._kinds))} kinds of layers in {graphs.seconds:.1f} s"
-        refused = f", without CUDA graphs ({self._refused})" if self._refused else ""
-        self.detail = f"{self._plainly}, layers compiled by {graphs.backend}: {told}{refused}"
+        counts = f"{graphs.count} graphs of {len(set(self._kinds))} kinds of layers in {graphs.seconds:.1f} s"
+        refused = f", without CUDA graphs ({self._capture_error})" if self._capture_error else ""
+        self.detail = f"{self._eager_detail}, layers compiled by {graphs.backend}: {counts}{refused}"
 
 
-def _twin(module: nn.Module, config: Any) -> Any:
-    """A module with the same parameters, but without what was put on it. It has a config of ours where it has one, and linear
-    layers of ours where these are faster."""
-    twin = copy.copy(module)
-    twin.__dict__.pop("forward", None)
-    twin._forward_hooks = OrderedDict()  # transformers' own, which only listen: others are refused
-    if "config" in twin.__dict__:
-        twin.__dict__["config"] = config
-    twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
-    if linear.is_faster_transposed(twin):
-        twin.__class__ = linear.TransposedLinear
-    return twin
+def _copy_module(module: nn.Module, config: Any) -> Any:
+    """A copy of a module that shares its parameters and has no patches. It gets our config if it has one, and our linear layers
+    where they are faster."""
+    copied = copy.copy(module)
+    copied.__dict__.pop("forward", None)
+    copied._forward_hooks = OrderedDict()  # transformers' own only record; others are refused
+    if "config" in copied.__dict__:
+        copied.__dict__["config"] = config
+    copied._modules = {name: child and _copy_module(child, config) for name, child in module._modules.items()}
+    if linear.is_faster_transposed(copied):
+        copied.__class__ = linear.TransposedLinear
+    return copied
 
 
 def _kind(layer: nn.Module) -> str:
-    """What layers have to have in common to be the same graph: their modules, shapes and plain attributes."""
+    """A key of the layers that share graphs: their modules, shapes and plain attributes."""
     plain = [
         (path, *one) for path, module in layer.named_modules() for one in _plain_attributes(module) if one[0] != "layer_idx"
     ]
@@ -386,8 +387,8 @@ def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
 
 
-def _stretches(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, bool]]:
-    """Neighbouring layers, and whether they run in full."""
+def _split_layers(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, bool]]:
+    """(consecutive layers, whether they run without skipped sublayers)."""
     skipped = skip.attention | skip.mlp if skip else frozenset()
     start = layers.start
     for index in layers:
@@ -397,9 +398,9 @@ def _stretches(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, boo
 
 
 def _padded(at: Pass, store: KVCache) -> Pass:
-    """A pass at the shape of a graph: its further entries are invalid, and it reads all slots that the store has."""
+    """A pass padded to the shape of a graph: further entries are invalid, and it reads all slots of the store."""
     rows, width = at.shape
-    more = (0, tier(width) - width, 0, tier(rows) - rows)
+    more = (0, round_up(width) - width, 0, round_up(rows) - rows)
     valid = at.valid
     if any(more):
         valid = F.pad(torch.ones_like(at.positions, dtype=torch.bool) if valid is None else valid, more)
@@ -407,17 +408,17 @@ def _padded(at: Pass, store: KVCache) -> Pass:
     if valid is not None:
         slots = torch.where(valid, slots, store.trash)
     tree = at.tree and _padded_tree(at.tree, more[1], more[3])
-    whole = slice(0, tier(rows))
+    whole = slice(0, round_up(rows))
     return Pass(_plain(F.pad(at.positions, more)), _plain(slots), valid, whole, store.capacity, None, tree)
 
 
 def _plain(tensor: Tensor | None) -> Any:
-    """A copy that is laid out as its shape says: a graph is for one layout, and a view of one row may have any."""
+    """A contiguous copy: a graph is for one memory layout, and views may have any."""
     return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_tree(tree: Tree, columns: int, rows: int) -> Tree:
-    nodes = tier(tree.ancestors.shape[2]) - tree.ancestors.shape[2]  # that no token descends from
+    nodes = round_up(tree.ancestors.shape[2]) - tree.ancestors.shape[2]  # that no token descends from
     return replace(
         tree,
         base=F.pad(tree.base, (0, rows)),

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders and from the hub, complete or not at all."""
+"""Loads models and tokenizers from folders and from the hub, completely or not at all."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
-from skipstone.models.fetching import commit_of, hub_name, refused
+from skipstone.models.fetching import commit_of, hub_name, not_found_error
 from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised import expect_loadable
@@ -40,18 +40,18 @@ from skipstone.models.unsupported import refuse_sizes
 from skipstone.utils.extras import installed
 
 COMMIT = "_commit_hash"
-"""Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
-EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
+"""Attribute of a config: the hub commit that the model was loaded from. transformers does not save it."""
+EXPORT = "export.json"  # file of an exported model: which part of which model it is
 MAX_CAUSE_CHARACTERS = 200
-"""Characters that are told of a library's message."""
+"""Length at which a library's message is cut off."""
 OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights as safetensors"
 OF_CONFIG = "correct it, or fetch it again"
 OF_TOKENIZER = "fetch its tokenizer.json and tokenizer_config.json again"
-"""What to do about files that cannot be loaded."""
+"""Remedies for files that cannot be loaded."""
 KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
-"""Generation defaults that are facts of the model and no wishes: a replacement without them leaves them as they are."""
+"""Generation defaults that are facts of the model. They are kept if a replacement does not set them."""
 DeviceMap = str | Mapping[str, Any] | None
-"""transformers' `device_map`: a strategy, or devices by the names of modules."""
+"""transformers' `device_map`: a strategy, or devices by module names."""
 
 
 def load(  # noqa: PLR0913
@@ -90,7 +90,7 @@ def load(  # noqa: PLR0913
     kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
     kernels are not tested here; ImportError, which says what to install, without the package that has them.
     """
-    asked = EngineOptions(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
+    engine_options = EngineOptions(engine, quantize, kv_dtype)  # validates before anything is loaded
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
@@ -98,8 +98,8 @@ def load(  # noqa: PLR0913
     options |= {"generation_config": generation_config}
     model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
     attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
-    if asked.quantizes or not keep_weights:
-        ModelRunner(model)  # quantises, or says why it cannot; gives the weights up
+    if engine_options.quantizes or not keep_weights:
+        ModelRunner(model)  # quantises or raises, and gives the weights up
     return model, tokenizer
 
 
@@ -116,47 +116,48 @@ def load_model(  # noqa: PLR0913
     generation_config: GenerationConfig | None = None,
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
-    name, options = _located(name)
+    name, options = _locate(name)
     revision = options.get("revision")
-    place, placed = usable(device), _placement(name, device, device_map, offload_folder, tp_plan, revision)
+    place, placed = usable_device(device), _placement(name, device, device_map, offload_folder, tp_plan, revision)
     options |= {"trust_remote_code": trust_remote_code, **placed}
     if attn_implementation is not None:
-        if "flash" in attn_implementation:  # before transformers misses the package
+        if "flash" in attn_implementation:  # before transformers reports a missing package
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} is not supported: load with attn_implementation='sdpa'"
             )
         options["attn_implementation"] = attn_implementation
     if "gguf_file" in options:
         options |= gguf.unpacked()
-        said, auto = {}, auto_class(None)
+        config, auto = {}, auto_class(None)
     else:
-        said = _said(name, revision)
-        auto = _auto_class(name, said, trust_remote_code)
+        config = _read_config(name, revision)
+        auto = _auto_class(name, config, trust_remote_code)
         options |= _defaults_option(name, revision, generation_config)
-    expect_loadable(said.get("quantization_config"))
-    with _reading(f"the checkpoint {name}", OF_CHECKPOINT, said), gguf.reading(name, options), torch_defaults.loading():
+    expect_loadable(config.get("quantization_config"))
+    explained = _explained_errors(f"the checkpoint {name}", OF_CHECKPOINT, config)
+    with explained, gguf.reading(name, options), torch_defaults.loading():
         loaded: Any = auto.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     model, report = loaded
-    expect_fit(name, said.get("model_type"), model, report)
+    expect_fit(name, config.get("model_type"), model, report)
     if (commit := commit_of(name, revision, "config.json")) is not None:
         setattr(model.config, COMMIT, commit)
     return (model if placed else model.to(place)).eval()
 
 
 @contextmanager
-def _reading(what: str, remedy: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Whatever a library raises while it reads files becomes one sentence, an OSError or a ValueError.
+def _explained_errors(what: str, remedy: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Turn any error of a library that reads files into one sentence, as an OSError or a ValueError.
 
-    what: that is read, with its name. remedy: what to do if its files are not whole. config: its values, for the cause. An
-    OSError of the system's, which names the file, and a missing package stay as they are.
+    what: name of the files. remedy: for incomplete files. config: its values, to explain the cause. The system's OSErrors,
+    which name the file, and missing packages pass unchanged.
     """
     try:
         yield
     except (ImportError, gguf.UnreadableFile):
         raise
-    except Exception as error:  # files that do not hold what is expected make a library fail in any way
+    except Exception as error:  # libraries fail in any way on unexpected contents
         if (reason := out_of_memory(error)) is not None:
             raise type(error)(f"{what} cannot be loaded: {reason}") from error
         if isinstance(error, OSError) and error.filename is not None:
@@ -167,8 +168,7 @@ def _reading(what: str, remedy: str, config: Mapping[str, Any] | None = None) ->
 
 
 def _cause(error: Exception, config: Mapping[str, Any]) -> str:
-    """What a library says, with the kind of its error, without which a missing key says nothing; or the field of the config
-    that has the missing key."""
+    """A library's message with the type of its error, or the field of the config whose value is a missing key."""
     if isinstance(error, KeyError):
         for field, value in _fields(config):
             if value == error.args[0]:
@@ -178,7 +178,7 @@ def _cause(error: Exception, config: Mapping[str, Any]) -> str:
 
 
 def _fields(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and the values of a config and of the objects inside it."""
+    """Names and values of a config, including nested objects."""
     for name, value in config.items():
         yield before + name, value
         if isinstance(value, Mapping):
@@ -193,7 +193,7 @@ def _placement(
     tp_plan: str | None,
     revision: str | None,
 ) -> dict[str, Any]:
-    """What `from_pretrained` is told of several devices; nothing for one. ValueError for what cannot be."""
+    """Options of `from_pretrained` for several devices; none for one. ValueError for impossible combinations."""
     if device_map is None and tp_plan is None:
         if offload_folder is not None:
             raise ValueError("offload_folder is where a device_map sends weights to disk: give device_map, too")
@@ -204,13 +204,13 @@ def _placement(
         what = "device_map" if tp_plan is None else "tp_plan"
         raise ValueError(f"{what} says where the weights go, found device={str(device)!r} besides: give one of them")
     if tp_plan is not None:
-        return _shares(name, tp_plan, revision)
+        return _tensor_parallel_options(name, tp_plan, revision)
     installed("accelerate", "a device_map needs accelerate", "train")
     return {"device_map": device_map} | ({} if offload_folder is None else {"offload_folder": str(offload_folder)})
 
 
-def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
-    """The same of tensor parallelism. ValueError where the processes that there are cannot share the model."""
+def _tensor_parallel_options(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
+    """Options of `from_pretrained` for tensor parallelism. ValueError if the processes cannot share the model."""
     if tp_plan != "auto":
         raise ValueError(f'tp_plan must be "auto" or None, found {tp_plan!r}')
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -226,31 +226,31 @@ def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
-def _said(name: str, revision: str | None) -> dict[str, Any]:
-    """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
+def _read_config(name: str, revision: str | None) -> dict[str, Any]:
+    """The config of a checkpoint as plain JSON values. OSError without one, so that an unreachable hub is tried only once."""
     try:
-        with _reading(f"the config.json of {name}", OF_CONFIG):
-            said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
-            if not isinstance(said, dict):  # transformers may as well have failed to find settings in it
-                raise TypeError(f"expected a JSON object of settings, found {said!r}")
+        with _explained_errors(f"the config.json of {name}", OF_CONFIG):
+            config = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+            if not isinstance(config, dict):  # transformers does not check it
+                raise TypeError(f"expected a JSON object of settings, found {config!r}")
     except OSError as error:
         if Path(name).exists():
             raise
-        raise refused(name if revision is None else f"{name}@{revision}", error, "config.json") from error
-    text = said.get("text_config")
-    refuse_sizes(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
-    return said
+        raise not_found_error(name if revision is None else f"{name}@{revision}", error, "config.json") from error
+    text = config.get("text_config")
+    refuse_sizes(SimpleNamespace(**(text if isinstance(text, dict) else config)), f"the checkpoint {name}")
+    return config
 
 
 def generation_defaults(
     name: str | Path | None, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]
 ) -> GenerationConfig | None:
-    """The generation_config that `load` is given, so that it does not fail on fields that are replaced or overridden.
+    """The generation_config for `load`, without invalid fields that are replaced or overridden anyway.
 
-    replacement, overrides: as in `replace_defaults`. None if nothing is changed, or if the model has no generation_config.json.
-    ValueError for values that no GenerationConfig can hold.
+    replacement, overrides: as in `replace_defaults`. None if nothing changes, or if the model has no generation_config.json.
+    ValueError for values that a GenerationConfig does not allow.
     """
-    place, options = _located(NANO if name is None else name)
+    place, options = _locate(NANO if name is None else name)
     if "gguf_file" in options or (replacement is None and not overrides):
         return None
     revision = options.get("revision")
@@ -259,34 +259,34 @@ def generation_defaults(
     except ValueError:
         if replacement is None:
             raise
-        own = {}  # it is broken, and nobody wants it
+        own = {}  # the broken file is replaced
     if own is None:
         return None
     if replacement is not None:
-        said = _said(place, revision)
-        own = {**{field: own.get(field, said.get(field)) for field in KEPT_DEFAULTS}, **replacement}
-    return config_of({**own, **overrides}, "the chosen generation config")
+        config = _read_config(place, revision)
+        own = {**{field: own.get(field, config.get(field)) for field in KEPT_DEFAULTS}, **replacement}
+    return build_generation_config({**own, **overrides}, "the chosen generation config")
 
 
 def _read_defaults(name: str, revision: str | None) -> dict[str, Any] | None:
-    """The fields of a model's generation_config.json, None without one. ValueError for a broken file, which transformers would
-    ignore."""
+    """The fields of a model's generation_config.json, None without one. ValueError for a broken file (transformers would ignore
+    it)."""
     missing: Any = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
     path = cached_file(name, FILE, revision=revision, **missing)
     return None if path is None else read_generation_config(Path(path))
 
 
 def _defaults_option(name: str, revision: str | None, chosen: GenerationConfig | None) -> dict[str, Any]:
-    """What `from_pretrained` is told of generation defaults. ValueError if none are chosen and the model's own are broken."""
+    """Options of `from_pretrained` for generation defaults. ValueError if none are chosen and the model's own are broken."""
     if chosen is not None:
         return {"generation_config": chosen}
     if (values := _read_defaults(name, revision)) is not None:
-        config_of(values, f"{FILE} of {name}")
+        build_generation_config(values, f"{FILE} of {name}")
     return {}
 
 
-def config_of(values: dict[str, Any], source: str) -> GenerationConfig:
-    """The GenerationConfig of some fields. ValueError, with the remedy, for values that it cannot hold."""
+def build_generation_config(values: dict[str, Any], source: str) -> GenerationConfig:
+    """Build a GenerationConfig. ValueError with a remedy for values that it does not allow."""
     try:
         refuse_small_values(values)
         return GenerationConfig.from_dict(values)
@@ -295,10 +295,10 @@ def config_of(values: dict[str, Any], source: str) -> GenerationConfig:
         raise ValueError(f"{source} cannot be used ({str(error).rstrip('.')}): {remedy}") from error
 
 
-def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
-    """transformers' class that loads a checkpoint. said: its config. ValueError for one of a type that skipstone cannot
-    decode, before its weights are loaded."""
-    kind = said.get("model_type")
+def _auto_class(name: str, config: dict[str, Any], trust_remote_code: bool) -> Any:
+    """transformers' class for a checkpoint. config: as JSON values. ValueError for a model type that skipstone cannot decode,
+    before its weights are loaded."""
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         found = "no model_type" if kind is None else f"the model_type {kind!r}"
         raise ValueError(
@@ -309,7 +309,7 @@ def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any
         raise ValueError(f"{kind} {REFUSED[kind]}")
     if kind in CONFIG_MAPPING:
         return auto_class(kind)
-    if said.get("auto_map") and not trust_remote_code:
+    if config.get("auto_map") and not trust_remote_code:
         raise ValueError(
             f"{name} brings modelling code of its own for the type {kind!r}; skipstone decodes transformers' own models only, "
             "and runs no code of a checkpoint"
@@ -322,14 +322,14 @@ def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
-    place, options = _located(name)
-    with _reading(f"the tokenizer of {name}", OF_TOKENIZER), gguf.reading(place, options):
+    place, options = _locate(name)
+    with _explained_errors(f"the tokenizer of {name}", OF_TOKENIZER), gguf.reading(place, options):
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
 def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
-    """Token -> id of a tokenizer that lies on this machine, in a folder or, at a revision, in the hub's cache; None where none
-    does, or it would run code of its own."""
+    """Token -> id of a tokenizer in a folder, or of a revision in the hub's cache; None if it is not here or needs code of its
+    own."""
     if not name:
         return None
     try:
@@ -344,21 +344,21 @@ def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
     return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options).get_vocab())
 
 
-def look_up(name: str | Path) -> None:
-    """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
-    place, options = _located(name)
+def expect_config(name: str | Path) -> None:
+    """OSError or ValueError if a name has no readable config. Loads nothing else."""
+    place, options = _locate(name)
     try:
-        with _reading(f"the config of {name}", OF_CONFIG), gguf.reading(place, options):
+        with _explained_errors(f"the config of {name}", OF_CONFIG), gguf.reading(place, options):
             AutoConfig.from_pretrained(place, **options)
     except OSError as error:
         if Path(place).exists():
             raise
-        raise refused(str(name), error, "config.json") from error
+        raise not_found_error(str(name), error, "config.json") from error
 
 
-def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
-    """A folder, or the repository that a hub id names, and what transformers is told besides: the file where the model is a
-    GGUF file, the revision of a hub id that has one. OSError for what is neither."""
+def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """(folder or repository, options of transformers: the name of a GGUF file or the revision of a hub id). OSError for other
+    names."""
     path = Path(name).expanduser()
     if path.is_file():
         return str(path.parent), gguf.options(path)
@@ -370,20 +370,20 @@ def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
     return meant.repo, {} if meant.revision is None else {"revision": meant.revision}
 
 
-def usable(device: str | torch.device) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, else the CPU. ValueError for one that torch does not know or
-    this machine does not have."""
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device of a name; "auto" is CUDA if available, else the CPU. ValueError for a device that torch does not know or this
+    machine does not have."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
         torch.empty(1, dtype=torch.float32, device=place)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return place
 
 
 def bos_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[bos] where the tokenizer begins a text with one."""
+    """[bos] if the tokenizer begins texts with it, else []."""
     ids: Any = tokenizer("a")["input_ids"]
     return list(ids[:1]) if ids[0] == tokenizer.bos_token_id else []

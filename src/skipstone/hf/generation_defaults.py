@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from skipstone.engines.loading import KEPT_DEFAULTS, config_of
+from skipstone.engines.loading import KEPT_DEFAULTS, build_generation_config
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_config_fields import FIELDS
 from skipstone.hf.requests import build_request
@@ -29,7 +29,7 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
     own: Any = model.generation_config
     kept = {name: getattr(own, name, None) for name in KEPT_DEFAULTS}
     fields = own.to_dict() if replacement is None else {**kept, **replacement}
-    model.generation_config = config_of({**fields, **overrides}, "the chosen generation config")
+    model.generation_config = build_generation_config({**fields, **overrides}, "the chosen generation config")
 
 
 def expect_usable_defaults(model: ModelRunner, tokenizer: Any) -> None:

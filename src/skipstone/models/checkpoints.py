@@ -1,4 +1,4 @@
-"""Which class of transformers a checkpoint is loaded with, and whether its weights are those that its config describes."""
+"""Which class of transformers loads a checkpoint, and whether its weights fit its config."""
 
 import re
 from collections.abc import Collection
@@ -8,28 +8,28 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from skipstone.models.families import text_config
-from skipstone.models.quantised import named
+from skipstone.models.quantised import quantization_method
 
-SHOWN = 3  # weights that a message names
+SHOWN = 3  # weights named in a message
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields of a config that say how many layers behind the last one predict further tokens. transformers does not run them."""
+"""Fields of a config: number of layers after the last one that predict further tokens. transformers does not run them."""
 TABLES = re.compile(
     r"(^|\.)((original_)?inv_freq|(cos|sin)_cached|causal_mask|position_ids|embed_positions\.weights|version|_float_tensor"
     r"|(cross)?(attn|attention)\.(masked_)?bias)$"
 )
-"""Masks, positions and rotary tables, which older versions of transformers and of torch saved as buffers."""
+"""Masks, positions and rotary tables, which older versions of transformers and torch saved."""
 PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")  # layers for several tokens at once, under a name of their own
-PREDICTING = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp_\w+)\b")  # what only such a layer has, among the usual layers
-VALUES = re.compile(r"^v_head\.")  # the head that a reward trainer puts beside the LM head
+PREDICTING = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp_\w+)\b")  # parts of such a layer in the usual list of layers
+VALUES = re.compile(r"^v_head\.")  # the head of a reward trainer
 OTHER_SENSES = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|vqmodel|embed_vision|embed_audio)")
-"""What a multimodal model has beside its text model."""
+"""Other parts of a multimodal model than its text model."""
 SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$")  # of keys and values in an 8-bit cache, which skipstone does not use
 
 
 def auto_class(kind: str | None) -> Any:
-    """The class that loads a model type: transformers' causal language models, or the multimodal models around one. None is a
-    type that the checkpoint does not say, as in a GGUF file. ValueError for a type of another kind."""
+    """transformers' class for a model type: causal language models, or multimodal models around one. None means an unknown
+    type, as in a GGUF file. ValueError for other types."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if kind is None or CONFIG_MAPPING[kind] in auto._model_mapping:  # what a user has registered is in it, too
             return auto
@@ -40,8 +40,7 @@ def auto_class(kind: str | None) -> Any:
 
 
 def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
-    """ValueError where a checkpoint's weights are not those of its model, which would then be another one. kind: its model
-    type. report: transformers' loading info."""
+    """ValueError if a checkpoint's weights do not fit its model. kind: model type. report: transformers' loading info."""
     mismatched: Any = report.get("mismatched_keys") or ()  # transformers only logs the shapes
     for key, found, expected in sorted(mismatched):
         raise ValueError(
@@ -59,9 +58,8 @@ def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
 
 
 def _superfluous(keys: Collection[str], kind: str | None, model: Any) -> list[str]:
-    """The weights that transformers has not loaded and that change what the model computes. It has taken out what the model's
-    class ignores."""
-    method, config = named(getattr(model.config, "quantization_config", None)), text_config(model)
+    """Unloaded weights that change the model's results. transformers has already removed those that the class ignores."""
+    method, config = quantization_method(getattr(model.config, "quantization_config", None)), text_config(model)
     harmless = [TABLES, PREDICTORS, VALUES]
     if method is not None:
         harmless.append(SCALES)

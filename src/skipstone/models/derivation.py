@@ -1,6 +1,6 @@
 """Derives the `Family` of a model from a trace of its own forward.
 
-Whatever the trace shows that a `Family` has no word for is a reason to refuse the model, in a sentence.
+A model whose trace shows something that no `Family` can describe is refused with a sentence.
 """
 
 import inspect
@@ -27,21 +27,20 @@ from skipstone.models.families import (
 from skipstone.models.passes import AttentionReach, visible
 from skipstone.models.trace import WINDOW, ModuleCall, Trace
 
-OURS = ("attention_mask", "position_ids", "position_embeddings")  # what every pass has for a layer
-HARMLESS = ("use_cache", "return_dict")  # arguments of a layer that a pass need not give it
-CLOSE = 1e-3  # share of the largest entry by which what is the same may differ
+PASS_ARGUMENTS = ("attention_mask", "position_ids", "position_embeddings")  # arguments of a layer that a pass can make
+HARMLESS = ("use_cache", "return_dict")  # arguments of a layer that a pass may omit
+CLOSE = 1e-3  # tolerance of equal tensors, relative to the largest entry
 SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale", "embed_scale", "hidden_multiplier")
-"""Fields of a config that are asked first whether they scale the embeddings."""
+"""Fields of a config that are tried first as the scale of the embeddings."""
 BIASES = ("alibi", "position_bias")  # names of a layer's argument for linear position biases
 
 
 class DerivationError(ValueError):
-    """What a trace shows that skipstone cannot do, as the end of a sentence."""
+    """Something in a trace that skipstone does not support, as the end of a sentence."""
 
 
 def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
-    """(path from the model's decoder to what owns its layers, the name of their list there, the list). ValueError where there
-    is none."""
+    """(path from the model's decoder to the owner of its layers, name of their list, the list). ValueError without one."""
     decoder = model.get_decoder()
     for path, module in decoder.named_modules():  # the model itself first
         for name, child in module.named_children():
@@ -51,13 +50,12 @@ def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
 
 
 def _one_kind(layers: nn.ModuleList) -> bool:
-    """Whether a list may be the layers: modules with parts of their own."""
+    """Whether a list may be the layers: modules with children."""
     return all(any(True for _ in one.children()) for one in layers)
 
 
 def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Family:
-    """The family that a trace shows. path, name: as `find_layers` says. ValueError (`DerivationError`) for what cannot be
-    done."""
+    """The family of a traced model. path, name: as in `find_layers`. DerivationError for an unsupported structure."""
     depth = config.num_hidden_layers
     owner = submodule(model.get_decoder(), path)
     if [number for number, _ in found.layers] != list(range(depth)):
@@ -73,7 +71,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     if None in modules:
         raise DerivationError(f"has layers without {attention}, which its first layer has")
     summed, replaced = _stream(found.inside[plain], (attention, *mlp), calls[plain].given[""])
-    always = replaced or _per_layer_inputs(calls) > 0 or streams > 1  # even where both sublayers add nothing
+    changes_alone = replaced or _per_layer_inputs(calls) > 0 or streams > 1  # even if both sublayers add nothing
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
     family = Family(
         decoder=path,
@@ -96,7 +94,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm=always or _ends_otherwise(found.inside[plain], calls[plain], attending),
+        post_norm=changes_alone or _ends_otherwise(found.inside[plain], calls[plain], attending),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
         streams=streams,
@@ -107,7 +105,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
 
 
 def _streams(owner: Any, calls: list[ModuleCall]) -> int:
-    """How many streams of states the layers hand on."""
+    """Number of streams of states between layers."""
     shapes = [call.given[""].shape for call in calls]
     if all(len(shape) == 3 for shape in shapes):
         return 1
@@ -117,13 +115,13 @@ def _streams(owner: Any, calls: list[ModuleCall]) -> int:
 
 
 def _names(module: Any) -> Iterable[str]:
-    """Global names that the forward of a module uses; none for one that is not written in Python."""
+    """Global names in the forward of a module; empty for one that is not written in Python."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 def close(mine: Any, theirs: Any) -> bool:
-    """Whether two results are the same but for rounding."""
+    """Whether two results are equal up to rounding."""
     if mine.shape != theirs.shape or not (mine.is_floating_point() and theirs.is_floating_point()):
         return False
     allowed = max(CLOSE, 4 * torch.finfo(theirs.dtype).eps, 4 * torch.finfo(mine.dtype).eps)
@@ -136,10 +134,10 @@ def close(mine: Any, theirs: Any) -> bool:
 
 
 def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[InputStep, ...], str | None]:
-    """The way from ids to the states that enter layer 0, and the field of the config that scales them."""
+    """(the modules from ids to the states that enter layer 0, the field of the config that scales them)."""
     positions = torch.arange(found.ids.shape[1], device=found.ids.device, dtype=torch.int64)[None]
     steps: list[InputStep] = []
-    learned: list[tuple[InputStep, Tensor]] = []  # positions that are yet to be added
+    learned: list[tuple[InputStep, Tensor]] = []  # positions that are not added yet
     hidden: Any = None
     for call in found.parts[: found.before]:
         first, output = call.given.get(""), call.output
@@ -149,7 +147,7 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
                 hidden = output
             continue
         if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path or call.path.startswith(altup.MAKERS):
-            continue  # rotary phases, what is for the layers alone, and further streams of states
+            continue  # rotary phases, per-layer inputs and further streams
         summed = _summed(hidden, learned)
         if summed is not hidden and torch.is_tensor(first) and close(first, summed):
             steps += [step for step, _ in learned]
@@ -167,8 +165,7 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
 
 
 def _summed(hidden: Tensor, learned: list[tuple[InputStep, Tensor]]) -> Tensor:
-    """Hidden states and the positions that are yet to be added; without them where they do not fit yet (OPT-350m's, which are
-    added behind a projection)."""
+    """Hidden states plus the positions that are not added yet, if they fit (OPT-350m adds them after a projection)."""
     for _, one in learned:
         if one.shape[-1] == hidden.shape[-1]:
             hidden = hidden + one.to(hidden.device)
@@ -176,7 +173,7 @@ def _summed(hidden: Tensor, learned: list[tuple[InputStep, Tensor]]) -> Tensor:
 
 
 def _learned(module: Any, call: ModuleCall, positions: Tensor) -> str | None:
-    """How learned positions are asked for; None for what are none."""
+    """How a module of learned positions is called; None for another module."""
     for how, ask in (
         ("positions", lambda: module(positions)),
         ("named positions", lambda: module(None, position_ids=positions)),
@@ -190,9 +187,9 @@ def _learned(module: Any, call: ModuleCall, positions: Tensor) -> str | None:
 
 
 def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
-    """The field of a config that hidden states are multiplied by before they enter layer 0."""
+    """The field of a config that scales hidden states before layer 0."""
     if hidden.shape == entered.shape:
-        for name in SCALES:  # what the config says comes first: a scale near 1 looks like none
+        for name in SCALES:  # the config comes first: a scale near 1 looks like none
             value = getattr(config, name, None)
             if isinstance(value, float) and close(hidden * value, entered):
                 return name
@@ -208,7 +205,7 @@ def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
 
 
 def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
-    """The field of a config that has a value."""
+    """The field of a config with a value."""
     for name in (*first, *config.to_dict()):
         one = getattr(config, name, None)
         if isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one - value) <= CLOSE * abs(value):
@@ -217,7 +214,7 @@ def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
 
 
 def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
-    """The modules between the last layer, or where its streams of states are merged, and the LM head."""
+    """The modules between the last layer (after its streams are merged) and the LM head."""
     hidden = _states(found.layers[-1][1].output)
     hidden = altup.merged(owner, hidden) if streams > 1 else hidden
     path: list[str] = []
@@ -232,9 +229,9 @@ def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
 
 
 def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
-    """What becomes of the output of the LM head."""
+    """The operation on the output of the LM head, and its field of the config."""
     scores, logits = found.heads[-1].output, found.logits
-    cap = getattr(config, "final_logit_softcapping", None)  # what the config says comes first: small logits look uncapped
+    cap = getattr(config, "final_logit_softcapping", None)  # the config comes first: small logits look uncapped
     if cap is not None and close((scores / cap).tanh() * cap, logits):
         return "softcap", "final_logit_softcapping"
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -254,7 +251,7 @@ def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply"
 
 
 def _states(output: Any) -> Tensor:
-    """The hidden states in what a layer returned."""
+    """The hidden states in the output of a layer."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
@@ -262,9 +259,9 @@ def _states(output: Any) -> Tensor:
 
 
 def _arguments(found: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
-    """(the argument for the KV cache, the pass's own things, constants, the argument for position biases) of the layers."""
+    """The layers' arguments: (for the KV cache, those that depend on the pass, constants, for position biases)."""
     cache, fixed, alibi = None, {}, None
-    takes = [name for name in OURS if name in calls[0].given]
+    takes = [name for name in PASS_ARGUMENTS if name in calls[0].given]
     for name, value in calls[0].given.items():
         if value is found.cache:
             cache = name
@@ -282,13 +279,13 @@ def _arguments(found: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, .
 
 
 def _per_layer_inputs(calls: list[ModuleCall]) -> int:
-    """How many numbers every layer is given of a token beside the hidden states."""
+    """`Family.per_layer_inputs`."""
     given = calls[0].given.get(PER_LAYER)
     return given.shape[-1] if torch.is_tensor(given) else 0
 
 
 def _shares(config: Any, calls: list[ModuleCall]) -> tuple[tuple[str, int], ...]:
-    """The layers whose keys and values others read, by the layer type that both have."""
+    """`Family.shares`."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     if not any(modes):
         return ()
@@ -309,8 +306,8 @@ def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:
 
 
 def _sublayers(calls: list[ModuleCall], found: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """(attention, modules of the MLP, those of them that are inside it) of one layer. Routers beside experts are not named:
-    they may run where the experts do not."""
+    """(attention, modules of the MLP, the inner ones of these) of one layer. Routers are left out: they may run without the
+    experts."""
     attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
     if attention is None:
         raise DerivationError("has no attention sublayer that is given the KV cache")
@@ -320,17 +317,16 @@ def _sublayers(calls: list[ModuleCall], found: Trace) -> tuple[str, tuple[str, .
     weighty = [call for call in calls if call.path != attention and _weighty(call.path) and torch.is_tensor(call.given.get(""))]
     paths = [call.path for call in calls]
     behind = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
-    weighty = behind or weighty  # what is called before the attention is beside it (Gemma 3n's laurel)
+    weighty = behind or weighty  # modules before the attention run in parallel to it (Gemma 3n's laurel)
     wide = {call.path for call in weighty if _width(_first(call.output)) == size}
-    # what the next module takes is as wide as the MLP is inside
-    fed = {call.path for call, after in pairwise(weighty) if _width(call.output) == _width(after.given[""])}
-    names = tuple(dict.fromkeys(call.path for call in weighty if call.path in wide | fed))
+    # inside of the MLP a module's output has the width of the next one's input
+    inner = {call.path for call, after in pairwise(weighty) if _width(call.output) == _width(after.given[""])}
+    names = tuple(dict.fromkeys(call.path for call in weighty if call.path in wide | inner))
     return attention, names, tuple(name for name in names if name not in wide)
 
 
 def _weighty(path: str) -> bool:
-    """Whether a part of a layer may belong to its MLP: it is neither a norm nor a dropout nor an activation, and does not
-    take in what the layer is given beside the hidden states."""
+    """Whether a part of a layer may belong to its MLP: no norm, dropout, activation or module for per-layer inputs."""
     name = path.lower()
     return not any(word in name for word in ("norm", "dropout", "act", "ln_", "drop", "per_layer"))
 
@@ -340,8 +336,8 @@ def _width(value: Any) -> int | None:
 
 
 def _stream(calls: list[ModuleCall], names: tuple[str, ...], stream: Tensor) -> tuple[str | None, bool]:
-    """(`Family.summed`, whether what is given by that name is ever something else than the residual stream, as in BLOOM where
-    norms of it take its place). names: of the sublayers. stream: what entered the layer, [2, T, d]."""
+    """(`Family.summed`, whether that argument is ever something else than the residual stream, such as its norm in BLOOM).
+    names: of the sublayers. stream: the layer's input, [2, T, d]."""
     summed, other = None, False
     for call in (one for one in calls if one.path in names):
         own = next((name for name, value in call.given.items() if "residual" in name and torch.is_tensor(value)), None)
@@ -355,15 +351,15 @@ def _stream(calls: list[ModuleCall], names: tuple[str, ...], stream: Tensor) -> 
 
 
 def _ends_otherwise(inside: list[ModuleCall], call: ModuleCall, layers: list[nn.Module]) -> bool:
-    """Whether layers norm the sum at their end, or have numbers of their own by which they may scale it (Doge, Gemma 4).
-    call: of one of them. inside: of its modules."""
+    """Whether layers end with a norm of the sum, or have numbers of their own that may scale it (Doge, Gemma 4). call: of one
+    layer. inside: calls of its modules."""
     last = inside[-1]
     numbers = any(True for one in layers for _ in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
     return numbers or ("norm" in last.path and close(last.output, _states(call.output)))
 
 
 def _returns(counts: dict[str, int], attention: str, mlp: tuple[str, ...]) -> tuple[int, ...]:
-    """`Family.returns` of one layer. counts: of its modules."""
+    """`Family.returns` of one layer. counts: of values by module."""
     return tuple(counts.get(name, 0) for name in (attention, *mlp)) if attention in counts else ()
 
 
@@ -371,7 +367,7 @@ def _unskippable(found: Trace, recurrent: tuple[str, ...], plain: int, attention
     """`Family.unskippable`. plain: the first layer with an attention."""
     states = _states(found.layers[plain][1].output)
     mixed = next(_first(call.output) for call in found.inside[plain] if call.path == attention)
-    if mixed is None or mixed.shape != states.shape[-3:]:  # layers may hand on several streams
+    if mixed is None or mixed.shape != states.shape[-3:]:  # there may be several streams
         return f"does not return the hidden states first from {attention}"
     if not mlp:
         return "has no modules for the MLPs of its layers"
@@ -387,12 +383,12 @@ def _mask(call: ModuleCall) -> Any:
 
 
 def _hides(mask: Any) -> bool:
-    """Whether True in a boolean mask hides: a token sees itself."""
+    """Whether True in a boolean mask hides. Every token attends to itself."""
     return torch.is_tensor(mask) and mask.dtype == torch.bool and not bool(mask[0, 0, 0, 0])
 
 
 def _reaches(config: Any, calls: list[ModuleCall]) -> tuple[ReachKind, ...]:
-    """How far every layer sees back, by the mask that it was given."""
+    """How far back every layer attends, by its mask."""
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     forms: list[tuple[ReachKind, AttentionReach]] = [("full", AttentionReach())]
     if window:
@@ -414,7 +410,7 @@ def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, AttentionReach]]
 
 
 def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None, ...]:
-    """Where the rotary phases of every layer come from."""
+    """The source of every layer's rotary phases."""
     made = [call for call in found.parts[: found.before] if _first(call.output) is not None]
     rotary: list[RotarySource | None] = []
     for call in calls:
@@ -423,7 +419,7 @@ def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None,
             rotary.append(None)
             continue
         maker = next((one for one in made if _first(one.output) is phases), None)
-        maker = maker or next((one for one in made if close(_first(one.output), phases)), None)  # it was cut in between
+        maker = maker or next((one for one in made if close(_first(one.output), phases)), None)  # a slice of its output
         if maker is None:
             raise DerivationError("gives its layers rotary phases that come from no module of its decoder")
         extra = [value for name, value in maker.given.items() if isinstance(value, str)]
@@ -433,6 +429,6 @@ def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None,
 
 
 def _first(value: Any) -> Any:
-    """The first tensor in what may be rotary phases."""
+    """The first tensor of a value that may be rotary phases."""
     value = value[0] if isinstance(value, (tuple, list)) and value else value
     return value if torch.is_tensor(value) else None

@@ -1,7 +1,8 @@
-"""Models on several devices, as accelerate dispatches them (`device_map`): where a module computes, and what its weights are.
+"""Models on several devices, as dispatched by accelerate (`device_map`): where modules compute, and the values of their
+weights.
 
-accelerate puts a hook on every module that holds parameters. It brings inputs to the device on which the module computes, and
-loads offloaded weights, which lie on the meta device between two calls, from the CPU's memory or from disk.
+accelerate puts a hook on every module with parameters. The hook moves inputs to the module's device. It also loads offloaded
+weights from the CPU's memory or from disk; between two calls they are on the meta device.
 """
 
 from collections.abc import Iterator
@@ -13,27 +14,25 @@ from torch.distributed.tensor import DTensor
 
 
 def hooks(module: Any) -> list[Any]:
-    """accelerate's hooks of a module; none where it was not dispatched."""
+    """accelerate's hooks of a module; empty if it was not dispatched."""
     hook = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", None) or [hook])
 
 
 def computes_on(module: Any) -> torch.device:
-    """The device on which a module takes its inputs: its weights', where they are there, else what its hook says."""
+    """The device of a module's inputs: that of its weights, or of its hook if these are offloaded."""
     kept = next(module.parameters()).device
     devices = (getattr(hook, "execution_device", None) for hook in hooks(module)) if kept.type == "meta" else ()
     return next((torch.device(device) for device in devices if device is not None), kept)
 
 
 def input_device(model: Any) -> torch.device:
-    """The device on which tokens enter a model: that of its input embedding. `model.device` may be where an offloaded weight
-    is kept."""
+    """The device of a model's input embedding. `model.device` may be that of an offloaded weight."""
     return computes_on(model.get_input_embeddings())
 
 
 def lacks_hooks(model: Any) -> bool:
-    """Whether a parameter lacks a hook, its module's own or that of one this is part of: one that brings inputs to where it
-    is, and one that loads it where it is offloaded."""
+    """Whether a parameter has no hook, on its module or a parent, that moves inputs to it or, if it is offloaded, loads it."""
 
     def bare(module: Any, brought: bool, loaded: bool) -> bool:
         for hook in hooks(module):
@@ -49,9 +48,9 @@ def lacks_hooks(model: Any) -> bool:
 
 
 def named_values(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and values, whoever keeps them. ValueError for one that nobody has.
+    """Names and values of all parameters, including offloaded and sharded ones. ValueError for a parameter without values.
 
-    Of a sharded parameter all processes gather the whole, so all of them have to ask.
+    A sharded parameter is gathered in all processes, so all of them must call this.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
-"""What a decoder is built of, as far as skipstone has to know: where its parts are, and what surrounds its layers.
+"""The description of a decoder's structure: where its parts are, and what surrounds its layers.
 
-transformers owns the modelling code. A `Family` is derived from one traced forward of a model (derivation.py); EXCEPTIONS has
-what a trace cannot tell.
+transformers owns the modelling code. A `Family` is derived from one traced forward of a model (derivation.py). EXCEPTIONS has
+the facts that a trace does not show.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,24 +18,27 @@ from skipstone.models.passes import AttentionReach
 ReachKind = Literal["full", "sliding", "chunked"]
 RECURRENT = ("linear_attention", "conv")
 """Layer types of transformers whose states have no positions."""
-
-
-PER_LAYER = "per_layer_input"  # argument of a layer for what it is given of every token beside the hidden states
+PER_LAYER = "per_layer_input"  # argument of a layer for inputs of its own for every token
 SHARED = "shared_kv_states"  # argument of a layer for keys and values that layers share
 
 
 class InputStep(NamedTuple):
-    """One module on the way from ids to layer 0. path: under the decoder. how: "tokens" (it begins, with the ids), "apply" (of
-    what there is so far), "positions" (of the positions, added), "named positions" (OPT's, which takes a mask first)."""
+    """One module between ids and layer 0.
+
+    path: under the decoder. how: "tokens" is called with the ids, "apply" with the result so far. "positions" is called with
+    the positions and added; so is "named positions", OPT's module, which takes a mask first.
+    """
 
     path: str
     how: str
 
 
 class RotarySource(NamedTuple):
-    """Where a layer's rotary phases come from. path: of a module under the decoder. kind: the layer type that the module wants
-    to know, "" where it wants none. axes: how often it wants the positions, one for each axis of a picture (Qwen-VL), 0 for
-    plain positions."""
+    """The source of a layer's rotary phases.
+
+    path: of a module under the decoder. kind: layer type that the module takes, or "". axes: number of copies of the positions
+    that it takes, one per axis of a picture (Qwen-VL), 0 for plain positions.
+    """
 
     path: str
     kind: str = ""
@@ -44,32 +47,42 @@ class RotarySource(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one model, all plain values. Paths are under `decoder`, names of sublayers under a layer.
+    """The structure of one model, as plain values. Paths are under `decoder`, names of sublayers under a layer.
 
-    decoder: path from `model.get_decoder()` to the module that owns the layers. layers: its list of them. entering: from
-    ids to layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of
-    the hidden size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM
-    head's output, and the field of the config that says how much. rotary: of every layer. attention: a layer's attention
-    sublayer. mlp: the modules of its MLP sublayer in order. inner: those among them whose output only the next one takes; what
-    the others return is added to the residual stream. returns: of every layer, how many values its attention and each module of
-    its MLP return, 0 for a tensor that is in no tuple; nothing for layers without an attention. summed: the name of a
-    sublayer's argument for the residual stream, where it returns the sum itself. unskippable: why sublayers cannot be left out,
-    as the rest of a sentence about the model, "" where they can.
-    cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
-    forward, what else it is given, name and value. pass_arguments: which of the pass's own things it is given. reaches: how far
-    every layer sees back. attention_interface: the attention looks its function up in transformers' AttentionInterface.
-    float_masks: masks are added, also under sdpa. hiding_masks: True in a boolean mask hides. post_norm: norms follow the
-    residual sum, or the residual stream itself is normed or scaled, and even an empty layer changes its input.
-    alibi: the name of a layer's argument for linear position
-    biases (ALiBi). reads_cache_length: layers ask the cache for its length, which changes nothing within the positions that the
-    model has here. max_positions_field: field of the config that limits those positions further. window: field of the config
-    that has the sliding window. mask_buffer_path: path of a module under the attention that masks by its buffer `bias`, which
-    takes slots for positions. per_layer_inputs: numbers that every layer is given of a token beside the hidden states
-    (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. streams: of states that
-    layers hand on of every token (Gemma 3n's AltUp); they are carried one behind the other. shares: layer types whose
-    layers read keys and values of another layer, and the index of that one; which do is the layers' own business.
-    recurrent: of every layer, the sublayer that keeps a state without positions in the place of an attention, "" for an
-    attention; empty where all layers have one.
+    decoder: path from `model.get_decoder()` to the module that owns the layers.
+    layers: name of its list of layers.
+    entering: modules from ids to layer 0.
+    input_scale: field of the config that scales the embeddings; "sqrt" for the root of the hidden size.
+    leaving: modules from the last layer to the LM head, the final norm first.
+    logits: operation on the LM head's output, and the field of the config with its operand.
+    rotary: source of every layer's phases.
+    attention: name of a layer's attention.
+    mlp: modules of its MLP sublayer in order.
+    inner: those of them whose output only the next one reads; the outputs of the others are added to the residual stream.
+    returns: for every layer, the number of values that its attention and each module of its MLP return, 0 for a tensor outside
+    of a tuple; empty for layers without an attention.
+    summed: name of a sublayer's argument for the residual stream, if it returns the sum itself.
+    unskippable: why sublayers cannot be skipped, as the end of a sentence about the model; "" if they can.
+    cache_argument: name of a layer's argument for the KV cache.
+    arguments: names and values of a layer's constant arguments.
+    pass_arguments: names of a layer's arguments that depend on the pass.
+    reaches: how far back every layer attends.
+    attention_interface: the attention uses transformers' AttentionInterface.
+    float_masks: masks are added, also with sdpa.
+    hiding_masks: True in a boolean mask hides.
+    post_norm: a norm follows the residual sum, or the residual stream itself is normed or scaled. Then even an empty layer
+    changes its input.
+    alibi: name of a layer's argument for linear position biases (ALiBi).
+    reads_cache_length: layers read the cache's length, which has no effect within the model's positions here.
+    max_positions_field: field of the config that limits these positions further.
+    window: field of the config with the sliding window.
+    mask_buffer_path: path of a module under the attention that masks by its buffer `bias`, which takes slots for positions.
+    per_layer_inputs: size of each layer's input of its own for every token (Gemma 4's per-layer embeddings), 0 for none;
+    appended to the hidden states.
+    streams: number of streams of states (Gemma 3n's AltUp); concatenated in the hidden states.
+    shares: layer types whose layers read keys and values of another layer, and the index of that layer.
+    recurrent: for every layer, the sublayer that keeps a state without positions in place of an attention, "" for an attention;
+    empty if all layers have attentions.
     """
 
     decoder: str = ""
@@ -108,16 +121,16 @@ class Family:
         return submodule(model.get_decoder(), self.decoder)
 
     def recurs(self, layer: int) -> bool:
-        """Whether a layer keeps a state without positions."""
+        """Whether a layer has a state without positions."""
         return bool(self.recurrent and self.recurrent[layer])
 
     def mixer(self, layer: int) -> str:
-        """The sublayer of a layer that mixes tokens: its attention, or what stands in its place."""
+        """The name of a layer's sublayer that mixes tokens: its attention or recurrent sublayer."""
         return self.recurrent[layer] if self.recurs(layer) else self.attention
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states that enter layer 0, with all that is carried behind them. tokens, positions: [B, n] int64. Returns
-        [B, n, d]."""
+        """Hidden states that enter layer 0, [B, n, d], including all streams and per-layer inputs. tokens, positions: [B, n]
+        int64."""
         hidden = tokens
         for step in self.entering:
             module = submodule(decoder, step.path)
@@ -128,7 +141,7 @@ class Family:
             else:
                 hidden = module(hidden)
         if self.input_scale is not None:
-            own = getattr(decoder, self.input_scale, None)  # transformers reads the config once and keeps the number
+            own = getattr(decoder, self.input_scale, None)  # transformers copies the number from the config
             scale = own if own is not None else getattr(config, self.input_scale, None)
             hidden = hidden * (config.hidden_size**0.5 if scale is None else scale)
         states = self.folded(altup.made(decoder, hidden)) if self.streams > 1 else hidden
@@ -138,21 +151,20 @@ class Family:
         return torch.cat([states, inputs.flatten(2)], -1)
 
     def parts(self, hidden: Tensor, config: Any) -> tuple[Tensor, list[Tensor]]:
-        """(the states as layers take them, what each layer is given of a token beside them, [..., p] each) in hidden states."""
+        """Split hidden states into (the states for layers, the per-layer inputs of every layer [..., p])."""
         if self.streams == 1 and not self.per_layer_inputs:
             return hidden, []
         size = self.streams * config.hidden_size
-        states, beside = hidden[..., :size], hidden[..., size:]
-        inputs = list(beside.split(self.per_layer_inputs, -1)) if self.per_layer_inputs else []
-        return (altup.unfolded(states, self.streams) if self.streams > 1 else states), inputs
+        states, inputs = hidden[..., :size], hidden[..., size:]
+        per_layer = list(inputs.split(self.per_layer_inputs, -1)) if self.per_layer_inputs else []
+        return (altup.unfolded(states, self.streams) if self.streams > 1 else states), per_layer
 
     def folded(self, states: Tensor) -> Tensor:
-        """The states that a layer takes or returns as one vector of every token: [B, n, d], of several streams [k, B, n, d] ->
-        [B, n, k * d]."""
+        """Concatenate a layer's streams to one vector per token: [k, B, n, d] -> [B, n, k * d]; [B, n, d] stays."""
         return altup.folded(states) if self.streams > 1 else states
 
     def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
-        """Final norm (and OPT's projection) before the LM head. hidden: [..., d], with or without what is carried behind."""
+        """Final norm (and OPT's projection) before the LM head. hidden: [..., d], with or without per-layer inputs."""
         if self.per_layer_inputs or self.streams > 1:
             hidden = hidden[..., : self.streams * submodule(decoder, self.leaving[0]).weight.shape[0]]
         if self.streams > 1:
@@ -162,7 +174,7 @@ class Family:
         return hidden
 
     def scored(self, scores: Tensor, config: Any) -> Tensor:
-        """Logits from what the LM head gives, [..., V]."""
+        """Logits from the outputs of the LM head, [..., V]."""
         how, name = self.logits
         value = getattr(config, name) if name else None
         if value is None:
@@ -173,7 +185,7 @@ class Family:
 
 
 def submodule(module: Any, path: str) -> Any:
-    """What lies under a dotted path; the module itself for an empty one."""
+    """The submodule at a dotted path; the module itself for an empty path."""
     return module.get_submodule(path) if path else module
 
 
@@ -183,15 +195,15 @@ def text_config(model: Any) -> Any:
 
 
 def text_ids(model: Any) -> int:
-    """How many ids are text, from 0 upwards: those that the input embedding has rows for, up to where a multimodal model begins
-    to embed pictures and sound by other modules (Gemma 3n's `vocab_offset`)."""
+    """Number of text ids from 0 on: the rows of the input embedding, up to the ids that a multimodal model embeds by other
+    modules (Gemma 3n's `vocab_offset`)."""
     parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
     offsets = [offset for part in parts if isinstance(offset := getattr(part, "vocab_offset", None), int)]
     return min([model.get_input_embeddings().weight.shape[0], *offsets])
 
 
 def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
-    """How far every layer of a model sees back."""
+    """How far back every layer of a model attends."""
     sizes = {
         "full": AttentionReach(),
         "sliding": AttentionReach(window=getattr(config, family.window, None)),
@@ -201,15 +213,17 @@ def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
 
 
 def layer_types(config: Any) -> list[str]:
-    """transformers' layer type of every layer."""
+    """transformers' type of every layer."""
     found = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
-    if any(getattr(config, "kv_sharing_modes", None) or ()):  # those that read another layer's keys and values count as "dummy"
+    if any(
+        getattr(config, "kv_sharing_modes", None) or ()
+    ):  # layers that read another layer's keys and values have the type "dummy"
         return [own if kind == "dummy" else kind for kind, own in zip(found, config.layer_types, strict=True)]
     return found
 
 
 def stateful_kinds(config: Any) -> list[str]:
-    """transformers' layer type of every layer whose state has no positions, "" of all others."""
+    """transformers' type of every layer whose state has no positions, "" for other layers."""
     return [kind if kind in RECURRENT else "" for kind in layer_types(config)]
 
 
@@ -222,11 +236,11 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:
-    """(most positions a sequence may have, where that number comes from).
+    """(maximum number of positions of a sequence, the source of that number).
 
-    Rotary variants that change the phases of *earlier* tokens once a sequence grows (longrope, dynamic NTK) would invalidate
-    stored keys inside a request; they are limited to the length below which nothing switches: longrope's original length,
-    and `max_position_embeddings` for dynamic NTK.
+    Some rotary variants change the phases of earlier tokens when a sequence grows (longrope, dynamic NTK), which would
+    invalidate stored keys. They are limited to the length at which nothing changes: longrope's original length, and
+    `max_position_embeddings` for dynamic NTK.
     """
     limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -245,7 +259,7 @@ def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:
 
 
 def _gpt_neo(config: Any) -> Mapping[str, Any]:
-    """GPT-Neo hides what is beyond a layer's window in a buffer of its own; the masks that it gives its layers are causal."""
+    """GPT-Neo's attentions mask by windows in buffers of their own; the masks of its layers are only causal."""
     reach = {"global": "full", "local": "sliding"}
     kinds_of_layers = tuple(reach[kind] for kind in config.attention_layers)
     return {"reaches": kinds_of_layers, "window": "window_size", "mask_buffer_path": "attention"}
@@ -253,15 +267,15 @@ def _gpt_neo(config: Any) -> Mapping[str, Any]:
 
 EXCEPTIONS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "gpt_neo": _gpt_neo,
-    "doge": lambda _: {"attention_interface": False},  # adds its own mask to the one that it is given
-    # layers without rotary phases scale their queries by the place of a token behind those in the cache, from floor_scale on
+    "doge": lambda _: {"attention_interface": False},  # adds its own mask to that of the pass
+    # from floor_scale on, layers without rotary phases scale queries by the position after the cached tokens
     "llama4_text": lambda _: {"reads_cache_length": True, "max_positions_field": "floor_scale"},
-    "mpt": lambda _: {"reads_cache_length": True},  # to cut biases of a whole square, of which skipstone gives one row
+    "mpt": lambda _: {"reads_cache_length": True},  # to cut biases from a square, of which skipstone passes one row
 }
-"""Fields of `Family` that a trace cannot tell, by model type; functions of the config."""
+"""Fields of `Family` that a trace does not show, by model type: functions of the config."""
 
 
 def exceptions_of(config: Any) -> Mapping[str, Any]:
-    """What EXCEPTIONS has for a model."""
+    """The entry of EXCEPTIONS for a model."""
     known = EXCEPTIONS.get(config.model_type)
     return {} if known is None else known(config)

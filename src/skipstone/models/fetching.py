@@ -1,4 +1,4 @@
-"""Files from repositories of the Hugging Face hub: ids with a revision, downloads, one sentence where a file cannot be had."""
+"""Files from repositories of the Hugging Face hub: ids with a revision, downloads, and one-sentence errors."""
 
 import re
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?")
-"""A hub id, ORG/NAME or a NAME of the hub's own, and behind an @ the revision that is meant."""
+"""A hub id (ORG/NAME or NAME), optionally with @REVISION."""
 HTTP_ERROR = errors.HTTPError  # type: ignore[reportPrivateImportUsage]
-"""What every failed call of the hub's client is, whichever HTTP library it uses."""
-UNREACHABLE = "ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"  # classes of that library, whose name changes
+"""Base class of all errors of the hub's client, whichever HTTP library it uses."""
+UNREACHABLE = "ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"  # classes of that library, which changes
 CANNOT_REACH = "the hub at {endpoint} cannot be reached"
 CLAUSES: dict[type[BaseException], str] = {
     errors.GatedRepoError: "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
@@ -23,7 +23,7 @@ CLAUSES: dict[type[BaseException], str] = {
     errors.OfflineModeIsEnabled: "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have "
     "{file} of {repo}",
 }
-"""What is said of an error; of a class before its base class."""
+"""Messages by class of error; subclasses first."""
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -35,13 +35,13 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """What a name means on the hub: ORG/NAME or ORG/NAME@REVISION. None for what can be no id there."""
+    """Parse ORG/NAME or ORG/NAME@REVISION. None for a name that is no hub id."""
     found = NAME.fullmatch(str(name))
     return None if found is None else HubName(found[1], found[2])
 
 
 def expect_repository(name: str) -> None:
-    """ValueError for what is no ORG/NAME."""
+    """ValueError unless a name is ORG/NAME."""
     meant = hub_name(name)
     if meant is None or "/" not in meant.repo or meant.revision is not None:
         raise ValueError(f"a repository is ORG/NAME, found {name!r} (a branch is named by --revision)")
@@ -49,11 +49,11 @@ def expect_repository(name: str) -> None:
 
 @cache
 def fetch(name: str, *files: str) -> Path:
-    """The folder in the hub's cache with some files of a repository, all of one commit.
+    """Download files of a repository, all from one commit. Returns their folder in the hub's cache.
 
-    name: as `hub_name` reads it. The hub is asked once a process, so that a name without a revision stays what it was at first.
-    OSError, one sentence, where there is no such repository, revision or file, where the repository is gated, and where the hub
-    cannot be reached and its cache here does not have them.
+    name: as in `hub_name`. The hub is asked once per process, so that a name without a revision keeps its first commit. OSError
+    with one sentence if the repository, revision or file does not exist, if the repository is gated, or if the hub cannot be
+    reached and its cache does not have the files.
     """
     meant = hub_name(name)
     if meant is None:
@@ -63,25 +63,25 @@ def fetch(name: str, *files: str) -> Path:
         try:
             folder = Path(hf_hub_download(meant.repo, file, revision=revision)).parent
         except (OSError, ValueError, HTTP_ERROR) as error:
-            raise refused(name, error, file) from error
+            raise not_found_error(name, error, file) from error
         revision = folder.name if COMMIT.fullmatch(folder.name) else revision  # the others are of the same commit
     assert folder is not None, "a caller names at least one file"
     return folder
 
 
 def commit_of(name: str, revision: str | None, file: str) -> str | None:
-    """The commit of a repository's file that was fetched last at a revision; None for a folder here and for what was not."""
+    """The commit of a repository's cached file at a revision; None for a local folder or a file that was not fetched."""
     found = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
     return Path(found).parent.name if isinstance(found, str) else None
 
 
-def refused(name: str, error: BaseException, file: str | None = None) -> OSError:
-    """The error, in one sentence, about a name under which nothing was found here. file: that was asked for."""
-    return OSError(f"{name}: no folder or file here, and {why(name, error, file)}")
+def not_found_error(name: str, error: BaseException, file: str | None = None) -> OSError:
+    """An OSError with one sentence about a name that was not found. file: the requested file."""
+    return OSError(f"{name}: no folder or file here, and {explain_failure(name, error, file)}")
 
 
-def why(name: str, error: BaseException, file: str | None = None) -> str:
-    """Why the hub, or its cache here, did not do what it was asked: a clause. name: of the repository, with its revision."""
+def explain_failure(name: str, error: BaseException, file: str | None = None) -> str:
+    """Why the hub or its cache failed, as a clause. name: of the repository, with its revision."""
     meant = hub_name(name) or HubName(name, None)
     known = {"repo": meant.repo, "revision": meant.revision or constants.DEFAULT_REVISION, "endpoint": constants.ENDPOINT}
     for one in _chain(error):
@@ -98,7 +98,7 @@ def why(name: str, error: BaseException, file: str | None = None) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came of, the last cause first: it says the most."""
+    """An error and its causes, the root cause first, which says the most."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)

@@ -1,4 +1,4 @@
-"""A hash of a model's weights: files that were made for one model know it by this."""
+"""A hash of a model's weights, by which files that were made for a model identify it."""
 
 import hashlib
 from operator import itemgetter
@@ -8,19 +8,18 @@ import torch
 
 from skipstone.models.device_map import named_values
 from skipstone.models.per_model_cache import PerModelCache
-from skipstone.models.quantised import stored
+from skipstone.models.quantised import stored_tensors
 from skipstone.models.weight_version import model_version
 
-SAMPLED = 64  # entries of every parameter that the fingerprint looks at
+SAMPLED = 64  # hashed entries of every parameter
 _FOUND: PerModelCache[tuple[int, str]] = PerModelCache()  # (version of the weights, their hash)
 
 
 def fingerprint(model: Any, version: int | None = None) -> str:
-    """A hash of a model's parameters: names, shapes and SAMPLED values of each in bfloat16, so that neither the device matters
-    nor whether the weights are float32 or bfloat16.
+    """A hash of a model's parameters: names, shapes and SAMPLED values in bfloat16. It does not depend on the device, or on
+    float32 versus bfloat16.
 
-    It is computed again only when the weights have changed (`weight_version`). version: of the weights, where the caller knows
-    it; None asks.
+    It is computed again only after the weights have changed (`weight_version`). version: of the weights, if known.
     """
     weights = model_version(model).weights if version is None else version
     return _FOUND.get(model, None, lambda: (weights, _hash(model)), lambda found: found[0] == weights)[1]
@@ -29,7 +28,7 @@ def fingerprint(model: Any, version: int | None = None) -> str:
 @torch.inference_mode()
 def _hash(model: Any) -> str:
     found = hashlib.sha256()
-    for name, parameter in sorted(stored(model, named_values(model)), key=itemgetter(0)):
+    for name, parameter in sorted(stored_tensors(model, named_values(model)), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()

@@ -1,6 +1,6 @@
-"""generation_config.json as plain values: read whole, or refused in a sentence. transformers itself ignores a broken one.
+"""Reads generation_config.json as plain values, or refuses it with a sentence. transformers ignores a broken file.
 
-Nothing here imports torch, so that the command line refuses a wrong value before it loads anything.
+Nothing here imports torch, so that the command line refuses wrong values before it loads anything.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import Any
 FILE = "generation_config.json"
 OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
 MISSPELT = 0.9
-"""Similarity from which an unknown field counts as a misspelt one. A model may have fields of its own."""
+"""Minimum similarity of an unknown field to a known one that counts as a typo. Models may have fields of their own."""
 _BOOL = (
     *("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache", "return_dict_in_generate", "output_scores"),
     *("output_logits", "output_attentions", "output_hidden_states"),
@@ -37,21 +37,20 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(_LISTS, ("a list", (list, tuple))),
     "stop_strings": ("a text or a list of them", (str, list)),
 }
-"""Field -> what it has to be, in words and as Python's types."""
+"""Field -> expected value in words and as Python types."""
 
 _AT_LEAST_1 = ("max_length", "max_new_tokens", "prefill_chunk_size")
 
 
 def refuse_small_values(values: Mapping[str, Any]) -> None:
-    """ValueError for numbers with which no text could be written. transformers checks few of them."""
+    """ValueError for numbers with which no text could be generated. transformers checks few of them."""
     for name in _AT_LEAST_1:
         if (value := values.get(name)) is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}")
 
 
 def refuse_wrong_types(values: Mapping[str, Any], source: str) -> None:
-    """ValueError for the first field that has a value of the wrong type. Unknown fields are a model's own. source: where the
-    values come from."""
+    """ValueError for the first field with a value of the wrong type. Unknown fields are allowed. source: of the values."""
     for name, value in values.items():
         said, types = _KINDS.get(name, ("", (object,)))
         is_bool = isinstance(value, bool) and bool not in types and object not in types
@@ -61,7 +60,7 @@ def refuse_wrong_types(values: Mapping[str, Any], source: str) -> None:
 
 
 def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
-    """The fields of a generation config. source: where the text comes from. ValueError for what is none."""
+    """The fields of a generation config. source: of the text. ValueError for anything else."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -75,11 +74,11 @@ def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def misspelt_fields(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The names that are no fields but nearly, each with the field that is meant."""
+    """Misspelt names, each with the most similar field."""
     close = {name: difflib.get_close_matches(name, _KINDS, n=1, cutoff=MISSPELT) for name in values if name not in _KINDS}
     return [(name, found[0]) for name, found in close.items() if found]
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """The fields in a file. OSError where it cannot be read, ValueError for what is no generation config."""
+    """The fields in a file. OSError if it cannot be read, ValueError if it is no generation config."""
     return parse_generation_config(path.read_bytes(), str(path))

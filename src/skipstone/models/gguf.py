@@ -13,7 +13,7 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 """What every GGUF file begins with."""
 TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
-"""What NumPy says where an array has fewer bytes than it was to have."""
+"""Parts of NumPy's messages about an array with too few bytes."""
 
 
 class UnreadableFile(ValueError):
@@ -31,8 +31,7 @@ def expect_gguf(path: Path) -> None:
 
 
 def options(path: Path) -> dict[str, Any]:
-    """What `from_pretrained` has to be told, besides the folder, of a file. OSError for one that is no GGUF file, ImportError
-    without the packages that read such a file."""
+    """Options of `from_pretrained` for a GGUF file. OSError for another file, ImportError without the packages that read it."""
     expect_gguf(path)
     for package in ("gguf", "accelerate"):
         installed(package, f"GGUF files need {package}", "quantised")
@@ -40,7 +39,7 @@ def options(path: Path) -> dict[str, Any]:
 
 
 def unpacked() -> dict[str, Any]:
-    """What makes transformers unpack all weights while it loads, whatever kernels are installed: older versions always do."""
+    """Options that make transformers unpack all weights, whatever kernels are installed. Older versions always do."""
     import transformers  # the command line checks names of files before it imports torch
 
     config: Any = getattr(transformers, "GgufConfig", None)
@@ -48,17 +47,17 @@ def unpacked() -> dict[str, Any]:
 
 
 @contextmanager
-def reading(folder: str, told: dict[str, Any]) -> Iterator[None]:
-    """UnreadableFile for all that transformers says of a file that it cannot read. Nothing is changed for other models.
+def reading(folder: str, options: dict[str, Any]) -> Iterator[None]:
+    """Turn transformers' errors about a GGUF file into UnreadableFile. Errors of other models pass.
 
-    told: `options`, empty for a model that is no GGUF file.
+    options: of the file, empty for other models.
     """
     try:
         yield
     except (OSError, ValueError, LookupError, NotImplementedError, struct.error) as error:
-        if "gguf_file" not in told:
+        if "gguf_file" not in options:
             raise
-        path, said = Path(folder, told["gguf_file"]), str(error)
+        path, said = Path(folder, options["gguf_file"]), str(error)
         if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in said for words in TOO_SHORT):
             raise UnreadableFile(
                 f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({said})"

@@ -1,5 +1,5 @@
-"""The model types of transformers of which more is known than a trace tells: those that are tested, and those that skipstone
-refuses, each with its reason. A type that is in neither is derived, and refused where the verification finds a difference."""
+"""Tested model types of transformers, and types that skipstone refuses, each with its reason. Any other type is derived, and
+refused if the verification finds a difference."""
 
 
 def _types(text: str) -> list[str]:
@@ -19,13 +19,13 @@ TESTED: frozenset[str] = frozenset(
     qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
     """)
 )
-"""Model types with a row in tests/helpers. Those of families.py, all but six, run in the conformance suite with every method
-that they allow: greedy text against `generate`'s, sampled text against plain sampling's. The six are wrappers of a text model
-that has a row there, with rows in wrapped.py: LayerSkip's text is compared with `generate`'s through the wrapper."""
+"""Model types with a row in tests/helpers. All but six have it in families.py and run in the conformance suite with every
+method that they allow: greedy text against `generate`, sampled text against plain sampling. Six are wrappers of such a text
+model, with rows in wrapped.py: LayerSkip's text is compared with `generate` through the wrapper."""
 
 TESTED_AROUND_TEXT: frozenset[str] = frozenset(_types("llava mistral3 qwen2_5_vl qwen2_vl qwen3_vl"))
-"""Multimodal types that are no causal model types of transformers and have a row in tests/helpers/wrapped.py: they are loaded
-whole and decode text."""
+"""Multimodal types outside of transformers' causal model types, with a row in tests/helpers/wrapped.py. They are loaded whole
+and decode text."""
 
 UNCOMPILED: frozenset[str] = frozenset(
     _types("""
@@ -33,7 +33,7 @@ UNCOMPILED: frozenset[str] = frozenset(
     lfm2_moe lfm3 llama4 llama4_text mpt olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
     """)
 )
-"""Tested types that engine="compiled" refuses, for what its `why_not` says."""
+"""Tested types that engine="compiled" refuses; its `why_not` gives the reasons."""
 
 ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers only next to layers with an attention"
 _BOTH = "keeps a recurrent state next to keys and values in one layer, which skipstone does not roll back"
@@ -97,4 +97,4 @@ REFUSED: dict[str, str] = {
     "xlm": "keeps its sublayers in separate lists, without layers",
     "xlnet": "attends in permuted order",
 }
-"""Model types that skipstone cannot decode, and what they are or do."""
+"""Model types that skipstone cannot decode, and why."""

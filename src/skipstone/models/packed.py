@@ -1,4 +1,4 @@
-"""A parameter whose memory was given up: an engine has its values in a form of its own, and they are unpacked to be read."""
+"""A parameter without memory of its own: an engine has the packed values, and every read unpacks them."""
 
 from typing import Any, Protocol
 
@@ -8,29 +8,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class WeightSource(Protocol):
-    """Where the values of a weight are."""
+    """Holds the values of a weight."""
 
     def unpacked(self) -> Tensor:
-        """A plain tensor of the values, in the weight's shape and dtype, made anew at every call."""
+        """A new plain tensor of the values, in the weight's shape and dtype."""
         ...
 
 
 class PackedWeight(Tensor):
-    """Stands in a module for a parameter that nobody keeps. Shape, dtype, device and version are known without the values.
+    """Replaces a parameter in a module. Shape, dtype, device and version are known without the values.
 
-    Every operation reads values that are unpacked for it and freed again; operations that would change them are a RuntimeError.
-    A copy (deepcopy, pickle, a state_dict) is plain. Whoever reads or sets `.data`, as `module.to` does for another dtype,
-    makes it an ordinary parameter in place: tied weights stay tied.
+    Every operation unpacks the values and frees them again. Operations that would change them raise a RuntimeError. A copy
+    (deepcopy, pickle, state_dict) is plain. Reading or setting `.data`, as `module.to` does for another dtype, turns it into an
+    ordinary parameter in place, so that tied weights stay tied.
     """
 
     source: WeightSource
-    _is_param = True  # by which torch knows parameters of other classes
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all comes to __torch_dispatch__
+    _is_param = True  # marks parameters of other classes for torch
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # leaves everything to __torch_dispatch__
 
     @staticmethod
     def __new__(cls, source: WeightSource, like: Tensor) -> "PackedWeight":
-        """like: the parameter that it stands for."""
-        with torch.inference_mode(False):  # an inference tensor counts no versions
+        """like: the replaced parameter."""
+        with torch.inference_mode(False):  # inference tensors have no version counter
             made: Any = torch.Tensor._make_wrapper_subclass(
                 cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
             )
@@ -54,7 +54,7 @@ class PackedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values of the ordinary parameter that this becomes."""
+        """Become an ordinary parameter, and return its values."""
         self._become(self._values())
         return self.data
 
@@ -64,12 +64,12 @@ class PackedWeight(Tensor):
             self._become(values)
 
     def _values(self) -> Tensor:
-        """An ordinary tensor of the values in inference mode, too: views of it are what views of the parameter would be."""
+        """An ordinary tensor of the values, also in inference mode, so that its views behave like views of a parameter."""
         with torch.inference_mode(False), torch.no_grad():
             return self.source.unpacked()
 
     def _become(self, values: Tensor) -> None:
-        """Make this object an ordinary parameter."""
+        """Turn this object into an ordinary parameter."""
         with torch.inference_mode(False):
             plain = nn.Parameter(values.clone() if values.is_inference() else values, self.requires_grad)
         torch.utils.swap_tensors(self, plain)
@@ -89,5 +89,5 @@ class PackedWeight(Tensor):
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether weights of a model were given up."""
+    """Whether a model has given up weights."""
     return any(isinstance(one, PackedWeight) for one in model.parameters())

@@ -1,4 +1,4 @@
-"""One forward pass: which tokens, at which positions, into which slots, who sees whom, and what is left out."""
+"""One forward pass: its tokens, positions, slots, attention masks and skipped sublayers."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class AttentionReach(NamedTuple):
-    """How far back the queries of a layer see.
+    """How far back the queries of a layer attend.
 
-    window: tokens of a sliding window, the query's own included. chunk: tokens of a chunk; nothing before the chunk of a query
-    (its position // chunk) is seen. None: no such limit.
+    window: size of a sliding window, including the query. chunk: size of a chunk; a query attends to its own chunk (position //
+    chunk) only. None: no such limit.
     """
 
     window: int | None = None
@@ -19,7 +19,7 @@ class AttentionReach(NamedTuple):
 
 
 def visible(query: Tensor, position: Tensor, reach: AttentionReach) -> Tensor:
-    """Whether what lies at a position is within a query's reach, bool. query, position: int64, of shapes that broadcast."""
+    """Whether a position is within a query's reach, bool. query, position: int64, of shapes that broadcast."""
     seen = position <= query
     if reach.window is not None:
         seen = seen & (position > query - reach.window)
@@ -30,10 +30,10 @@ def visible(query: Tensor, position: Tensor, reach: AttentionReach) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MaskForm:
-    """The masks that an attention implementation takes.
+    """The form of masks for an attention implementation.
 
-    dtype: torch.bool (True attends), or the float dtype of an additive mask. optional: it takes no mask at all where one query
-    sees everything or a prompt is causal from its first token on, and does the same. hides: True in a boolean mask hides.
+    dtype: torch.bool (True attends), or the float dtype of an additive mask. optional: no mask is needed for one query that
+    attends to everything, or for a causal prompt from its first token on. hides: True in a boolean mask hides.
     """
 
     dtype: torch.dtype
@@ -43,11 +43,11 @@ class MaskForm:
 
 @dataclass(slots=True)
 class Tree:
-    """How the nodes of a tree see one another.
+    """Attention between the nodes of a tree.
 
     base: [b] int64, the slot of column 0; column c writes slot base + c. ancestors: [b, n, N] bool, which of the N columns each
-    of the n query columns may attend to (itself included). column_positions: [b, N] int64. seen: [b] int64, every query sees
-    all slots below it; None means base.
+    of the n query columns attends to, including itself. column_positions: [b, N] int64. seen: [b] int64, every query attends to
+    all slots below; None means base.
     """
 
     base: Tensor
@@ -58,12 +58,11 @@ class Tree:
 
 @dataclass(slots=True)
 class Pass:
-    """One forward: which tokens, at which positions, writing to which slots.
+    """The tokens of one forward, their positions and their slots.
 
-    positions, slots: [b, n] int64. valid: [b, n] bool, or None when every entry counts. rows: the b rows of the store that take
-    part. extent: slots [0, extent) hold all that may be attended to (known on the host). first_slot: every row writes the slots
-    [first_slot, first_slot + n), so that slices do instead of indices; None where rows write to different ones. tree: how the
-    nodes of a tree see one another, None for a chain.
+    positions, slots: [b, n] int64. valid: [b, n] bool, None if every entry is valid. rows: the b rows of the store. extent: all
+    visible slots are in [0, extent) (known on the host). first_slot: every row writes the slots [first_slot, first_slot + n),
+    so that slices replace indices; None if rows write to different slots. tree: None for a chain.
     """
 
     positions: Tensor
@@ -80,7 +79,7 @@ class Pass:
         return self.positions.shape[0], self.positions.shape[1]
 
     def row(self, number: int) -> "Pass":
-        """The same pass of one of its rows."""
+        """The part of the pass for one of its rows."""
         one = slice(number, number + 1)
         tree = self.tree and Tree(
             self.tree.base[one],
@@ -95,8 +94,8 @@ class Pass:
     def mask(self, reach: AttentionReach, form: MaskForm, groups: int = 1) -> Tensor | None:
         """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].
 
-        reach: how far back the layer sees. groups: how often each query row is repeated (query heads per key/value head where
-        the attention packs them).
+        reach: how far back the layer attends. groups: number of repetitions of each query row (query heads per key/value head,
+        if the attention packs them).
         """
         if form.optional and self._plain(reach):
             return None
@@ -113,7 +112,7 @@ class Pass:
         return mask
 
     def _plain(self, reach: AttentionReach) -> bool:
-        """One query that sees everything, or a prompt from its first token on (causal)."""
+        """Whether the pass is one query that attends to everything, or a causal prompt from its first token on."""
         limit = reach.chunk if reach.window is None else reach.window
         if self.first_slot is None or self.tree is not None or (limit is not None and self.extent > limit):
             return False
@@ -121,7 +120,7 @@ class Pass:
         return self.extent == self.first_slot + width and (width == 1 or self.first_slot == 0)
 
     def _visible(self, reach: AttentionReach) -> Tensor:
-        """Which slots each query may attend to: [b or 1, n, extent] bool."""
+        """The slots that each query attends to: [b or 1, n, extent] bool."""
         slot = torch.arange(self.extent, device=self.positions.device, dtype=torch.int64)  # [extent]
         query = self.positions[:, :, None]  # [b, n, 1]
         seen = visible(query, self.slot_positions()[:, None], reach)
@@ -130,13 +129,12 @@ class Pass:
             below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))  # [b, n, extent]
             before = relative < 0 if self.tree.seen is None else slot[None] < self.tree.seen[:, None]
             seen = seen & (before[:, None] | (below & inside[:, None]))
-        if self.valid is not None:  # an invalid query sees slot 0 alone: no row of a softmax may be empty
+        if self.valid is not None:  # an invalid query attends to slot 0: no row of a softmax may be empty
             seen = torch.where(self.valid[:, :, None], seen, (slot == 0)[None, None])
         return seen
 
     def slot_positions(self) -> Tensor:
-        """The position of what lies in every slot, as far as it may be seen: [b or 1, extent] int64. A chain's slots are its
-        positions."""
+        """The position of the token in every visible slot: [b or 1, extent] int64. A chain's slots are its positions."""
         slot = torch.arange(self.extent, device=self.positions.device, dtype=torch.int64)  # [extent]
         if self.tree is None:
             return slot[None]
@@ -144,7 +142,7 @@ class Pass:
         return torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])
 
     def _columns(self, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the tree's column in every slot, the same within the tree, whether there is one), [b, extent] each."""
+        """(the tree's column of every slot, the same clamped to the tree, whether it is in the tree), [b, extent] each."""
         assert self.tree is not None
         relative = slot[None] - self.tree.base[:, None]
         columns = self.tree.ancestors.shape[2]
@@ -152,7 +150,7 @@ class Pass:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Which columns each column descends from, itself and the root included.
+    """Ancestors of every column, including itself and the root.
 
     parents: [B, n] int64 over nodes, -1 for the root. Returns [B, n+1, n+1] bool with the root as column 0.
     """
@@ -169,7 +167,7 @@ def ancestors(parents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Sublayers to leave out of a pass: indices of layers whose attention, and whose MLP, contributes nothing."""
+    """Sublayers that a pass skips: indices of layers whose attention, and whose MLP, adds nothing."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()

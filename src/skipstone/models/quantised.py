@@ -1,4 +1,4 @@
-"""Models whose weights a package has quantised: which of them are tested here, what they need, and where their kernels are."""
+"""Models quantised by another package: the tested kernels, what they need, and how to find them."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -15,11 +15,10 @@ EXTRA = 'pip install "skipstone[quantised]"'
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A way to quantise, each with a test in tests/models/test_quantised.py.
+    """A quantisation method, tested in tests/models/test_quantised.py.
 
-    package: the module that has the kernels. kernels: what the names of its tested kernels (see `kernel`) begin with.
-    install: what to do where the package is missing. unloadable: why transformers cannot load its checkpoints, None where it
-    can.
+    package: Python module with the kernels. kernels: prefixes of the names of its tested kernels (see `kernel`). install: how
+    to install a missing package. unloadable: why transformers cannot load its checkpoints, or None.
     """
 
     package: str
@@ -52,12 +51,12 @@ OWNERS = {
     "gptqmodel": "gptq",
     "gguf": "gguf",
 }
-"""Packages that kernels come from, and their methods."""
+"""Packages with kernels, and their methods."""
 
 
 def kernel(module: nn.Module) -> str | None:
-    """What computes a quantised layer: its package, and the classes of the layer and of its weight that are the package's.
-    None for a layer that is not quantised."""
+    """The name of a quantised layer's kernel: its package, and the package's classes of the layer and its weight. None for a
+    plain layer."""
     own = [one for one in module._parameters.values() if one is not None]
     if not own and not [*module.buffers(recurse=False)]:
         return None
@@ -71,7 +70,7 @@ def kernel(module: nn.Module) -> str | None:
 
 
 def kernels(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The quantised layers of a model, by what computes them."""
+    """The quantised layers of a model, by kernel."""
     found: dict[str, list[nn.Module]] = {}
     for module in model.modules():
         if (name := kernel(module)) is not None:
@@ -79,16 +78,16 @@ def kernels(model: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
-def named(config: Any) -> str | None:
-    """transformers' name of the method of a quantization config, an object or plain JSON; None where it has none."""
+def quantization_method(config: Any) -> str | None:
+    """transformers' method name in a quantization config (object or JSON), or None."""
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     return None if method is None else str(getattr(method, "value", method))
 
 
 def method_of(model: Any) -> str | None:
-    """How a model is quantised, by its config or by what its layers are; None for one that is not."""
+    """The quantisation method of a model, by its config or its layers; None for a plain model."""
     found = kernels(model)
-    said = named(getattr(model.config, "quantization_config", None))
+    said = quantization_method(getattr(model.config, "quantization_config", None))
     if getattr(model, "hf_quantizer", None) is not None and (said != "gguf" or found):  # a GGUF file may be unpacked
         return said or "an unknown method"
     if found:
@@ -97,8 +96,8 @@ def method_of(model: Any) -> str | None:
     return said or ", ".join(sorted(dtypes)) if dtypes else None
 
 
-def refuse(model: Any) -> None:
-    """ValueError for a model whose quantised kernels are not tested here."""
+def refuse_untested_kernels(model: Any) -> None:
+    """ValueError for a model with untested kernels."""
     method = method_of(model)
     if method is None:
         return
@@ -128,9 +127,9 @@ def _expect(method: str) -> None:
 
 
 def expect_loadable(config: Any) -> None:
-    """ValueError for a checkpoint, by its quantization config, whose kernels are not tested here or which transformers cannot
-    load; ImportError where the package that has them is missing."""
-    method = named(config)
+    """Check a checkpoint's quantization config. ValueError for untested kernels or a method that transformers cannot load,
+    ImportError if the package is missing."""
+    method = quantization_method(config)
     if method is None:
         return
     _expect(method)
@@ -144,16 +143,16 @@ def expect_loadable(config: Any) -> None:
 
 
 def warm_up_kernels(model: Any) -> None:
-    """Have the kernels of a quantised model in the form that they keep: many unpack or repack their weights when they first
-    run, compressed-tensors those of the whole model, in a hook of it. One token goes through the model."""
+    """Run one token through a quantised model. Many kernels repack their weights in their first run, and compressed-tensors
+    those of the whole model, in a hook."""
     if kernels(model):
         with torch.no_grad(), stable_defaults():
             model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
 
 
-def stored(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names and plain tensors of all that a model keeps: its parameters, in parts where a package's class holds several, and
-    the buffers of quantised layers. parameters: names and values of the former."""
+def stored_tensors(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Names and plain tensors of all parameters, and of the buffers of quantised layers. A package's tensor class is split into
+    its parts. parameters: names and values."""
     for name, parameter in parameters:
         yield from _parts(name, parameter)
     for place, module in model.named_modules():

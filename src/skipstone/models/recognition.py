@@ -1,4 +1,4 @@
-"""Which family a model is of: derived once per class and shape of config, and remembered on disk once it has been verified."""
+"""Finds the family of a model: derived once per class and config, and cached on disk after its verification."""
 
 import json
 import re
@@ -22,36 +22,35 @@ from skipstone.models.weight_version import ModelVersion, model_version
 from skipstone.utils.files import cache_place, digest, write_cache
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
-"""Fields of a config that do not tell what a model is built of."""
+"""Fields of a config that do not describe the structure of a model."""
 _FAMILY = TypeAdapter(Family)
 UNEXPECTED = (TypeError, AttributeError, RuntimeError, LookupError, ValueError, AssertionError)
-"""What a forward raises that is not called as its author thought of."""
+"""Errors of a forward that is called in an unexpected way."""
 LIMITS = re.compile(r"window|chunk|local|block_size")
-"""Of names of fields that may say how far layers see."""
+"""Parts of the names of fields that may limit attention."""
 
 
 @dataclass
 class RecognisedModel:
-    """What is known of a model's class and shape of config. is_verified: whether skipstone computes such a model as its own
-    forward does."""
+    """The family of a class and config. is_verified: skipstone has computed such a model as its own forward does."""
 
     key: str
     family: Family
     is_verified: bool
 
     def verified(self) -> None:
-        """Remember the family, here and on disk."""
+        """Mark the family as verified, in memory and on disk."""
         self.is_verified = True
         write_cache(_place(self.key), {"family": asdict(self.family)})
 
 
 _KNOWN: dict[str, RecognisedModel] = {}
 _LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
-"""(model, its version, trace) of the latest family that was derived. The family is verified against the same trace."""
+"""(model, its version, trace) of the last derived family, which is verified with the same trace."""
 
 
 def recognise(model: Any) -> RecognisedModel:
-    """The family of a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
+    """The family of a model. ValueError with cause and remedy if skipstone cannot decode it."""
     refuse_kind(model)
     key = _key(model)
     if key not in _KNOWN:
@@ -63,7 +62,7 @@ def recognise(model: Any) -> RecognisedModel:
 
 
 def traced(model: Any) -> Trace:
-    """What a model's own forward does: the trace that its family was derived from, where that was just now."""
+    """A trace of a model's own forward: that of its derivation if it has just been derived."""
     known = next((found for of, version, found in _LATEST if of() is model and version == model_version(model)), None)
     _LATEST.clear()
     if known is not None:
@@ -72,7 +71,7 @@ def traced(model: Any) -> Trace:
 
 
 def _trace(model: Any) -> tuple[str, str, Trace]:
-    """(path to what owns a model's layers, the name of their list there, what its forward does)."""
+    """(path to the owner of a model's layers, name of their list, trace of its forward)."""
     config = text_config(model)
     path, name, layers = find_layers(model, config)
     owner = submodule(model.get_decoder(), path)
@@ -103,8 +102,7 @@ def _derived(model: Any) -> Family:
 
 
 def _expect_no_other_limits(config: Any, family: Family) -> None:
-    """ValueError for a type that nobody has tested whose config may limit how far its layers see in a way that a short forward
-    does not show."""
+    """DerivationError for an untested type whose config may limit attention in a way that a short forward does not show."""
     if config.model_type in TESTED:
         return
     for name, value in config.to_dict().items():
@@ -114,8 +112,7 @@ def _expect_no_other_limits(config: Any, family: Family) -> None:
 
 
 def _key(model: Any) -> str:
-    """A name for a model's class and shape of config, for its dtype and the classes of its modules, and for the code of
-    skipstone that looks at them."""
+    """A cache key of a model's config, dtype and module classes, and of skipstone's code that examines them."""
     config = {name: value for name, value in vars(model.config).items() if name not in _SAYS_NOTHING}
     versions = [_sources(), transformers.__version__, torch.__version__]
     modules = [(path, f"{type(one).__module__}.{type(one).__qualname__}") for path, one in model.named_modules()]
@@ -124,7 +121,7 @@ def _key(model: Any) -> str:
 
 @cache
 def _sources() -> str:
-    """A hash of all of skipstone that derives and verifies."""
+    """A hash of skipstone's sources that derive and verify."""
     package = Path(__file__).parents[1]
     files = [path for folder in ("models", "engines", "engines/eager") for path in sorted((package / folder).glob("*.py"))]
     return digest([path.read_text(encoding="utf-8") for path in files], 32)
@@ -136,11 +133,11 @@ def _place(key: str) -> Path | None:
 
 def _remembered(key: str) -> Family | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None  # processes that share a model run its forward together or not at all
+        return None  # processes that share a model must all run its forward or none
     if (place := _place(key)) is None or not place.exists():
         return None
     try:
         held = json.loads(place.read_text(encoding="utf-8"))["family"]
         return _FAMILY.validate_python(held) if held.keys() == {one.name for one in fields(Family)} else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged, and made anew
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged; it is derived again
         return None

@@ -1,8 +1,7 @@
-"""The processes that compute one model together (tensor parallelism), and what they have to agree on.
+"""The processes that compute one model together (tensor parallelism), and the values that they must agree on.
 
-Every process decodes for itself: the same tokens follow from the same logits, which a sharded LM head gathers on all of them.
-What follows from a clock would not be the same, and processes that run different passes wait for one another forever. So a
-method reads its clock here and nowhere else.
+Every process decodes by itself: equal logits, which a sharded LM head gathers on all of them, give equal tokens. Clocks differ
+between processes, and processes that run different passes wait for one another forever. So methods read their clock only here.
 """
 
 import time
@@ -11,12 +10,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-MESH = "tp"  # what transformers calls the dimension of a device mesh that tensor parallelism shards over
+MESH = "tp"  # transformers' name of the mesh dimension of tensor parallelism
 
 
 class TensorParallelGroup:
-    """The processes of one model. size: how many there are; 1 for a model that one process computes. mesh: their device mesh,
-    None for one process."""
+    """The processes of one model. size: number of processes. mesh: their device mesh, None for one process."""
 
     def __init__(self, mesh: Any = None) -> None:
         self.mesh = mesh
@@ -24,42 +22,43 @@ class TensorParallelGroup:
 
     @classmethod
     def of(cls, model: Any) -> "TensorParallelGroup":
-        """The processes that the weights of a model are sharded over."""
+        """The processes over which a model's weights are sharded."""
         return cls(next((one.device_mesh for one in model.parameters() if isinstance(one, DTensor)), None))
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes what all would write."""
+        """Whether this process writes the files for all of them."""
         return self.mesh is None or self.mesh.get_local_rank() == 0
 
     def now(self) -> float:
-        """This process's clock in seconds. Only what `since` makes of it may decide anything."""
+        """This process's clock in seconds. Decisions may only use the result of `since`."""
         return time.perf_counter()
 
     def since(self, began: float) -> float:
-        """Seconds since `now` said `began`, the same in all processes."""
+        """Seconds since `began`, a result of `now`; equal in all processes."""
         return self.agreed(time.perf_counter() - began)
 
     def agreed(self, value: float) -> float:
-        """The first process's value. All processes must ask at the same place."""
-        return float(self._told(value, torch.float64))
+        """The first process's value. All processes must call this at the same place."""
+        return float(self._broadcast(value, torch.float64))
 
     def agreed_whole(self, value: int) -> int:
-        """As `agreed`, of a whole number of up to 63 bits."""
-        return int(self._told(value, torch.int64))
+        """As `agreed`, for an integer of up to 63 bits."""
+        return int(self._broadcast(value, torch.int64))
 
-    def _told(self, value: float, dtype: torch.dtype) -> float:
+    def _broadcast(self, value: float, dtype: torch.dtype) -> float:
         if self.size == 1:
             return value
-        told = torch.tensor([value], dtype=dtype, device=self.mesh.device_type)
-        torch.distributed.broadcast(told, group=self.mesh.get_group(), group_src=0)
-        return told.item()
+        shared = torch.tensor([value], dtype=dtype, device=self.mesh.device_type)
+        torch.distributed.broadcast(shared, group=self.mesh.get_group(), group_src=0)
+        return shared.item()
 
 
 def cannot_share(config: Any, size: int) -> str | None:
-    """Why so many processes cannot share a model, in one sentence; None where they can.
+    """The reason why `size` processes cannot share a model, as one sentence; None if they can.
 
-    Heads have to be divided only where transformers' plan shards the projections by heads: of fused ones it gathers the output.
+    The number of heads must be divisible only if transformers' plan shards the projections by heads. It gathers the outputs of
+    fused ones.
     """
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
@@ -78,9 +77,9 @@ def cannot_share(config: Any, size: int) -> str | None:
 
 
 def _sharded_wrongly(config: Any) -> str | None:
-    """Why transformers' plan for a model is known not to compute what the whole model computes; None where it is not.
+    """Why transformers' sharded model is known to compute something else than the whole model, or None.
 
-    Verification cannot see it: what a runner forward is compared with is the sharded forward of transformers.
+    The verification cannot find it, since it compares with the sharded forward.
     """
     if config.model_type == "cohere" and getattr(config, "use_qk_norm", False):
         return "transformers does not shard the norms of queries and keys that this cohere model has (use_qk_norm)"

@@ -1,7 +1,7 @@
-"""torch's default dtype and device while transformers' modules compute: nobody changes them meanwhile.
+"""Keeps torch's default dtype and device stable while transformers' modules compute.
 
-Some modules of transformers create tensors without a dtype or device of their own. While transformers builds a model, it sets
-the default dtype of the whole process, for all threads.
+Some modules of transformers create tensors without naming a dtype or device. While transformers builds a model, it sets the
+default dtype of the whole process, for all threads.
 """
 
 import os
@@ -21,10 +21,10 @@ _CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch
 
 
 class _DefaultsLock:
-    """Passes run next to each other; a change of the defaults waits for the passes under way, and new passes wait for it.
+    """Lets passes run in parallel. A change of the defaults waits for running passes, and new passes wait for the change.
 
-    A pass enters itself first and then looks for changes. A change announces itself first and then looks for passes. So one
-    sees the other, and a pass takes no lock where nothing changes.
+    A pass registers itself first and then checks for changes. A change registers itself first and then checks for passes. So
+    one always sees the other, and a pass takes no lock unless something changes.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _DefaultsLock:
     def begin_pass(self) -> None:
         thread = threading.get_ident()
         self.passes.append(thread)
-        while self.num_changes and self.passes.count(thread) == 1:  # a pass inside of a pass does not wait
+        while self.num_changes and self.passes.count(thread) == 1:  # a nested pass does not wait
             self.end_pass()
             with self.condition:
                 self.condition.wait_for(lambda: not self.num_changes)
@@ -49,7 +49,7 @@ class _DefaultsLock:
 
     @contextmanager
     def a_change(self) -> Iterator[None]:
-        own = {threading.get_ident()}  # a thread does not wait for itself, also not for a pass that Ctrl-C has left unended
+        own = {threading.get_ident()}  # a thread never waits for its own pass, which Ctrl-C may have interrupted
         with self.condition:
             self.num_changes += 1
         try:
@@ -63,11 +63,11 @@ class _DefaultsLock:
 
 
 _turns = _DefaultsLock()
-_loading = threading.Lock()  # two loads at a time would restore each other's default dtype
+_loading = threading.Lock()  # parallel loads would restore each other's default dtype
 
 
 def _forget() -> None:
-    """In a forked child, where the other threads and their passes are gone."""
+    """Reset the locks in a forked child, which has no other threads."""
     global _turns, _loading
     _turns, _loading = _DefaultsLock(), threading.Lock()
 
@@ -76,7 +76,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class _Float32Mode(TorchFunctionMode):
-    """For one thread, new tensors of floats are float32 where they name no dtype."""
+    """Makes new float tensors of one thread float32 if they name no dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         created = func(*args, **(kwargs or {}))
@@ -86,8 +86,7 @@ class _Float32Mode(TorchFunctionMode):
 
 
 class stable_defaults:
-    """Inside, no load changes torch's default dtype, and a tensor that names no dtype or device is as where nobody has set a
-    default: in float32 and on the CPU."""
+    """Inside, no load changes torch's default dtype. New tensors that name no dtype or device are float32 on the CPU."""
 
     __slots__ = ("_modes", "_turns")
 
@@ -111,7 +110,7 @@ class stable_defaults:
 
 
 def with_stable_defaults(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that runs under `stable_defaults`."""
+    """Decorate a function to run inside of `stable_defaults`."""
 
     @wraps(function)
     def guarded(*given: Given.args, **named: Given.kwargs) -> Result:
@@ -123,8 +122,8 @@ def with_stable_defaults(function: Callable[Given, Result]) -> Callable[Given, R
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """For `from_pretrained`, one load at a time. Only the part that changes the default dtype, which builds the modules without
-    weights, waits for passes and holds them up. A default device does not decide where the weights go."""
+    """Serialise calls of `from_pretrained`. Passes are blocked only while it changes the default dtype to build modules without
+    weights. A default device has no effect on the weights."""
     with _loading, torch.device("cpu"):
         original: Any = modeling_utils.local_torch_dtype
 

@@ -1,4 +1,4 @@
-"""One forward of a model, and what it called: which modules with what, in which order, and what came out."""
+"""Records the module calls of one forward of a model: arguments, order and outputs."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from skipstone.models.device_map import input_device
 from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.torch_defaults import stable_defaults
 
-PREFIX = 12  # tokens that both rows of a trace begin with
-TOKENS = 20  # tokens of a row, past WINDOW by far
-WINDOW = 8  # tokens that sliding windows and chunks have while a model is traced
-SEED = 7  # of the ids that are traced
-WINDOWED = ("sliding_window", "attention_chunk_size")  # fields of a config that say how far layers see back
+PREFIX = 12  # common first tokens of both rows of a trace
+TOKENS = 20  # tokens per row, many more than WINDOW
+WINDOW = 8  # size of sliding windows and chunks while a model is traced
+SEED = 7  # of the traced ids
+WINDOWED = ("sliding_window", "attention_chunk_size")  # fields of a config that limit attention
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module. path: under the owner of the layers, or under a layer. given: the arguments by their names. output:
-    what it returned."""
+    """One call of a module. path: under the owner of the layers, or under a layer. given: arguments by name, the first one as
+    "". output: its result."""
 
     path: str
     given: dict[str, Any]
@@ -34,12 +34,12 @@ class ModuleCall:
 
 @dataclass
 class Trace:
-    """What a model's own forward did with ids [2, T], two rows that differ behind the first PREFIX tokens.
+    """The calls of a model's own forward over ids [2, T], two rows that differ after the first PREFIX tokens.
 
-    parts: calls of the owner's modules, but for its layers, in order; those before the first layer first. before: how many of
-    those there are. layers: calls of the layers, in order, with their indices. inside: of the modules right below the first
-    layer of every kind of mixer, by the layer's index. returned: of every layer, how many values each of its modules returned,
-    0 for a tensor that is in no tuple. heads: of the LM head. cache: what the model was given. logits: [2, T, V].
+    parts: calls of the owner's modules without its layers, in order. before: number of those before the first layer. layers:
+    calls of the layers with their indices, in order. inside: calls of the children of the first layer of every kind of mixer,
+    by the layer's index. returned: for every layer, the number of values that each child returned, 0 for a tensor outside of a
+    tuple. heads: calls of the LM head. cache: that the model was given. logits: [2, T, V].
     """
 
     ids: Tensor
@@ -55,8 +55,10 @@ class Trace:
 
 @torch.no_grad()
 def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions: int) -> Trace:
-    """Run a model's forward once, in eval mode, with small windows. owner: of the layers. config: of the text model. positions:
-    that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
+    """Run a model's forward once, in eval mode, with small windows. The model, its config and its mode are then restored.
+
+    owner: of the layers. config: of the text model. positions: maximum number. Errors of the forward pass through.
+    """
     length = min(TOKENS, positions)
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(0, text_ids(model), (2, length), generator=generator, dtype=torch.int64, device="cpu")
@@ -72,7 +74,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
 
 @contextmanager
 def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> Iterator[None]:
-    """Record all calls of this thread while the context lasts."""
+    """Record all calls of this thread inside the context."""
     tracing = get_ident()
 
     def part(call: ModuleCall) -> None:
@@ -98,7 +100,7 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
     hooks: list[Any] = []
     try:
         hooks.append(layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found, tracing)))
-        # one by one: Ctrl-C in between leaves no hook behind
+        # one by one, so that Ctrl-C in between leaves no hook
         hooks.extend(one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched)
         yield
     finally:
@@ -113,14 +115,14 @@ def _begin_layers(found: Trace, tracing: int) -> None:
 
 def _hook(path: str, add: Callable[[ModuleCall], None], tracing: int) -> Any:
     def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        if get_ident() == tracing:  # the model's own forward may run in another thread meanwhile
+        if get_ident() == tracing:  # the model's own forward may run in another thread
             add(ModuleCall(path, by_name(module, given, named), output))
 
     return hook
 
 
 def by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward by their names, the first one as "" whatever its name."""
+    """The arguments of a forward by name, the first one as ""."""
     bound = inspect.signature(type(module).forward).bind(module, *given, **named)
     named_ones: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
@@ -137,7 +139,7 @@ def by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) ->
 
 @contextmanager
 def shrunk_windows(config: Any) -> Iterator[None]:
-    """Windows and chunks of WINDOW tokens at most."""
+    """Limit windows and chunks to WINDOW tokens inside the context."""
     own = {name: getattr(config, name, None) for name in WINDOWED}
     wide = {name: size for name, size in own.items() if isinstance(size, int) and size > WINDOW}
     try:

@@ -1,5 +1,4 @@
-"""Models that skipstone would decode wrongly, or has never been tested with, are refused by name: for what they are built of,
-for the state that they are in, for their weights."""
+"""Refuses models that skipstone would decode wrongly or that are untested: by structure, state or weights."""
 
 from typing import Any
 
@@ -21,18 +20,18 @@ SIZES = (
 )
 """Fields of a config that are at least 1."""
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
-"""PEFT types that live wholly inside the model's modules, each with a test in tests/engines/test_peft.py."""
+"""PEFT types that are wholly inside the model's modules, tested in tests/engines/test_peft.py."""
 KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
-"""Classes of tensors that weights may be: plain ones, and shards of tensor parallelism."""
+"""Allowed classes of weights: plain tensors, and shards of tensor parallelism."""
 
 
 def refuse_kind(model: Any) -> None:
-    """ValueError for a model that nothing can be derived of, saying what was found, why and what to do. Runs nothing."""
+    """ValueError with cause and remedy for a model whose family cannot be derived. Runs nothing."""
     config, kind = text_config(model), model.config.model_type
     if reason := REFUSED.get(kind) or REFUSED.get(config.model_type):
         raise ValueError(f"{kind} {reason}")
     refuse_sizes(config, f"this {kind} model")
-    if reason := _beyond(model, config):
+    if reason := _unsupported_structure(model, config):
         raise ValueError(f"{kind} {reason}")
     if reason := _unsupported_setting(config):
         raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
@@ -52,7 +51,7 @@ def refuse_kind(model: Any) -> None:
 
 
 def refuse_sizes(config: Any, name: str) -> None:
-    """ValueError for sizes that no model can have. config: of the text model. name: of the model."""
+    """ValueError for impossible sizes. config: of the text model. name: of the model."""
     for field in SIZES:
         count = getattr(config, field, None)
         if type(count) is int and count < 1:
@@ -66,7 +65,7 @@ def refuse_sizes(config: Any, name: str) -> None:
 
 
 def _unsupported_setting(config: Any) -> str | None:
-    """What a config asks for that cannot be decoded, or None."""
+    """A setting of a config that cannot be decoded, or None."""
     if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # which is for pictures only
         return "bidirectional attention"
     if getattr(config, "add_cross_attention", False):
@@ -78,8 +77,8 @@ def _unsupported_setting(config: Any) -> str | None:
     return None
 
 
-def _beyond(model: Any, config: Any) -> str | None:
-    """What a model is built of that no `Family` could describe, or None."""
+def _unsupported_structure(model: Any, config: Any) -> str | None:
+    """A structure that no `Family` can describe, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
@@ -93,8 +92,8 @@ def _beyond(model: Any, config: Any) -> str | None:
 
 
 def refuse_contradiction(config: Any, seen: list[AttentionReach], family: Family) -> None:
-    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen:
-    how far the masks of every layer let it see; recurrent layers have none."""
+    """ValueError if the layer types, which transformers' caches follow, contradict the model's masks. seen: the reach of every
+    layer's mask; recurrent layers have none."""
     masked = [layer for layer in range(len(seen)) if not family.recurs(layer)]
     found, reaches = [layer_types(config)[layer] for layer in masked], [seen[layer] for layer in masked]
     names = [
@@ -110,9 +109,9 @@ def refuse_contradiction(config: Any, seen: list[AttentionReach], family: Family
 
 
 def refuse_state(wrapper: Any, model: Any) -> None:
-    """ValueError where a model is in a state in which its layers do not give its own text. Looks at no parameter.
+    """ValueError for a state in which the layers do not give the model's own text. Reads no parameter.
 
-    wrapper: what the user passed, a PEFT wrapper or the model itself. model: the transformers model inside.
+    wrapper: the user's object, a PEFT wrapper or the model itself. model: the transformers model inside.
     """
     if model.training:
         raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
@@ -137,9 +136,9 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
 
 
 def refuse_weights(model: Any) -> None:
-    """ValueError for weights that are quantised by what is not tested here, not there, or sharded or spread in an unknown way.
-    Walks all parameters."""
-    quantised.refuse(model)
+    """ValueError for weights that are missing, quantised by untested kernels, or distributed in an unsupported way. Walks all
+    parameters."""
+    quantised.refuse_untested_kernels(model)
     parameters = list(model.parameters())
     packed = {id(one) for layers in quantised.kernels(model).values() for layer in layers for one in layer.parameters()}
     own = [one.data for one in parameters if not isinstance(one, PackedWeight) and id(one) not in packed]
@@ -151,7 +150,7 @@ def refuse_weights(model: Any) -> None:
 
 
 def _refuse_shards(model: Any, shards: list[Any]) -> None:
-    """ValueError for weights that are sharded otherwise than by tensor parallelism, or over too many processes."""
+    """ValueError for weights that are not sharded by tensor parallelism, or over too many processes."""
     found = {tuple(one.device_mesh.mesh_dim_names or (MESH,)) for one in shards}
     if found - {(MESH,)}:
         names = ", ".join(sorted(" and ".join(names) for names in found))
@@ -162,7 +161,7 @@ def _refuse_shards(model: Any, shards: list[Any]) -> None:
 
 
 def _refuse_places(model: Any, devices: set[str]) -> None:
-    """ValueError for weights that are not there, and for weights on several devices without accelerate's hooks."""
+    """ValueError for missing weights, and for weights on several devices without accelerate's hooks."""
     placed = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) < 2 and len(placed) < 2 and "meta" not in devices:
         return

@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from skipstone import __version__
 from skipstone.export.hub.card import MARK, README, licence_in, written
 from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, parcel_of
-from skipstone.models.fetching import HTTP_ERROR, expect_repository, why
+from skipstone.models.fetching import HTTP_ERROR, expect_repository, explain_failure
 
 
 def push(
@@ -48,7 +48,7 @@ def push(
         return hub.create_commit(repo_id, changes, commit_message=message, revision=revision).commit_url
     except (HTTP_ERROR, OSError) as error:
         new = "; the repository was made for it" if made else ""
-        raise OSError(f"the push to {repo_id} failed: {why(repo_id, error)}{new}") from error
+        raise OSError(f"the push to {repo_id} failed: {explain_failure(repo_id, error)}{new}") from error
 
 
 def card_of(parcel: UploadContents, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:

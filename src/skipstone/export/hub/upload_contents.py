@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from skipstone.engines.loading import look_up
+from skipstone.engines.loading import expect_config
 from skipstone.export.hub import provenance
 from skipstone.export.hub.card import README
 from skipstone.export.hub.provenance import DATA, Provenance
@@ -85,7 +85,7 @@ def _model(folder: Path) -> UploadContents:
             f"{folder} holds a model that skipstone has neither trained nor exported: it has no {DATA}, and its "
             f"generation_config.json neither {OWN_FIELD!r} nor {DRAFTS!r} (`hf upload` uploads any folder)"
         )
-    look_up(folder)  # whether its config can be read
+    expect_config(folder)  # whether its config can be read
     weights = _weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder} is incomplete: it has no tokenizer ({', '.join(TOKENIZERS)})")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.engines.exit_statistics import ExitTally, layer_states
-from skipstone.engines.loading import BUNDLED, load, look_up, usable
+from skipstone.engines.loading import BUNDLED, expect_config, load, usable_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
@@ -65,10 +65,10 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
     data = None if plan.data_dir is None else Path(plan.data_dir)
     prompts = [conversations(task, settings, plan, data) for task, settings in tasks]
     check_scores(plan, [task for task, _ in tasks], say)
-    device = usable(plan.device)
+    device = usable_device(plan.device)
     header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}
     for name in plan.models:
-        look_up(name)
+        expect_config(name)
     with RunFile(path, header, machine.provenance(argv, plan.seed), fresh) as journal:
         check(path, journal.lines)
         if (commit := journal.other_commit()) is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from skipstone.engines.choose_engine import attach
-from skipstone.engines.loading import usable
+from skipstone.engines.loading import usable_device
 from skipstone.hf import api
 from skipstone.lab.bench.plan import BenchPlan, resolved
 from skipstone.lab.bench.prompts import TaskRun
@@ -399,7 +399,7 @@ def run_surrogate(
 def _made(journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
     """(the model, what is said of it): calibrated, as the file says or now."""
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    device = usable(plan.device)
+    device = usable_device(plan.device)
     if shape.agreement is None:
         return plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
     known = next(journal.lines_of("calibrated"), None)

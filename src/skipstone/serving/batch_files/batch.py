@@ -65,7 +65,7 @@ class Chosen:
         more = {"engine": self.engine, "quantize": self.quantize, "kv_dtype": self.kv_dtype}
         more |= {"trust_remote_code": self.trust_remote_code, "keep_weights": False}
         more |= {"generation_config": loading.generation_defaults(self.name, self.generation_config, self.overrides)}
-        model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable(self.device), **more)
+        model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable_device(self.device), **more)
         replace_defaults(model, self.generation_config, self.overrides)
         runner = ModelRunner(model)
         method = resolve_for(model, self.method)

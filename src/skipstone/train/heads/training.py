@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from skipstone.engines.loading import BUNDLED, COMMIT, load, usable
+from skipstone.engines.loading import BUNDLED, COMMIT, load, usable_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
@@ -62,7 +62,7 @@ def run(
     folder = output or Path(recipe.output)
     if fresh:
         refuse_used(folder)
-    place = usable(device)
+    place = usable_device(device)
     processes = PartialState(cpu=place.type == "cpu", timeout=PATIENCE)
     say = say if processes.is_main_process else silent
     place = place if processes.num_processes == 1 else processes.device or place
