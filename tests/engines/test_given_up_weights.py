@@ -20,17 +20,13 @@ from transformers import AutoModelForCausalLM
 import skipstone
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.packed import PackedWeight, is_packed
 from tests.helpers import families
-from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, assert_same_bits, chain, text
+from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin, slow_except
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 IDS = families.prompts(1)[0][None]
 SENTENCE = "weights of this model were given up"
 

@@ -18,6 +18,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.checkpoints import expect_fit
 from tests.helpers import families, wrapped
 from tests.helpers.pairwise import slow_except
+from tests.helpers.settings import QUIET
 from tests.helpers.support import alone, tokenizer
 
 SKIP = LayerSkip(exit_layer=2)
@@ -216,7 +217,7 @@ def test_a_type_that_cannot_be_decoded_is_refused_before_its_weights_are_loaded(
         skipstone.load(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+@QUIET
 @pytest.mark.parametrize("kind", slow_except(("qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
 def test_a_multimodal_checkpoint_writes_the_text_of_transformers(kind: str, tmp_path: Path) -> None:
     """Llama 4 among them, of which transformers loads the text model alone and leaves what sees."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.native import (
+    NATIVE_ONLY,
     Computed,
     Exact,
     assert_near,
@@ -33,10 +33,7 @@ from tests.helpers.native import (
 )
 from tests.helpers.pairwise import round_robin
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 
 LENGTH = 133  # tokens: more than two chunks of slots
 SHAPES = {  # family, query heads, kv heads, head size, more

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.passes import Pass
 from tests.helpers import families
@@ -17,6 +16,7 @@ from tests.helpers.native import (
     DTYPES,
     EACH_DTYPE,
     FAMILIES,
+    NATIVE_ONLY,
     assert_same_bits,
     chain,
     grow,
@@ -31,10 +31,7 @@ from tests.helpers.native import (
 )
 from tests.helpers.pairwise import round_robin
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 
 
 @round_robin(name=FAMILIES, dtype=EACH_DTYPE)

@@ -15,15 +15,11 @@ from skipstone import Sampling
 from skipstone.decoding.noise import TARGET, Noise
 from skipstone.decoding.sampling import Sampler, WarpedLogits, WarperSettings
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from tests.helpers import families
-from tests.helpers.native import native
+from tests.helpers.native import NATIVE_ONLY, native
 from tests.helpers.pairwise import slow_except
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 CPU = torch.device("cpu")
 SETTINGS = [
     Sampling(0.8, 50, 0.9),

@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.native import library
 from skipstone.engines.native.weights import NativeWeights
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
-from tests.helpers.native import DTYPES, FAMILIES, assert_near, native, references, scenario, shaped, text
+from tests.helpers.native import DTYPES, FAMILIES, NATIVE_ONLY, assert_near, native, references, scenario, shaped, text
 from tests.helpers.pairwise import round_robin, slow_except
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 
 
 @round_robin(name=FAMILIES, seed=range(3))

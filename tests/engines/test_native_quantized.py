@@ -18,13 +18,10 @@ from skipstone.engines.native.structs import MatrixStruct, ModelStruct, declare
 from skipstone.engines.native.weights import QUANTIZED
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
-from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
+from tests.helpers.native import FAMILIES, NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 GROUP = 32  # inputs that share a scale
 KINDS = list(QUANTIZED)
 SHAPES = [(16, 32), (97, 64), (33, 40), (112, 300), (5, 7)]  # outputs, inputs

@@ -11,18 +11,14 @@ from torch import Tensor, nn
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from skipstone.engines.native.engine import why_not
 from skipstone.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
 from skipstone.models.passes import Pass, Tree
 from tests.helpers import families
-from tests.helpers.native import assert_same_bits, chain, native, text
+from tests.helpers.native import NATIVE_ONLY, assert_same_bits, chain, native, text
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 
 
 GUARD = 512

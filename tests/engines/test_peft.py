@@ -15,8 +15,9 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.unsupported import ADAPTERS
 from tests.helpers import families, support
 from tests.helpers.pairwise import slow_except
+from tests.helpers.settings import QUIET
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 NEW = 12
 METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 QV = ["q_proj", "v_proj"]

@@ -25,13 +25,13 @@ from skipstone.models.families import Family, text_config
 from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import slow_except
+from tests.helpers.settings import QUIET
 
 EXACT = 1e-4  # of the largest entry of what a layer returns: float32 rounding in another order
 VISIBLE = 0.05  # the same that leaving a sublayer out must change at least, where the test is to prove anything
 NEW = 12  # tokens of a text
 SKIPS = (SkipSet(frozenset({1})), SkipSet(mlp=frozenset({1})), SkipSet(frozenset({1}), frozenset({1})))
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 
 # models of which a sublayer returns or is something else than in others: (type, config fields)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,13 +27,13 @@ from skipstone.train.layerskip.run import _shorten
 from tests.helpers import families, objectives, support, wrapped
 from tests.helpers.conformance import LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
 from tests.helpers.pairwise import slow_except
+from tests.helpers.settings import QUIET
 
 NAME = "gemma3n_text"
 NEW = 24  # tokens of a text, which together with its prompt are far more than the window's 8
 MAIN = [name for name in LOSSLESS if not ROWS[name].variant]
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95}
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("method", slow_except(MAIN[::2], LOSSLESS))

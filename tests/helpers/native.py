@@ -20,6 +20,11 @@ from skipstone.models.facts import Facts
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 from tests.helpers import families
 
+NATIVE_ONLY = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+"""Marks of files whose tests need the native engine."""
 FAMILIES = list(RECIPES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EACH_DTYPE = [pytest.param(dtype, id=str(dtype)) for dtype in DTYPES]

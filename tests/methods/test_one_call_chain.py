@@ -15,19 +15,16 @@ from skipstone.decoding.draft import Draft
 from skipstone.engines.engine import ChainInputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.methods.auto import auto
 from skipstone.models.facts import Facts
 from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
+from tests.helpers.native import NATIVE_ONLY
 from tests.helpers.pairwise import pairwise
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.usefixtures("no_gradients"),
-]
+pytestmark = NATIVE_ONLY
 
 DRAFTS = 6
 

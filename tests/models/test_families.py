@@ -19,12 +19,12 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.families import RECURRENT, layer_types
 from tests.helpers import families, support, wrapped
 from tests.helpers.pairwise import slow_except
+from tests.helpers.settings import QUIET
 from tests.helpers.wrapped import WRAPPERS
 
 NEW = 4 * families.WINDOW
 METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 # facts that only some models of a family show
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 RoPE": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,

@@ -23,9 +23,9 @@ from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt
 from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
+from tests.helpers.settings import QUIET
 
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 
 
 def new_tokens(method: Any, tokens: int = 30) -> Any:

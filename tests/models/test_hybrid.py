@@ -29,11 +29,11 @@ from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
 from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.planted import assert_found, found_by
+from tests.helpers.settings import QUIET
 
 NEW = 24  # tokens of a text
 MAIN = ("qwen3_next", "lfm2")
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+pytestmark = QUIET
 
 
 METHOD: dict[str, Callable[[str], Method]] = {
