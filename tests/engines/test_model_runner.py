@@ -20,12 +20,11 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import NoDrafter, Requirements
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
-from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
 from skipstone.models.families import Family, InputStep, RotarySource
-from skipstone.models.passes import AttentionReach, Pass, SkipSet
+from skipstone.models.passes import AttentionReach, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import slow_except
 
@@ -46,22 +45,6 @@ ATTENTION_OUT = ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "atten
 MLP_OUT = ("mlp.down_proj", "mlp.experts", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
 
 
-def run(runner: ModelRunner, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None) -> Tensor:
-    """Logits [1, T, V] of ids [1, T], layer by layer, the tokens in chunks that end at `bounds`."""
-    layers = runner.depth if depth is None else depth
-    store, parts, start = KVCache(1, layers, ids.shape[1]), [], 0
-    store.reserve(ids.shape[1])
-    for stop in bounds:
-        positions = torch.arange(start, stop)[None]
-        at = Pass(positions, positions, None, slice(0, 1), stop, start)
-        hidden = runner.embed(ids[:, start:stop], positions)
-        for layer in range(layers):
-            hidden = runner.run(hidden, at, store, range(layer, layer + 1), skip)
-        parts.append(runner.logits(hidden))
-        start = stop
-    return torch.cat(parts, 1)
-
-
 def same(found: Tensor, expected: Tensor) -> None:
     """Assert equality up to rounding, and that there is something to compare."""
     assert found.shape == expected.shape
@@ -76,9 +59,9 @@ def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> Non
     runner, ids = ModelRunner(model), families.prompts(1)[0][None]
     with torch.no_grad():
         expected = model(ids).logits
-        same(run(runner, ids, [21]), expected)
-        same(run(runner, ids, [13, 21]), expected)
-        same(run(runner, ids, [*range(1, 22)]), expected)
+        same(support.logits_in_chunks(runner, ids, [21]), expected)
+        same(support.logits_in_chunks(runner, ids, [13, 21]), expected)
+        same(support.logits_in_chunks(runner, ids, [*range(1, 22)]), expected)
 
 
 # a fact of a family, or a reach, got wrong in a model that shows it
@@ -105,7 +88,7 @@ def test_a_wrong_fact_would_be_noticed(mistake: str) -> None:
     facts = {key: value for key, value in changes.items() if key != "reaches"}
     engine.family = replace(engine.family, **facts)
     with torch.no_grad(), pytest.raises(AssertionError, match="differ by"):
-        same(run(runner, ids, [13, 21]), model(ids).logits)
+        same(support.logits_in_chunks(runner, ids, [13, 21]), model(ids).logits)
 
 
 @pytest.mark.parametrize("mistake", sorted({*WRONG} - {"a window too large"}))  # which the config says
@@ -146,7 +129,7 @@ def test_early_exit_is_the_model_cut_down_to_its_first_layers(name: str) -> None
     model = families.cached(name)
     short, ids = truncated(model, 3), families.prompts(1)[0][None]
     with torch.no_grad():
-        same(run(ModelRunner(model), ids, [13, 21], depth=3), short(ids).logits)
+        same(support.logits_in_chunks(ModelRunner(model), ids, [13, 21], depth=3), short(ids).logits)
     out = skipstone.generate(model, ids, EarlyExit(exit_layer=3), max_new_tokens=12)
     assert out.new_tokens == [support.alone(short, ids[0], max_new_tokens=12, do_sample=False)]
     assert out.lossless is False
@@ -176,8 +159,8 @@ def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str
             skip = SkipSet(frozenset(attention), frozenset(mlp))
             expected = silenced(model, skip)(ids).logits
             assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
-            same(run(runner, ids, [13, 21], skip), expected)
-        same(run(runner, ids, [21]), plain)
+            same(support.logits_in_chunks(runner, ids, [13, 21], skip), expected)
+        same(support.logits_in_chunks(runner, ids, [21]), plain)
 
 
 @pytest.mark.parametrize("name", slow_except(NAMES[::2], NAMES))

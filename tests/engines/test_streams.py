@@ -16,12 +16,11 @@ from torch import Tensor
 import skipstone
 from skipstone import AdaDecode, LayerSkip
 from skipstone.engines.exit_statistics import layer_states
-from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import altup, recognition
 from skipstone.models.derivation import DerivationError, _streams
 from skipstone.models.families import text_ids
-from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.passes import SkipSet
 from skipstone.models.trace import ModuleCall
 from skipstone.train.layerskip.run import _shorten
 from tests.helpers import families, objectives, support, wrapped
@@ -63,18 +62,6 @@ def test_exits_below_and_above_the_layers_that_share_keys_and_values_are_exact(m
     assert out.stats.drafted > out.stats.accepted > 0
 
 
-def logits(runner: ModelRunner, ids: Tensor, exit_layer: int, skip: SkipSet | None = None) -> Tensor:
-    """[1, T, V] behind the first layers, in two chunks."""
-    store, parts = KVCache(1, runner.depth, ids.shape[1]), []
-    store.reserve(ids.shape[1])
-    for start, stop in ((0, 13), (13, ids.shape[1])):
-        places = torch.arange(start, stop)[None]
-        at = Pass(places, places, None, slice(0, 1), stop, start)
-        hidden = runner.run(runner.embed(ids[:, start:stop], places), at, store, range(exit_layer), skip)
-        parts.append(runner.logits(hidden))
-    return torch.cat(parts, 1)
-
-
 @torch.no_grad()
 def test_every_exit_merges_the_streams_as_the_model_itself_does() -> None:
     model, ids = families.cached(NAME), families.prompts(1)[0][None]
@@ -82,7 +69,9 @@ def test_every_exit_merges_the_streams_as_the_model_itself_does() -> None:
     states = model(ids, output_hidden_states=True).hidden_states
     for exit_layer in (1, 2, 3):
         expected = objectives.HEADS[NAME](model, states[exit_layer])
-        torch.testing.assert_close(logits(runner, ids, exit_layer), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            support.logits_in_chunks(runner, ids, [13, 21], depth=exit_layer), expected, atol=1e-4, rtol=1e-4
+        )
     seen = layer_states(runner, ids[0])
     assert [one.shape[-1] for one in seen] == [4 * 32] * 5
     for mine, theirs in zip(seen[:-1], states, strict=False):
@@ -105,7 +94,7 @@ def test_a_skipped_sublayer_adds_nothing_and_its_layer_still_changes_the_streams
             torch.nn.init.zeros_(silent.model.layers[index].mlp.down_proj.weight)
         expected = silent(ids).logits
         assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
-        found = logits(runner, ids, 4, SkipSet(frozenset(attention), frozenset(mlp)))
+        found = support.logits_in_chunks(runner, ids, [13, 21], SkipSet(frozenset(attention), frozenset(mlp)))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -10,13 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
 from skipstone.engines.choose_engine import VARIABLE
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.check import ScoredDifference, TieDetector
+from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 
 TIE = 1e-4
@@ -38,6 +42,24 @@ def margin(model: PreTrainedModel, prompt: Tensor, **options: Any) -> tuple[list
             best, second = allowed.topk(2).values.tolist()
             smallest = min(smallest, (best - second) / max(allowed.std().item(), 1e-9))
     return output.sequences[0, len(prompt) :].tolist(), smallest
+
+
+def logits_in_chunks(
+    runner: ModelRunner, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None
+) -> Tensor:
+    """Logits [1, T, V] of ids [1, T], layer by layer, the tokens in chunks that end at `bounds`."""
+    layers = runner.depth if depth is None else depth
+    store, parts, start = KVCache(1, layers, ids.shape[1]), [], 0
+    store.reserve(ids.shape[1])
+    for stop in bounds:
+        positions = torch.arange(start, stop)[None]
+        at = Pass(positions, positions, None, slice(0, 1), stop, start)
+        hidden = runner.embed(ids[:, start:stop], positions)
+        for layer in range(layers):
+            hidden = runner.run(hidden, at, store, range(layer, layer + 1), skip)
+        parts.append(runner.logits(hidden))
+        start = stop
+    return torch.cat(parts, 1)
 
 
 def references(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:

@@ -44,14 +44,10 @@ def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
     decoder = model.get_decoder()
     for path, module in decoder.named_modules():  # the model itself first
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) >= config.num_hidden_layers and _one_kind(child):
+            is_long_list = isinstance(child, nn.ModuleList) and len(child) >= config.num_hidden_layers
+            if is_long_list and all([*part.children()] for part in child):  # layers have children of their own
                 return path, name, child
     raise DerivationError(f"keeps its {config.num_hidden_layers} layers in no list of its own")
-
-
-def _one_kind(layers: nn.ModuleList) -> bool:
-    """Whether a list may be the layers: modules with children."""
-    return all(any(True for _ in one.children()) for one in layers)
 
 
 def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Family:
@@ -269,7 +265,7 @@ def _arguments(found: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, .
             alibi = name
         elif name in ("", *takes, *HARMLESS, SHARED) or (name == PER_LAYER and torch.is_tensor(value)):
             continue
-        elif not _constant(value) or any(call.given.get(name) != value for call in calls):
+        elif not isinstance(value, (bool, int, float, str, type(None))) or any(call.given.get(name) != value for call in calls):
             raise DerivationError(f"gives its layers {name}, which skipstone does not know how to make")
         elif value is not None or name in BIASES:
             fixed[name] = value
@@ -292,10 +288,6 @@ def _shares(config: Any, calls: list[ModuleCall]) -> tuple[tuple[str, int], ...]
     if SHARED not in calls[0].given:
         raise DerivationError("shares keys and values between layers in a way that skipstone does not know")
     return tuple((config.layer_types[index], index) for index, mode in enumerate(modes) if mode == "store")
-
-
-def _constant(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:

@@ -42,15 +42,7 @@ METHODS: dict[str, Quantisation] = {
     "awq": Quantisation("gptqmodel", ("gptqmodel Torch",), _GPTQMODEL),
 }
 """By transformers' `quant_method`."""
-OWNERS = {
-    "bitsandbytes": "bitsandbytes",
-    "torchao": "torchao",
-    "hqq": "hqq",
-    "optimum": "quanto",
-    "compressed_tensors": "compressed-tensors",
-    "gptqmodel": "gptq",
-    "gguf": "gguf",
-}
+OWNERS = {known.package.partition(".")[0]: name for name, known in reversed(METHODS.items())} | {"gguf": "gguf"}
 """Packages with kernels, and their methods."""
 
 
