@@ -44,7 +44,7 @@ class Noting(NativeEngine):
 class TokenByToken(Noting):
     """The native engine without the one call."""
 
-    chains = False
+    supports_chains = False
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import skipstone
 from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.passes import AttentionReach, MaskForm, Pass, ancestors
 from tests.helpers import families, planted
@@ -162,9 +163,10 @@ def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.Mon
         passes.append(len(built))
         run(self, *arguments, **options)
 
+    model, prompts = families.cached("gemma3_text"), families.prompts(2)
+    ModelRunner(model)  # verified before the count
     monkeypatch.setattr(Pass, "_visible", counted)
     monkeypatch.setattr(Pass, "__init__", started)
-    model, prompts = families.cached("gemma3_text"), families.prompts(2)
     skipstone.generate(model, families.padded(prompts), skipstone.Autoregressive(), max_new_tokens=6)
     per_pass = [built[first:last] for first, last in zip(passes, [*passes[1:], len(built)], strict=True)]
     assert len(per_pass) >= 6
