@@ -139,17 +139,6 @@ def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str,
     assert out.stats.prefill_tokens == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", [1, 7])
-@pytest.mark.parametrize("name", families.NAMES)
-def test_long_texts_equal_generate_at_other_draft_lengths_and_depths(name: str, draft: int) -> None:
-    model = families.build(name, layers=6)
-    for exit_layer in (1, 5):
-        out = greedy(model, rows=2, new=100, method=LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft))
-        assert out.stats is not None
-        assert out.stats.drafted > 0
-
-
 # RoPE whose phases change once a sequence passes a length; 64 tokens here
 SWITCHING: dict[str, tuple[str, dict[str, Any], str]] = {
     "longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {"rope_type": "longrope",

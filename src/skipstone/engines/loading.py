@@ -72,23 +72,24 @@ def load(  # noqa: PLR0913
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a .gguf file; None for the bundled model, skipstone-nano. dtype:
-    of the weights; "auto" takes the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are
-    unpacked. Other weights come
-    from safetensors only. device_map: layers on several devices, or offloaded to the CPU or to disk, as transformers takes it
-    ("auto", or module names and devices); offload_folder: where weights go that are offloaded to disk. tp_plan: "auto" shares
-    the weights among the processes that torchrun has started, each on its own accelerator or on the CPU. engine: what
-    skipstone runs the model on, "eager", "native" or "compiled"; "auto" takes what the environment variable SKIPSTONE_ENGINE
-    says, and else native where that can run the model, or eager. quantize: "int8" or "int4", what the native engine quantises
-    its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32" or "bfloat16",
-    half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else float32.
-    keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then the only
-    one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its weights.
-    generation_config: used instead of the model's own generation_config.json, which then is not read.
+    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a .gguf file; None for the bundled model, skipstone-nano.
+    dtype: of the weights; "auto" is the checkpoint's, and float32 for the bundled model and for .gguf files, which are
+    unpacked. Other weights are read from safetensors only.
+    device_map: places layers on several devices, on the CPU or on disk: transformers' "auto", or module names and devices.
+    offload_folder: folder of the weights on disk.
+    tp_plan: "auto" shards the weights over the processes of torchrun, each on its own accelerator or on the CPU.
+    engine: "eager", "native" or "compiled"; "auto" is the environment variable SKIPSTONE_ENGINE, else native if possible, else
+    eager.
+    quantize: "int8" or "int4" quantises the native engine's copy of the weights; None or "none" does not.
+    kv_dtype: of keys and values, "float32" or "bfloat16" (half the memory, rounded); None is the environment variable
+    SKIPSTONE_KV, else float32.
+    keep_weights: False if only skipstone decodes with the model. The native engine's copy of the matrices is then the only one.
+    A read unpacks it, and a change in place is a RuntimeError. Other engines keep the weights.
+    generation_config: replaces the model's own generation_config.json, which is not read then.
 
-    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
-    kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
-    kernels are not tested here; ImportError, which says what to install, without the package that has them.
+    OSError if nothing is found. ValueError for a corrupt or incomplete checkpoint, an invalid engine, quantize or kv_dtype, a
+    quantize that the native engine cannot do for the model, and untested quantised kernels. ImportError with installation
+    advice if a package is missing.
     """
     engine_options = EngineOptions(engine, quantize, kv_dtype)  # validates before anything is loaded
     if name is None:
