@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip, Output, Step
 from tests.helpers import families
-from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.settings import QUIET, SKIP
 from tests.helpers.support import alone, decode, tokenizer
 
 pytestmark = QUIET
@@ -51,22 +51,6 @@ class TestEndOfSequence:
         assert last.origin[0] == ["draft"] * len(last.tokens[0]), "the row should have ended inside the draft"
         assert last.drafted[0] == len(last.tokens[0]), "nothing is drafted past the end"
 
-    def test_tokens_after_eos_are_neither_counted_nor_emitted(self, model: PreTrainedModel) -> None:
-        prompt, text, place = inside_a_draft(model, SKIP)
-        output = decode(model, [prompt], SKIP, eos_token_id=text[place], record=True, max_new_tokens=40)
-        stats = output.stats
-        assert stats is not None
-        assert stats.tokens + stats.prefill_tokens == place + 1
-        assert stats.accepted == sum(step.accepted[0] for step in one_row_steps(output))
-        assert stats.accepted == sum(step.origin[0].count("draft") for step in one_row_steps(output))
-        assert output.sequences.shape == (1, len(prompt) + place + 1)
-
-    def test_eos_inside_a_sampled_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
-        prompt, text, place = inside_a_draft(model, COUPLED, seed=3, **SAMPLING)
-        options = {"seed": 3, "eos_token_id": text[place], "max_new_tokens": 40, **SAMPLING}
-        assert decode(model, [prompt], COUPLED, **options).new_tokens == [text[: place + 1]]
-        assert decode(model, [prompt], Autoregressive(), **options).new_tokens == [text[: place + 1]]
-
     def test_the_first_of_several_eos_ids_ends_the_row(self, model: PreTrainedModel) -> None:
         prompt, text, place = inside_a_draft(model, SKIP)
         never = next(token for token in range(1, 97) if token not in text)
@@ -92,11 +76,6 @@ class TestEndOfSequence:
         tail = output.sequences[:, len(batch[0]) :].tolist()
         assert tail == [row + [96] * (width - len(row)) for row in expected]
 
-    def test_sequences_equal_those_of_generate_on_the_padded_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
-        options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [free[0][12], free[1][4]], "pad_token_id": 3}
-        assert torch.equal(decode(model, batch, SKIP, **options).sequences, model.generate(**families.padded(batch), **options))
-
 
 class TestStopStrings:
     @staticmethod
@@ -116,21 +95,6 @@ class TestStopStrings:
         output = decode(model, [prompt], SKIP, **options)
         assert output.new_tokens == [text[: place + 1]]
         assert output.new_tokens == [alone(model, prompt, **options)]
-
-    def test_a_stop_string_over_several_tokens(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        text = alone(model, batch[0], max_new_tokens=30)
-        stop = tokenizer().decode(text[10:13])
-        options: dict[str, Any] = {"stop_strings": [stop, "never"], "tokenizer": tokenizer(), "max_new_tokens": 30}
-        expected = [alone(model, prompt, **options) for prompt in batch]
-        assert len(expected[0]) < 30
-        assert decode(model, batch, SKIP, **options).new_tokens == expected
-
-    def test_a_stop_string_within_one_token(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        bias = {"sequence_bias": {(tokenizer().convert_tokens_to_ids("xst"),): 25.0}}
-        options: dict[str, Any] = {"stop_strings": "st", "tokenizer": tokenizer(), "max_new_tokens": 12, **bias}
-        expected = alone(model, batch[0], **options)
-        assert len(expected) == 1
-        assert decode(model, batch[:1], SKIP, **options).new_tokens == [expected]
 
     def test_stop_strings_of_the_models_own_config(self, batch: list[Tensor]) -> None:
         model = families.build("llama")
@@ -168,14 +132,6 @@ class TestLengths:
         output = skipstone.generate(model, inputs, SKIP, max_length=30)
         assert output.sequences.shape[1] == 30
         assert torch.equal(output.sequences, expected)
-
-    @pytest.mark.parametrize("length", [1, 2, 1500])
-    def test_prompts_of_extreme_lengths(self, length: int, model: PreTrainedModel) -> None:
-        prompt = torch.randint(1, 97, (length,), generator=torch.Generator().manual_seed(length))
-        output = decode(model, [prompt], SKIP)
-        assert output.new_tokens == [alone(model, prompt, max_new_tokens=24)]
-        assert output.stats is not None
-        assert 0 < output.stats.accepted < output.stats.drafted
 
     def test_prompts_of_one_and_of_1500_tokens_side_by_side(self, model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(5)

@@ -43,15 +43,6 @@ class StopAfter(StoppingCriteria):
 
 
 class TestUsersObjects:
-    def test_a_custom_processor(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        processors = LogitsProcessorList([Ban()])
-        expected = [alone(model, prompt, logits_processor=processors, max_new_tokens=24) for prompt in batch]
-        assert expected != [alone(model, prompt, max_new_tokens=24) for prompt in batch]
-        output = decode(model, batch, SKIP, logits_processor=processors)
-        assert output.new_tokens == expected
-        assert output.stats is not None
-        assert 0 < output.stats.accepted < output.stats.drafted
-
     def test_a_custom_processor_between_those_of_the_options(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         options: dict[str, Any] = {"repetition_penalty": 1.4, "suppress_tokens": [3, 5], "max_new_tokens": 24}
         options["logits_processor"] = LogitsProcessorList([Ban()])
@@ -115,9 +106,6 @@ class TestMaxTime:
         output = decode(model, batch[:1], SKIP, max_new_tokens=30, max_time=6.5)
         assert output.new_tokens == [free[:7]]
 
-    def test_enough_time_changes_nothing(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        assert decode(model, batch, SKIP, max_time=3600.0).new_tokens == decode(model, batch, SKIP).new_tokens
-
 
 def state(model: PreTrainedModel) -> Any:
     """All that a decoding call might leave behind: attributes and hooks of every module, both configs, the mode.
@@ -168,16 +156,6 @@ class TestInterruptions:
         assert state(model) == before
         assert alone(model, batch[0], max_new_tokens=16) == text
         assert decode(model, batch[:1], SKIP, max_new_tokens=16).new_tokens == [text]
-
-    def test_an_interrupted_enabled_model_stays_enabled(self, batch: list[Tensor]) -> None:
-        model = families.build("llama")
-        text = alone(model, batch[0], max_new_tokens=16)
-        skipstone.enable(model, SKIP)
-        before = state(model)
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(batch[0][None], streamer=Bomb(KeyboardInterrupt), max_new_tokens=16)
-        assert state(model) == before
-        assert alone(model, batch[0], max_new_tokens=16) == text
 
     def test_a_stream_closed_early_leaves_the_model_as_it_was(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         before, text = state(model), alone(model, batch[0], max_new_tokens=16)

@@ -65,13 +65,6 @@ def test_layerskip_without_cache_reuse_has_the_exact_law(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
-    seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.6))
-    assert seen.steps[1, 0] > 0
-    assert seen.lengths >= {1, 2}
-
-
-@pytest.mark.slow
 def test_an_adaptive_confidence_threshold_keeps_the_law(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft lengths that depend on what became of earlier drafts. The step is made so large that the threshold does move
     past the confidences within one text."""

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -104,19 +103,6 @@ def test_top_p_cuts_ties_where_transformers_does(top_p: float) -> None:
     logits = torch.zeros(1, 10)
     row = Sampling(temperature=1.0, top_p=top_p)
     assert torch.equal(warp(logits, WarperSettings([row], CPU))[0] > 0, theirs(logits[0], row) > 0)
-
-
-def test_the_order_of_warpers_is_that_of_generate() -> None:
-    model: Any = llama()
-    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)
-    config._eos_token_tensor = None
-    built = model._get_logits_processor(generation_config=config, input_ids_seq_length=1, device="cpu", model_kwargs={})
-    assert [type(warper) for warper in built] == [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper]
-    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
-    expected = built(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    found = warp(logits, WarperSettings([Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)], CPU))
-    assert torch.allclose(found, expected, rtol=1e-5)
-    assert 1 < int((found > 0).sum()) < 9
 
 
 def test_greedy_is_the_limit_of_sampling() -> None:
@@ -243,19 +229,6 @@ def test_a_row_with_warpers_samples_alone_and_in_company() -> None:
     (sampled,), _, _ = decode(method, runner, [replace(request, sampling=Sampling(1.5, seed=4))])
     assert alone == together[0] == sampled
     assert alone != decode(method, runner, [Request(prompt(6), 12)])[0][0]
-
-
-def test_a_sampler_row_is_forgotten_when_released() -> None:
-    sampler = Sampler(2, CPU)
-    eye = Watching()
-    sampler.admit(0, Sampling(temperature=1.0, seed=5, processors=[eye]), torch.tensor([1, 2]))
-    assert sampler.processed
-    assert not sampler.greedy
-    sampler.release(0)
-    assert not sampler.processed
-    assert sampler.greedy
-    sampler.process(torch.zeros(2, 3), torch.empty(2, 0, dtype=torch.long))
-    assert eye.texts == []
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,3 @@ def test_a_token_that_only_looks_like_a_byte_is_text() -> None:
     words = sentencepiece()
     words.add_tokens(["<0xZZ>"])
     assert StopStrings(["0xZ"], words).completed_by_last(torch.tensor([1]), [len(words) - 1])
-
-
-def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:
-    words = tokenizer()
-    assert not StopStrings(["a"], words).completed_by_last(torch.tensor([3]), [len(words) + 5])

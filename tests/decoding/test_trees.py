@@ -63,15 +63,6 @@ def test_random_trees_do_not_change_the_text(build: Any, lengths: tuple[int, ...
     assert max(figures.histogram) >= 3, "a deep path was accepted"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", MODELS)
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("nodes", [1, 4, 30])
-def test_many_random_trees_do_not_change_the_text(build: Any, sampling: Any, seed: int, nodes: int) -> None:
-    proves(build, requests((6, 2, 23), 40, processors=PROCESSORS, **sampling), Trees(nodes=nodes, seed=seed), check=True)
-
-
 @pytest.mark.parametrize("branching", [0.0, 1.0], ids=["chains", "bushes"])
 def test_chains_and_bushes_are_trees_too(branching: float) -> None:
     proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=12, branching=branching), check=True)
@@ -110,17 +101,6 @@ def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
             assert all(len(origin) == len(tokens) for origin, tokens in zip(step.origin, step.tokens, strict=True))
             cuts += sum(step.origin[row][-1] == "draft" for row in step.finished)
     assert cuts > 3, "a row ended on an accepted draft"
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_short_requests_leave_no_room_for_drafts(tokens: int) -> None:
-    runner = ModelRunner(llama())
-    asked = [Request(prompt(5), tokens), Request(prompt(3), 1)]
-    expected, paths = references(runner, asked)
-    texts, figures, _ = decode(Trees(nodes=10, branching=0.0, references=paths), runner, asked)
-    assert texts == expected
-    assert [len(text) for text in texts] == [tokens, 1]
-    assert figures.accepted <= max(0, tokens - 2)
 
 
 def sampled_trees() -> None:

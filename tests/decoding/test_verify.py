@@ -58,12 +58,6 @@ def test_accepted_and_residual_mass_add_up_to_p(pair: list[list[float]]) -> None
     assert_mass_adds_up(pair)
 
 
-def test_the_residual_of_equal_distributions_is_a_distribution() -> None:
-    p = double([[0.25, 0.75], [1.0, 0.0]])
-    assert torch.equal(verify.residual(p, p), p)
-    assert torch.equal(verify.residual(p, torch.zeros_like(p)), p)
-
-
 def completed(tokens: list[int], chooser: Chooser, table: Table, total: int) -> tuple[int, ...]:
     """The committed tokens followed by plain draws, so that texts of one length can be compared."""
     while len(tokens) < total:
@@ -153,11 +147,6 @@ def test_entropy_and_js_distance_are_scipys(pair: list[list[float]]) -> None:
     assert 0 <= found <= 1
     if pair[0] == pair[1]:
         assert found == 0
-
-
-def test_js_distance_reaches_its_ends() -> None:
-    assert verify.js_distance(double([1.0, 0.0]), double([0.0, 1.0])) == 1
-    assert verify.js_distance(double([0.3, 0.7]), double([0.3, 0.7])) == 0
 
 
 P, Q = [0.2, 0.3, 0.5], [0.6, 0.3, 0.1]

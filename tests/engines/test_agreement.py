@@ -18,8 +18,8 @@ from skipstone.engines.agreement import disagreement
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.derivation import find_layers
-from skipstone.models.facts import Facts
 from skipstone.models.families import attention_reaches, text_config
 from skipstone.models.passes import Pass
 from skipstone.models.trace import shrunk_windows, trace
@@ -173,7 +173,7 @@ def prompts_that_see_ahead(patch: Patch) -> None:
 def found_in(name: str) -> str | None:
     """Where the verification of a model finds more than is allowed, None where nowhere."""
     model = families.cached(name)
-    facts, config = Facts(model), text_config(model)
+    facts, config = DecoderModel(model), text_config(model)
     engine = EagerEngine(model, facts)
     with shrunk_windows(config):
         engine.reaches = attention_reaches(config, facts.family)

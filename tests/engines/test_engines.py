@@ -62,7 +62,7 @@ def decode(model: Any, **more: Any) -> skipstone.Output:
 def test_auto_falls_back_to_eager_and_says_why() -> None:
     model = families.build("llama")
     found = ModelRunner(model)
-    assert (found.asked.engine, found.engine.name, found.engine_reason) == ("auto", "eager", REASON)
+    assert (found.engine_options.engine, found.engine.name, found.engine_reason) == ("auto", "eager", REASON)
     assert found.engine.detail == "transformers' own modules, torch.float32, cpu"
     assert found.dtype == found.engine.dtype == torch.float32
     asked = ModelRunner(model, "eager")
@@ -119,7 +119,7 @@ def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environmen
     assert ModelRunner(model).engine.name == "native"
     assert ModelRunner(model, "eager").engine.name == "eager"
     monkeypatch.setenv(choice.VARIABLE, "")
-    assert ModelRunner(families.build("llama")).asked.engine == "auto", "an empty variable says nothing"
+    assert ModelRunner(families.build("llama")).engine_options.engine == "auto", "an empty variable says nothing"
 
 
 @pytest.mark.usefixtures("able")

@@ -25,7 +25,7 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
-    assert (ModelRunner(model).asked.kv_dtype, ModelRunner(model).kv_dtype) == ("float32", None)
+    assert (ModelRunner(model).engine_options.kv_dtype, ModelRunner(model).kv_dtype) == ("float32", None)
     monkeypatch.setenv(choice.KV_VARIABLE, "bfloat16")
     assert ModelRunner(model).kv_dtype == torch.bfloat16
     choice.attach(model, kv_dtype="float32")

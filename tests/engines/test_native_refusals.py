@@ -13,7 +13,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import why_not
 from skipstone.engines.native.weights import RECIPES
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.passes import Pass, Tree
 from tests.helpers import families
 from tests.helpers.native import NATIVE_ONLY, assert_same_bits, chain, native, text
@@ -233,9 +233,9 @@ ODD: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
     change, sentence = ODD[what]
     model = families.build("llama")
-    assert why_not(model, Facts(model)) is None
+    assert why_not(model, DecoderModel(model)) is None
     change(model)
-    assert why_not(model, Facts(model)) == sentence
+    assert why_not(model, DecoderModel(model)) == sentence
     with pytest.raises(ValueError, match="engine='native' cannot run this model"):
         ModelRunner(model, "native")
 
@@ -243,12 +243,12 @@ def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
 @pytest.mark.parametrize("name", [name for name in families.NAMES if name not in RECIPES])
 def test_an_unknown_family_is_said(name: str) -> None:
     model = families.cached(name)
-    assert f"does not know the family {model.config.model_type} (it knows llama" in str(why_not(model, Facts(model)))
+    assert f"does not know the family {model.config.model_type} (it knows llama" in str(why_not(model, DecoderModel(model)))
 
 
 def test_the_eager_engines_patches_are_no_forward_of_their_own() -> None:
     model = families.build("llama")
     expected = chain(native(model), text(9), 1)
     chain(ModelRunner(model, "eager"), text(9), 9)
-    assert why_not(model, Facts(model)) is None
+    assert why_not(model, DecoderModel(model)) is None
     assert_same_bits(chain(native(model), text(9), 1), expected)

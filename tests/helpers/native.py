@@ -16,7 +16,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.native.weights import RECIPES
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 from tests.helpers import families
 
@@ -55,7 +55,7 @@ def of_level(model: Any, level: str) -> ModelRunner:
     runner = ModelRunner(model, "eager")
     try:
         library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
-        runner.engine = NativeEngine(model, Facts(model))
+        runner.engine = NativeEngine(model, DecoderModel(model))
     finally:
         library.load = before
     runner.engine.threads, runner.dtype = 1, torch.float32

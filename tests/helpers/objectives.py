@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
@@ -134,9 +134,7 @@ def outputs(layers: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
         yield seen
 
 
-def alone(
-    modules: DecoderModules, inputs: dict[str, Tensor], row: int, kept: Sequence[bool]
-) -> tuple[dict[int, Tensor], Tensor]:
+def alone(modules: DecoderModel, inputs: dict[str, Tensor], row: int, kept: Sequence[bool]) -> tuple[dict[int, Tensor], Tensor]:
     """One row by itself through the layers that are kept: ({layer: x_{l+1} [T, d]}, last hidden state [T, d])."""
     falcon = modules.config.model_type == "falcon"
     with pytest.MonkeyPatch.context() as patch, outputs(modules.layers) as seen:

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skipstone.decoding import draft
-from skipstone.engines import host_transfer
-from skipstone.models import facts
+from skipstone.engines import choose_engine, host_transfer
 
 DEVICE = torch.device("cuda:0")
 aten: Any = torch.ops.aten
@@ -239,7 +238,7 @@ def pretended() -> Iterator[Pretended]:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: object())
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(FakeTensor, "tolist", lambda tensor: device.read(tensor))  # its own reads number by number
-        patch.setattr(facts, "refuse_weights", lambda model: None)  # which wants plain tensors
+        patch.setattr(choose_engine, "refuse_weights", lambda model: None)  # which wants plain tensors
         try:
             with device.fakes, device, Indexing():
                 yield device

@@ -9,7 +9,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel
 
 import skipstone
-from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip
+from skipstone import Autoregressive, EarlyExit, LayerSkip
 from skipstone.methods import resolve
 from tests.helpers import families
 from tests.helpers.support import alone, tokenizer
@@ -124,47 +124,6 @@ class TestStream:
             seen.add(last)
         assert {"bonus", "recovered"} <= seen
 
-    def test_text_goes_in_too(self, model: PreTrainedModel) -> None:
-        steps = skipstone.stream(model, "hello the", SKIP, tokenizer=tokenizer(), max_new_tokens=10)
-        tokens = [token for step in steps for token in step.tokens[0]]
-        assert tokens == alone(model, torch.tensor(tokenizer()("hello the")["input_ids"]), max_new_tokens=10)
-
-
-class TestFigures:
-    def test_the_stats_are_a_fold_over_the_steps(self, model: PreTrainedModel) -> None:
-        output = skipstone.generate(model, families.padded(families.prompts(3)), SKIP, max_new_tokens=24, record=True)
-        stats, steps = output.stats, output.steps
-        assert stats is not None
-        assert steps is not None
-        decoding = [step for step in steps if not step.prefill]
-        counted = [step for step in decoding if not step.probe]
-        assert stats.prefill_tokens == 3
-        assert stats.tokens == sum(len(tokens) for step in decoding for tokens in step.tokens) == 3 * 23
-        assert stats.steps == sum(bool(tokens) for step in counted for tokens in step.tokens)
-        assert stats.drafted == sum(sum(step.drafted) for step in counted)
-        assert stats.accepted == sum(sum(step.accepted) for step in counted)
-        assert stats.mean_acceptance_length == 1 + stats.accepted / stats.steps
-        assert stats.acceptance_rate == stats.accepted / stats.draft_steps
-        assert sum(stats.histogram.values()) == stats.steps
-        assert stats.summary()["new_tokens"] == 3 * 24
-
-    def test_records_hold_the_probabilities_of_accepted_and_rejected_drafts(self, model: PreTrainedModel) -> None:
-        options: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 2, "max_new_tokens": 24}
-        output = skipstone.generate(model, families.prompts(1)[0], SKIP, record=True, **options)
-        assert output.steps is not None
-        rejected = 0
-        for step in output.steps:
-            assert step.records is not None
-            records, tokens = step.records[0], step.tokens[0]
-            assert [record.token for record in records[: len(tokens)]] == tokens
-            assert [record.accepted for record in records] == [origin == "draft" for origin in step.origin[0]] + [False] * (
-                len(records) - len(tokens)
-            )
-            assert all(0 < record.p <= 1 and record.entropy >= 0 for record in records[: len(tokens)])
-            rejected += len(records) - len(tokens)
-            assert all(0 < (record.q or 0) <= 1 for record in [*records[: step.accepted[0]], *records[len(tokens) :]])
-        assert rejected > 0
-
 
 class TestResolve:
     def test_an_object_a_name_and_a_mapping_mean_the_same(self) -> None:
@@ -173,12 +132,6 @@ class TestResolve:
         wish = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 4}
         assert resolve(wish) == SKIP
         assert wish["method"] == "layerskip", "the user's mapping was changed"
-
-    def test_every_method_is_found_under_its_own_name(self) -> None:
-        for name, kind in METHODS.items():
-            assert kind.name == name
-            assert type(resolve(name)) is kind
-            assert kind.__doc__
 
     def test_defaults_fill_in_for_the_method_they_name_only(self) -> None:
         defaults = {"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 9}
@@ -220,26 +173,3 @@ class TestResolve:
         wish = {"method": "layerskip", "exit_layer": 2, "assistant_early_exit": 2}
         with pytest.warns(FutureWarning), pytest.raises(ValueError, match="exit_layer is given twice"):
             resolve(wish)
-
-
-class TestDetokenizer:
-    def test_the_pieces_add_up_to_the_text(self) -> None:
-        tokens = tokenizer()("hello the abc stop words")["input_ids"]
-        detokenizer = Detokenizer(tokenizer())
-        pieces = [detokenizer.add(token) for token in tokens]
-        assert "".join(pieces) + detokenizer.rest() == tokenizer().decode(tokens)
-        assert sum(map(bool, pieces)) > 5
-
-    def test_bytes_of_an_unfinished_character_are_held_back(self) -> None:
-        class Bytes:
-            """A tokenizer whose tokens are the bytes of UTF-8."""
-
-            def decode(self, tokens: list[int], **_: Any) -> str:
-                return bytes(tokens).decode(errors="replace")
-
-        detokenizer = Detokenizer(Bytes())  # type: ignore[arg-type]
-        pieces = [detokenizer.add(byte) for byte in "aé€b".encode()]
-        assert pieces == ["a", "", "é", "", "", "€", "b"]
-        assert detokenizer.rest() == ""
-        assert detokenizer.add("é".encode()[0]) == ""
-        assert detokenizer.rest() == "\ufffd"

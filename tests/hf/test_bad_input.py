@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import skipstone
-from skipstone import Autoregressive, EarlyExit, LayerSkip
+from skipstone import Autoregressive, LayerSkip
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import families
 from tests.helpers.pairwise import slow_except
@@ -46,37 +46,20 @@ SAMPLE: dict[str, Any] = {"do_sample": True}
 BETWEEN = "exit_layer must lie between 1 and 3 for a model of 4 layers"
 TABLE: dict[str, Wrong] = {
     "exit layer too deep": Wrong(rf"{BETWEEN}, found 4", method=layer(4)),
-    "exit layer far too deep": Wrong(rf"{BETWEEN}, found 99", method=EarlyExit(exit_layer=99)),
     "exit layer zero": Wrong("exit_layer must be at least 1, found 0", method=layer(0)),
-    "exit layer negative": Wrong("exit_layer must be at least 1, found -2", method=layer(-2)),
     "exit layer a float": Wrong(r"exit_layer must be an integer, found 2\.0", method=layer(2.0)),
     "exit layer a text": Wrong("exit_layer must be an integer, found '2'", method=layer("2")),
     "exit layer a bool": Wrong("exit_layer must be an integer, found True", method=layer(True)),
     "exit layer not set": Wrong(r"exit_layer is not set.*integer from 1 to 3.*skipstone inspect MODEL", method="layerskip"),
-    "exit layer not set, early exit": Wrong(r"exit_layer is not set.*from 1 to 3", method=EarlyExit()),
     "draft length zero": Wrong("num_speculative_tokens must be at least 1, found 0", method=LayerSkip(2, 0)),
-    "draft length negative": Wrong("num_speculative_tokens must be at least 1, found -3", method=LayerSkip(2, -3)),
-    "draft length a float": Wrong(
-        r"num_speculative_tokens must be an integer, found 4\.5",
-        method=LayerSkip(2, 4.5),  # type: ignore[arg-type]
-    ),
-    "draft length none": Wrong(
-        "num_speculative_tokens must be an integer, found None",
-        method=LayerSkip(2, None),  # type: ignore[arg-type]
-    ),
     "draft vocabulary zero": Wrong("draft_vocabulary must be at least 1, found 0", method=LayerSkip(2, draft_vocabulary=0)),
     "draft vocabulary too large": Wrong(
         "draft_vocabulary must be at most 97, the ids that can be drafted, found 98", method=LayerSkip(2, draft_vocabulary=98)
     ),
-    "draft vocabulary a bool": Wrong(
-        "draft_vocabulary must be an integer, found True", method=LayerSkip(2, draft_vocabulary=True)
-    ),
     "threshold above one": Wrong(
         r"confidence_threshold must be a number in \[0, 1\].*found 1\.5", method=LayerSkip(2, confidence_threshold=1.5)
     ),
-    "threshold below zero": Wrong(r"in \[0, 1\].*found -0\.1", method=LayerSkip(2, confidence_threshold=-0.1)),
     "threshold not a number": Wrong(r"in \[0, 1\].*found nan", method=LayerSkip(2, confidence_threshold=float("nan"))),
-    "threshold a bool": Wrong(r"in \[0, 1\].*found True", method=LayerSkip(2, confidence_threshold=True)),
     "threshold an unknown word": Wrong(
         r'"adaptive" or None, found \'clever\'',
         method=LayerSkip(2, confidence_threshold="clever"),  # type: ignore[arg-type]
@@ -89,7 +72,6 @@ TABLE: dict[str, Wrong] = {
         r"unknown method 'swiftly' .did you mean 'swift'.*there are auto, autoregressive.*layerskip", method="swiftly"
     ),
     "method without a name": Wrong(r"the key 'method' is missing in method=.*; there are", method={"exit_layer": 2}),
-    "method name of a strange type": Wrong(r"unknown method \['layerskip'\]", method={"method": ["layerskip"]}),
     "method of a strange type": Wrong(r"method must be a Method, a name or a mapping.*found 7", method=7),
     "unknown setting": Wrong(
         r"layerskip has no setting 'exit_layers'; it has exit_layer, num_speculative_tokens",
@@ -114,28 +96,22 @@ TABLE: dict[str, Wrong] = {
     ),
     "an empty prompt": Wrong(r"at least one token, found shape \[1, 0\]", torch.empty((1, 0), dtype=torch.long)),
     "an empty batch": Wrong(r"at least one token, found shape \[0, 4\]", torch.empty((0, 4), dtype=torch.long)),
-    "an empty vector": Wrong(r"at least one token, found shape \[1, 0\]", torch.empty(0, dtype=torch.long)),
     "three dimensions": Wrong(r"must be \[batch, length\].*found shape \[1, 2, 4\]", IDS[None]),
     "ids that are no integers": Wrong(r"input_ids must be integers, found torch\.float32", IDS.float()),
-    "ids that are bools": Wrong(r"input_ids must be integers, found torch\.bool", IDS.bool()),
     "an id beyond the vocabulary": Wrong(
         "token id 97 is out of range: the model's vocabulary has 97 entries, 0 to 96", torch.tensor([[5, 97]])
     ),
-    "a negative id": Wrong("token id -1 is out of range.*97 entries, 0 to 96", torch.tensor([[5, -1]])),
     "ids that are no tensor": Wrong(r'inputs\["input_ids"\] must be a tensor.*found list', {"input_ids": [[1, 2]]}),
     "no ids at all": Wrong(r'inputs\["input_ids"\] must be a tensor.*found NoneType', {"attention_mask": MASK}),
     "a list of ids": Wrong("text needs a tokenizer.*a tensor of token ids", [1, 2, 3]),
     "neither ids nor text": Wrong("inputs must be token ids .* a text, a chat.*found 3", 3),
     "text without a tokenizer": Wrong("text needs a tokenizer: pass tokenizer=", "hello"),
-    "an empty text": Wrong("prompt 0 is empty", "", options={"tokenizer": tokenizer()}),
     "an empty text among others": Wrong("prompt 1 is empty", ["abc", ""], options={"tokenizer": tokenizer()}),
     "an empty list of texts": Wrong("the list of prompts is empty", [], options={"tokenizer": tokenizer()}),
     "numbers for texts": Wrong(r"a prompt is a text or a chat.*found int", [1, 2], options={"tokenizer": tokenizer()}),
     "a mask of another width": Wrong(
         r"attention_mask must have the shape of input_ids, \[2, 4\], found \[2, 3\]", IDS, options=masked([1] * 3, [1] * 3)
     ),
-    "a mask of another height": Wrong(r"\[2, 4\], found \[1, 4\]", IDS, options=masked([1] * 4)),
-    "a mask of one dimension": Wrong(r"\[2, 4\], found \[4\]", IDS, options={"attention_mask": torch.ones(4)}),
     "a mask of four dimensions": Wrong(r"found \[2, 1, 4, 4\]", IDS, options={"attention_mask": torch.ones(2, 1, 4, 4)}),
     "a mask that is no tensor": Wrong(r"\[2, 4\], found list", IDS, options={"attention_mask": [[1] * 4] * 2}),
     "a row of padding only": Wrong("row 1 of the batch is all padding", IDS, options=masked([1] * 4, [0] * 4)),
@@ -146,20 +122,16 @@ TABLE: dict[str, Wrong] = {
         r"prompt of 2048 tokens \+ max_new_tokens=5 is more than the model's 2048", torch.ones((1, 2048), dtype=torch.long)
     ),
     "no new tokens": Wrong("max_new_tokens.*greater than 0, but is 0", options={"max_new_tokens": 0}),
-    "fewer than no new tokens": Wrong("max_new_tokens.*greater than 0, but is -4", options={"max_new_tokens": -4}),
     "max_length within the prompt": Wrong(
         r"Input length of input_ids is 4, but `max_length` is set to 3", options={"max_new_tokens": None, "max_length": 3}
     ),
     "temperature zero": Wrong(r"temperature.*=0\.0.*strictly positive", options={**SAMPLE, "temperature": 0.0}),
-    "temperature negative": Wrong(r"temperature.*=-1\.0.*strictly positive", options={**SAMPLE, "temperature": -1.0}),
     "top_p above one": Wrong(r"top_p.*has to be a float > 0 and < 1, but is -0\.5", options={**SAMPLE, "top_p": -0.5}),
     "top_k negative": Wrong(r"top_k.*strictly positive integer, but is -3", options={**SAMPLE, "top_k": -3}),
     "min_p above one": Wrong(r"min_p.*in the \[0, 1\] interval, but is 2", options={**SAMPLE, "min_p": 2.0}),
     "too few seeds": Wrong(r"a list of 2 integers, one per row, found \[1\]", options={**SAMPLE, "seed": [1]}),
-    "seeds of another type": Wrong(r"a list of 2 integers.*found \[1, 'a'\]", options={**SAMPLE, "seed": [1, "a"]}),
     "a float for a seed": Wrong(r"seed must be an integer.*found 1\.5", options={**SAMPLE, "seed": 1.5}),
     "a bool for a seed": Wrong(r"seed must be an integer.*found True", options={**SAMPLE, "seed": True}),
-    "a greedy seed of another type": Wrong("seed must be an integer.*found 'a'", options={"seed": "a"}),
     "several greedy rows of one prompt": Wrong(
         r"num_return_sequences.*got 3", options={"num_return_sequences": 3, "do_sample": False}
     ),
@@ -196,10 +168,7 @@ TRANSFORMERS_FIRST = {
     "an empty batch",
     "three dimensions",
     "ids that are no integers",
-    "ids that are bools",
     "a mask of another width",
-    "a mask of another height",
-    "a mask of one dimension",
     "a mask of four dimensions",
     "a mask that is no tensor",
 }

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, pipeline
 
 import skipstone
-from skipstone.decoding.noise import row_seed
 from tests.helpers import families
 from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, forwards, tokenizer
@@ -62,10 +61,6 @@ class TestScoresAndLogits:
             )
             torch.testing.assert_close(scores.exp(), law.scores[0].softmax(-1), atol=1e-5, rtol=1e-3)
 
-    def test_what_is_not_asked_for_is_not_kept(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        output = skipstone.generate(model, prompt, SKIP, **self.options)
-        assert (output.scores, output.logits, output.steps) == (None, None, None)
-
 
 class TestSeeds:
     def test_torchs_generator_makes_sampling_reproducible(self, model: PreTrainedModel, prompt: Tensor) -> None:
@@ -77,22 +72,10 @@ class TestSeeds:
         assert texts[0] == texts[1]
         assert texts[0] != texts[2]
 
-    def test_two_calls_without_a_seed_differ(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        torch.manual_seed(0)
-        texts = [skipstone.generate(model, prompt, SKIP, max_new_tokens=16, **SAMPLING).new_tokens for _ in range(2)]
-        assert texts[0] != texts[1]
-
     def test_greedy_decoding_leaves_torchs_generator_alone(self, model: PreTrainedModel, prompt: Tensor) -> None:
         before = torch.get_rng_state()
         skipstone.generate(model, prompt, SKIP, max_new_tokens=8)
         assert torch.equal(torch.get_rng_state(), before)
-
-    def test_num_return_sequences_through_enable(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        skipstone.enable(model, SKIP)
-        found = model.generate(prompt[None], num_return_sequences=3, seed=9, max_new_tokens=12, **SAMPLING)
-        assert found.shape == (3, len(prompt) + 12)
-        alone = [skipstone.generate(model, prompt, SKIP, seed=row_seed(9, i), max_new_tokens=12, **SAMPLING) for i in range(3)]
-        assert torch.equal(found, torch.cat([output.sequences for output in alone]))  # type: ignore[arg-type]
 
 
 class TestDefaults:
@@ -112,15 +95,6 @@ class TestDefaults:
         skipstone.enable(loaded)
         assert loaded.generate(prompt[None], max_new_tokens=2, return_dict_in_generate=True).method == "layerskip"
 
-    def test_a_wish_keeps_the_defaults_it_leaves_open(self, prompt: Tensor) -> None:
-        model = families.build("llama")
-        model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
-        wish = {"method": "layerskip", "num_speculative_tokens": 1}
-        output = skipstone.generate(model, prompt, wish, max_new_tokens=12, record=True)
-        assert output.steps is not None
-        assert max(step.drafted[0] for step in output.steps) == 1
-        assert skipstone.generate(model, prompt, "autoregressive", max_new_tokens=2).method == "autoregressive"
-
     def test_a_config_given_may_carry_the_method(self, model: PreTrainedModel, prompt: Tensor) -> None:
         config = GenerationConfig(max_new_tokens=4, skipstone={"method": "layerskip", "exit_layer": 1})
         assert skipstone.generate(model, prompt, generation_config=config).method == "layerskip"
@@ -131,16 +105,6 @@ class TestDefaults:
         skipstone.enable(model, SKIP)
         with pytest.raises(ValueError, match=r"assistant_early_exit=2 is not supported: use .*layerskip.*docs/migration\.md"):
             model.generate(prompt[None], max_new_tokens=3)
-
-    def test_transformers_names_for_settings_are_taken_with_a_warning(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        wish = {"method": "layerskip", "assistant_early_exit": 2, "num_assistant_tokens": 3}
-        with pytest.warns(
-            FutureWarning, match=r"(assistant_early_exit|num_assistant_tokens) is called \w+ in skipstone"
-        ) as caught:
-            output = skipstone.generate(model, prompt, wish, max_new_tokens=12, record=True)
-        assert len(caught) == 2
-        assert output.steps is not None
-        assert max(step.drafted[0] for step in output.steps) == 3
 
 
 class TestWrappers:

@@ -131,12 +131,6 @@ def test_paged_attention_is_refused_before_transformers_starts_its_engine(model:
         generate(model, families.prompts(1), cache_implementation="paged", max_new_tokens=3)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_cache_that_changes_no_text_is_no_error(cache: str, model: PreTrainedModel) -> None:
-    expected = generate(model, families.prompts(1), max_new_tokens=8).new_tokens
-    assert generate(model, families.prompts(1), max_new_tokens=8, cache_implementation=cache).new_tokens == expected
-
-
 def test_a_field_that_transformers_grows_is_refused_until_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FIELDS, "top_h")
     with pytest.raises(ValueError, match=r"top_h=0\.5 is not supported: skipstone does not know this option"):

@@ -17,7 +17,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.methods.auto import auto
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
@@ -91,7 +91,7 @@ def decode(
 ) -> tuple[list[list[int]], list[Drafted]]:
     """The texts and all drafts. steps: of the loop at most."""
     runner: Any = ModelRunner(model, "native")
-    runner.engine = engine(model, Facts(model))
+    runner.engine = engine(model, DecoderModel(model))
     decoder, drafts = start(method, runner, requests), []
     session: Any = decoder.session
     own = session.drafter.propose_draft

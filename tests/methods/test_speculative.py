@@ -166,7 +166,7 @@ def test_a_draft_model_keeps_what_was_asked_of_it(model: Any) -> None:
     attach(drafter, quantize="int8", keep_weights=False)
     ModelRunner(drafter)
     found = Speculative(drafter).draft_model_for(ModelRunner(model, kv_dtype="bfloat16"))
-    assert (found.engine.quantize, found.asked.kv_dtype) == ("int8", "bfloat16")
+    assert (found.engine.quantize, found.engine_options.kv_dtype) == ("int8", "bfloat16")
     out = skipstone.generate(model, prompt(9), Speculative(drafter, 3), max_new_tokens=20, do_sample=False)
     plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=20, do_sample=False)
     assert out.new_tokens == plain.new_tokens

@@ -22,7 +22,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.recurrent_states import StateHistory
 from skipstone.methods import METHODS, resolve
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import RECURRENT, layer_types, text_config
 from skipstone.models.passes import Pass, SkipSet, Tree
 from skipstone.models.trace import Trace, trace
@@ -124,9 +124,9 @@ def verified(name: str) -> None:
     assert difference.share <= difference.allowed, difference
 
 
-def traced(name: str) -> tuple[Facts, Trace]:
+def traced(name: str) -> tuple[DecoderModel, Trace]:
     model = families.cached(name)
-    facts = Facts(model)
+    facts = DecoderModel(model)
     return facts, trace(model, facts.decoder, torch.nn.ModuleList(facts.layers), text_config(model), facts.max_positions)
 
 

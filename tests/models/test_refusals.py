@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import known_types, recognition
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from tests.helpers import families, support
 from tests.helpers.wrapped import WRAPPERS
 
@@ -228,7 +228,7 @@ def test_a_family_is_not_remembered_for_what_computes_otherwise() -> None:
 
 def test_weights_that_were_trained_since_are_verified_against_what_they_give_now() -> None:
     model = families.build("llama", vocab=73)
-    DecoderModules(model)  # what training asks for
+    DecoderModel(model)  # what training asks for
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)

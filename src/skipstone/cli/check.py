@@ -42,7 +42,7 @@ def check(
     expect_model(model.model)
     check_method_values(chosen)
     from skipstone.engines.model_runner import ModelRunner
-    from skipstone.hf.api import resolve_for
+    from skipstone.hf.generate_call import resolve_for
     from skipstone.lab.check.check import Checker, CheckScale
     from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 

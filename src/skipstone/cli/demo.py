@@ -66,7 +66,7 @@ def demo(
     from skipstone.cli.compare_with_plain import busy_warning, compare_with_plain, run_transformers
     from skipstone.cli.demo_view import show_side_by_side
     from skipstone.cli.timed_run import RunInput
-    from skipstone.hf.api import resolve_for
+    from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 
     loaded, tokenizer = ModelOptions(model, device="cpu", engine=engine, quantize=quantize).load(keep_weights=True)

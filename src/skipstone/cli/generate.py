@@ -84,7 +84,7 @@ class PromptSource(OptionGroup, panel="Prompt"):
 
 @dataclass(frozen=True)
 class GenerationOptions(SamplingOptions, panel="Decoding"):
-    """How tokens are chosen, and where the text ends. The names are those of `hf.requests.generation_options`, seed apart."""
+    """How tokens are chosen, and where the text ends. Names as in `decoding.request.generation_options`, seed apart."""
 
     top_k: int | None = flag(None, "Default: the model's own, or transformers' 50.", min=0)
     min_p: float | None = flag(None, "Default: the model's own, or 0.", min=0.0, max=1.0)
@@ -166,7 +166,7 @@ def _load_and_decode(
     from skipstone.cli.timed_run import RunInput, decode
     from skipstone.cli.token_printer import TokenPrinter
     from skipstone.engines.model_runner import ModelRunner
-    from skipstone.hf.api import resolve_for
+    from skipstone.hf.generate_call import resolve_for
     from skipstone.hf.generation_defaults import expect_usable_defaults
 
     runner = ModelRunner(loaded)

@@ -42,7 +42,7 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
         )
     runner = ModelRunner(job.model)
     reason = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
-    kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.asked.kv_dtype}"
+    kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.engine_options.kv_dtype}"
     lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}")
     if job.is_sampled:
         lines.append(f"seed {job.seed}")
@@ -94,7 +94,7 @@ def run_document(
         "engine": runner.engine.name,
         "engine_reason": runner.engine_reason,
         "quantize": runner.engine.quantize,
-        "kv_dtype": runner.asked.kv_dtype,
+        "kv_dtype": runner.engine_options.kv_dtype,
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": mean_distances(method.report(job.model))}),

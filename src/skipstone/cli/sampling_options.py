@@ -22,6 +22,6 @@ class SamplingOptions(OptionGroup, panel="Decoding"):
 
     def generation_options(self, **more: Any) -> dict[str, Any]:
         """These options and more as keyword arguments of `skipstone.generate`. The model's own values are left out."""
-        from skipstone.hf.requests import generation_options
+        from skipstone.decoding.request import generation_options
 
         return generation_options(**{one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"}, **more)

@@ -36,8 +36,8 @@ def tune(
         MethodOptions(text).parse()
     texts = prompt.texts()
     expect_model(model.model)
+    from skipstone.decoding.request import generation_options
     from skipstone.engines.model_runner import ModelRunner
-    from skipstone.hf.requests import generation_options
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
     from skipstone.methods.auto.saved_profile import save_profile

@@ -30,59 +30,45 @@ class PrefilledChunk:
 class Prefill:
     """Runs the prompts of the rows of a cache. The row that has waited longest comes first.
 
-    max_tokens_per_pass: a pass with so many prompt tokens takes no further row; None for no limit.
+    max_tokens_per_pass: a pass with so many prompt tokens takes no further row; None for no limit. waiting: row -> the prompt
+    tokens [T] that it has still to run, the row that has waited longest first.
     """
 
     def __init__(self, model: ModelRunner, store: KVCache) -> None:
         self.model, self.store = model, store
         self.max_tokens_per_pass: int | None = None
-        self._waiting: list[Tensor | None] = [None] * store.rows  # prompt tokens [T] that a row has still to run
-        self._turn = [0] * store.rows  # of every row, when it was added or has run a part of its prompt
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a row still has prompt tokens to run."""
-        return any(prompt is not None for prompt in self._waiting)
-
-    def waits(self, row: int) -> bool:
-        return self._waiting[row] is not None
+        self.waiting: dict[int, Tensor] = {}
 
     def add(self, row: int, tokens: Tensor) -> None:
         """Run tokens [T], T >= 1, behind those that the row has in the cache."""
-        self._waiting[row] = tokens.to(self.model.device)
-        self._take_turn(row)
+        self.waiting[row] = tokens.to(self.model.device)
 
     def remove(self, row: int) -> None:
-        self._waiting[row] = None
+        self.waiting.pop(row, None)
 
     def run(self, chunk: int) -> PrefilledChunk:
         """Run up to `chunk` prompt tokens of the row that has waited longest, and of the waiting rows behind it."""
         rows = self._next_rows(chunk)
-        parts = [prompt[:chunk] for row in rows if (prompt := self._waiting[row]) is not None]
+        parts = [self.waiting[row][:chunk] for row in rows]
         counts = [len(part) for part in parts]
         tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = self._pass(rows, counts)
         hidden = self.model.run(self.model.embed(tokens, at.positions), at, self.store, range(self.store.layers))
         for row, count in zip(rows, counts, strict=True):
             self.store.length[row] += count
-            rest = self._waiting[row]
-            assert rest is not None
-            self._waiting[row] = rest[count:] if len(rest) > count else None
-            self._take_turn(row)
+            rest = self.waiting.pop(row)[count:]
+            if len(rest):
+                self.waiting[row] = rest
         last = on_device(counts, hidden.device) - 1
         states = hidden[torch.arange(len(rows), device=hidden.device, dtype=torch.int64), last]
-        return PrefilledChunk(rows, states, [row for row in rows if self._waiting[row] is None])
-
-    def _take_turn(self, row: int) -> None:
-        """Of all rows with a prompt to run this one is the last."""
-        self._turn[row] = max(self._turn) + 1
+        return PrefilledChunk(rows, states, [row for row in rows if row not in self.waiting])
 
     def _next_rows(self, chunk: int) -> range:
-        waiting, most = self._waiting, self.max_tokens_per_pass
-        first = min((row for row in range(self.store.rows) if waiting[row] is not None), key=lambda row: self._turn[row])
-        tokens, stop = 0, first
-        while stop < self.store.rows and (prompt := waiting[stop]) is not None and (most is None or tokens < most):
-            tokens, stop = tokens + min(len(prompt), chunk), stop + 1
+        """The row that has waited longest, and the waiting rows right behind it that fit into the pass."""
+        first = stop = next(iter(self.waiting))
+        tokens, limit = 0, self.max_tokens_per_pass
+        while stop in self.waiting and (limit is None or tokens < limit):
+            tokens, stop = tokens + min(len(self.waiting[stop]), chunk), stop + 1
         return range(first, stop)
 
     def _pass(self, rows: range, counts: list[int]) -> Pass:

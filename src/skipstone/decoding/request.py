@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -27,3 +28,28 @@ class Request:
     criteria: Sequence[Criterion] = ()
     prediction: Sequence[int] = ()
     stop_strings: StopStrings | None = None
+
+
+def generation_options(
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stop: Sequence[str] | None = None,
+    ignore_eos: bool = False,
+) -> dict[str, Any]:
+    """The settings of a request, as vLLM names them, as keyword arguments of `skipstone.generate`. None: the model's own value.
+
+    temperature: 0 is greedy and leaves top_k, top_p and min_p out. stop: strings that end the text, instead of the model's own.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
+    if temperature is not None:
+        options["do_sample"] = temperature > 0
+    if temperature != 0:
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options["stop_strings"] = list(stop) if stop else None
+    options = {name: value for name, value in options.items() if value is not None}
+    return options | ({"eos_token_id": None} if ignore_eos else {})

@@ -10,7 +10,7 @@ from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter, NoDrafter
 from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
-from skipstone.decoding.sampling import Sampler, Scores
+from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session_view import SessionView
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
@@ -51,29 +51,14 @@ class Session:
         self.drafter = NoDrafter() if drafter is None else drafter
         slots = capacity + self.drafter.requirements.scratch_slots
         self.view = SessionView(model, rows, slots, model.depth if depth is None else depth)
-        self.prompts = Prefill(model, self.view.store)
+        self.rows, self.store, self.sampler, self.alive = rows, self.view.store, self.view.sampler, self.view.alive
+        self.prompts = Prefill(model, self.store)
         self.drafter.bind(self.view)
-
-    @property
-    def rows(self) -> int:
-        return self.view.rows
-
-    @property
-    def store(self) -> KVCache:
-        return self.view.store
 
     @property
     def stores(self) -> Stores:
         """All keys and values that it keeps, with their models."""
         return [(self.model, self.store), *self.drafter.caches]
-
-    @property
-    def sampler(self) -> Sampler:
-        return self.view.sampler
-
-    @property
-    def alive(self) -> list[bool]:
-        return self.view.alive
 
     @property
     def root(self) -> Tensor:
@@ -87,10 +72,10 @@ class Session:
     @property
     def prefilling(self) -> bool:
         """Whether a row still has prompt tokens to run."""
-        return self.prompts.is_pending
+        return bool(self.prompts.waiting)
 
     def is_free(self, row: int) -> bool:
-        return not self.alive[row] and not self.prompts.waits(row)
+        return not self.alive[row] and row not in self.prompts.waiting
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         """Give a free row to a request. known: tokens at the beginning of its prompt, fewer than all, whose keys and values the

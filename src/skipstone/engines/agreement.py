@@ -15,7 +15,7 @@ from skipstone.engines.eager import patches
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import attention_reaches, text_config
 from skipstone.models.nan_checks import overflow, refuse_not_finite
 from skipstone.models.passes import Pass, Tree
@@ -68,7 +68,7 @@ class LargestDifference:
 
 
 @torch.no_grad()
-def ensure(model: Any, facts: Facts) -> None:
+def ensure(model: Any, description: DecoderModel) -> None:
     """Verify a model whose class and shape of config have not been verified yet. ValueError with the difference where what
     skipstone computes is not what the model computes."""
     known = recognise(model)
@@ -76,11 +76,11 @@ def ensure(model: Any, facts: Facts) -> None:
         return
     kind = model.config.model_type
     try:
-        engine = EagerEngine(model, facts)
+        engine = EagerEngine(model, description)
         config = text_config(model)
         with shrunk_windows(config):
-            engine.reaches = attention_reaches(config, facts.family)
-        difference = disagreement(engine, facts, traced(model))
+            engine.reaches = attention_reaches(config, description.family)
+        difference = disagreement(engine, description, traced(model))
     except torch.OutOfMemoryError:
         raise
     except UNEXPECTED as error:
@@ -92,7 +92,8 @@ def ensure(model: Any, facts: Facts) -> None:
         refuse_not_finite(model)
         if difference.share != difference.share:
             raise ValueError(
-                f"{difference.where} of this {kind} model is NaN or infinite for a few tokens, and {overflow(facts.dtype)}"
+                f"{difference.where} of this {kind} model is NaN or infinite for a few tokens, "
+                f"and {overflow(description.weight_dtype)}"
             )
         raise ValueError(
             f"skipstone does not compute this {kind} model as its own forward does: {difference.where} "
@@ -101,21 +102,21 @@ def ensure(model: Any, facts: Facts) -> None:
     known.verified()
 
 
-def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> LargestDifference:
+def disagreement(engine: EagerEngine, description: DecoderModel, found: Trace) -> LargestDifference:
     """The largest difference between an engine and a trace."""
-    difference = LargestDifference(_allowed(facts), torch.finfo(facts.dtype).eps)
+    difference = LargestDifference(_allowed(description), torch.finfo(description.weight_dtype).eps)
     ids, length = found.ids, found.ids.shape[1]
     positions = torch.arange(length, device=ids.device, dtype=torch.int64).expand(2, -1)
-    folded = facts.family.folded  # several streams of states are compared as one: a difference in any of them counts
+    folded = description.family.folded  # several streams of states are compared as one: a difference in any of them counts
     first = folded(found.layers[0][1].given[""])
     size = first.shape[-1]
     entered = engine.embed(ids, positions)
     beside = entered[..., size:]  # what layers are given beside the hidden states
     difference.look("what enters layer 0", entered[..., :size], first)
-    store = KVCache(2, len(facts.layers), 2 * length)
+    store = KVCache(2, len(description.layers), 2 * length)
     store.reserve(2 * length)
-    passes = _passes(length, ids.device, bool(facts.family.recurrent))
-    apart, alone = KVCache(1, len(facts.layers), length), _alone(length, ids.device)
+    passes = _passes(length, ids.device, bool(description.family.recurrent))
+    apart, alone = KVCache(1, len(description.layers), length), _alone(length, ids.device)
     apart.reserve(length)
     for index, call in found.layers:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
@@ -140,11 +141,11 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> LargestDiff
     return difference
 
 
-def _allowed(facts: Facts) -> float:
+def _allowed(description: DecoderModel) -> float:
     """The share by which results may differ."""
-    if facts.is_quantised:
+    if description.is_quantised:
         return QUANTISED
-    return EXACT if facts.dtype in (torch.float32, torch.float64) else ROUNDED
+    return EXACT if description.weight_dtype in (torch.float32, torch.float64) else ROUNDED
 
 
 def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:

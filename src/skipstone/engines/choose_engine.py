@@ -1,42 +1,40 @@
-"""Which engine runs a model: what the user asked for, and what can run it."""
+"""Which engine runs a model: what the user asked for, and what can run it. What was prepared for a model is looked up here."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from skipstone.engines.agreement import ensure
 from skipstone.engines.compiled import CompiledEngine
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.engines.host_transfer import CPU
+from skipstone.engines.model_lock import RECOGNITION_LOCK
 from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
-from skipstone.models.facts import Facts
-from skipstone.models.modules import unwrapped
-from skipstone.models.per_model_cache import PerModelCache
+from skipstone.models.decoder_model import DecoderModel, unwrapped
+from skipstone.models.device_map import hooks
+from skipstone.models.quantised import warm_up_kernels
+from skipstone.models.unsupported import refuse_weights
+from skipstone.models.weight_version import model_version
 from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 
 VARIABLE = "SKIPSTONE_ENGINE"
-"""The environment variable that says which engine runs the models of which nothing else was said."""
+"""The environment variable that chooses the engine of models without a setting of their own."""
 KV_VARIABLE = "SKIPSTONE_KV"
-"""The environment variable that says what keys and values are kept in where nothing else was said."""
+"""The environment variable that chooses the dtype of keys and values of models without a setting of their own."""
 KV_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""What keys and values may be kept in, and the dtype of a `KVCache`: float32 is what the native engine computes in, and stands
-for what the eager engine computes in, too."""
-
-
-def known(value: str, values: Any, source: str) -> str:
-    """A name out of several. ValueError for any other text. source: where it was read, for the error."""
-    if value not in values:
-        raise ValueError(f"{source} must be one of {', '.join(values)}, found {value!r}")
-    return value
+"""Names of dtypes of keys and values, and the dtype of a `KVCache`. "float32" stands for the dtype that the engine computes
+in."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What is asked of a model's engine; None says nothing.
+    """Settings of a model's engine; None leaves a setting open.
 
     engine: one of ENGINES. quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
     kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights
@@ -49,32 +47,26 @@ class EngineOptions:
     keep_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, values in (("engine", ENGINES), ("quantize", QUANTIZED), ("kv_dtype", KV_DTYPES)):
-            if (value := getattr(self, name)) is not None:
-                known(value, values, name)
+        for name, choices in (("engine", ENGINES), ("quantize", QUANTIZED), ("kv_dtype", KV_DTYPES)):
+            _expect_choice(name, getattr(self, name), choices)
 
     def over(self, other: "EngineOptions") -> "EngineOptions":
-        """This setup, and another one's where this says nothing."""
-        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
-        return EngineOptions(*(theirs if own is None else own for own, theirs in pairs))
+        """These options, and those of `other` where these leave a setting open."""
+        return EngineOptions(
+            *(theirs if own is None else own for own, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
     @property
     def quantizes(self) -> bool:
         return self.quantize not in (None, "none")
 
 
+def _expect_choice(source: str, value: str | None, choices: Any) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{source} must be one of {', '.join(choices)}, found {value!r}")
+
+
 _ATTACHED: WeakKeyDictionary[Any, EngineOptions] = WeakKeyDictionary()
-
-
-class _EngineCache:
-    """The engines of a model, as they were asked for, while its facts hold. chosen: by engine and quantize."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.chosen: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
-
-
-_MADE: PerModelCache[_EngineCache] = PerModelCache()
 
 
 def attach(
@@ -84,51 +76,115 @@ def attach(
     kv_dtype: str | None = None,
     keep_weights: bool | None = None,
 ) -> None:
-    """Remember what was asked of a model's engine, for as long as it lives. None leaves what was said before."""
-    inner = unwrapped(model)
-    _ATTACHED[inner] = EngineOptions(engine, quantize, kv_dtype, keep_weights).over(_ATTACHED.get(inner, EngineOptions()))
+    """Remember options of a model's engine for as long as the model lives. None keeps an earlier setting."""
+    _ATTACHED[unwrapped(model)] = EngineOptions(engine, quantize, kv_dtype, keep_weights).over(attached(model))
 
 
 def attached(model: Any) -> EngineOptions:
-    """What `load`, `enable` or `attach` was told for a model."""
+    """The options that `load`, `enable` or `attach` has set for a model."""
     return _ATTACHED.get(unwrapped(model), EngineOptions())
 
 
-def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> EngineOptions:
-    """All that is asked of a model's engine: what is given, or what was attached to the model, or what the environment says, or
-    "auto", "none" and "float32". ValueError for a name that is none."""
-    asked = EngineOptions(engine, quantize, kv_dtype).over(attached(model))
-    if asked.engine is None:
-        asked = asked.over(EngineOptions(known(os.environ.get(VARIABLE) or "auto", ENGINES, VARIABLE)))
-    if asked.kv_dtype is None:
-        asked = asked.over(EngineOptions(kv_dtype=known(os.environ.get(KV_VARIABLE) or "float32", KV_DTYPES, KV_VARIABLE)))
-    return asked.over(EngineOptions(quantize="none"))
+def options_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> EngineOptions:
+    """All options of a model's engine: those given, then those attached to the model, then the environment's, then "auto",
+    "none" and "float32". ValueError for an unknown name."""
+    environment = os.environ.get(VARIABLE), os.environ.get(KV_VARIABLE)
+    return _complete_options((engine, quantize, kv_dtype), _ATTACHED.get(model), *environment)
 
 
-def kv_dtype_of(asked: EngineOptions) -> torch.dtype | None:
-    """The dtype of a `KVCache`; None for what is computed in."""
-    return KV_DTYPES[asked.kv_dtype or "float32"]
+@cache
+def _complete_options(
+    given: tuple[str | None, str | None, str | None], own: EngineOptions | None, engine: str | None, kv_dtype: str | None
+) -> EngineOptions:
+    """`options_for`. own: the model's. engine, kv_dtype: the environment's."""
+    options = EngineOptions(*given).over(own or EngineOptions())
+    engine, kv_dtype = engine or "auto", kv_dtype or "float32"
+    if options.engine is None:
+        _expect_choice(VARIABLE, engine, ENGINES)
+    if options.kv_dtype is None:
+        _expect_choice(KV_VARIABLE, kv_dtype, KV_DTYPES)
+    return options.over(EngineOptions(options.engine or engine, "none", options.kv_dtype or kv_dtype))
 
 
-def choose(asked: EngineOptions, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
-    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. version: of
-    the weights that it is to compute with (`Engine.is_current`).
+class PreparedModel:
+    """The description of a model and its engines, valid while `holds` is true. ValueError for a model that skipstone does not
+    compute as the model does itself.
 
-    ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
-    which no other engine has.
+    engines: by engine and quantize of the options, each with the reason why it is not the native one if "auto" had to do
+    without. methods: decoding methods that were read and checked for the model, by what their callers gave.
     """
-    made = _MADE.get(model, None, lambda: _EngineCache(facts), lambda made: made.facts is facts)
-    key = asked.engine, asked.quantize
-    found = made.chosen.get(key)
-    if found is None or found[1] is not None or not found[0].is_current(version):  # what kept native away may be gone
-        found = made.chosen[key] = _choice(asked, model, facts, version)
-    return found
+
+    def __init__(self, model: Any) -> None:
+        refuse_weights(model)
+        warm_up_kernels(model)
+        self.description = DecoderModel(model)
+        ensure(model, self.description)
+        self.engines: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
+        self.methods: dict[Any, Any] = {}
+        parts = list(model.modules())[1:]  # without the model itself, which would be kept alive
+        self._hook_places = [vars(part) for part in parts] if any(map(hooks, parts)) or hooks(model) else []
+        self._modules, self._settings = model_version(model).modules, self._current_settings(model)
+
+    def holds(self, model: Any, modules: int) -> bool:
+        """Whether nothing has changed since. modules: the current version of the model's modules (`model_version`)."""
+        return self._modules == modules and self._settings == self._current_settings(model)
+
+    def _current_settings(self, model: Any) -> tuple[Any, ...]:
+        places = repr(getattr(model, "hf_device_map", None)), [id(place.get("_hf_hook")) for place in self._hook_places]
+        return repr(vars(model.config)), places, getattr(model, "hf_quantizer", None)
+
+    def choose_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
+        """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
+        version: of the weights that it is to compute with (`Engine.is_current`).
+
+        ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
+        which no other engine has.
+        """
+        key = options.engine, options.quantize
+        chosen = self.engines.get(key)
+        if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # what kept native away may be gone
+            chosen = self.engines[key] = self._make_engine(options, model, version)
+        return chosen
+
+    def _make_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
+        if options.engine in ("eager", "compiled"):
+            if options.quantizes:
+                raise ValueError(
+                    f"quantize={options.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
+                    f"found engine={options.engine!r}"
+                )
+            return (EagerEngine if options.engine == "eager" else CompiledEngine)(model, self.description), None
+        reason = why_not(model, self.description)
+        if options.engine == "native":
+            if reason is not None:
+                raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
+            quantize = options.quantize if options.quantizes else None
+            return NativeEngine(model, self.description, quantize, options.keep_weights is not False), None
+        if reason is None:
+            return self.choose_engine(EngineOptions("native").over(options), model, version)
+        if options.quantizes:
+            raise ValueError(f"quantize={options.quantize!r} needs the native engine, which cannot run this model: {reason}")
+        return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
+
+
+_PREPARED: WeakKeyDictionary[Any, PreparedModel] = WeakKeyDictionary()
+
+
+def prepare_model(model: Any, modules: int) -> PreparedModel:
+    """What was prepared for a model, made again if the model has changed. modules: as in `PreparedModel.holds`."""
+    prepared = _PREPARED.get(model)
+    if prepared is None or not prepared.holds(model, modules):
+        with RECOGNITION_LOCK:  # while another thread recognises a model, a config that both share is changed
+            if prepared is None or not prepared.holds(model, modules):
+                prepared = _PREPARED[model] = PreparedModel(model)
+    return prepared
 
 
 def missing_room_for_copy(model: Any, quantize: str) -> str | None:
     """Why there is no room for a copy of the weights in fewer bits, with the copies that there are; None if there is."""
-    made = _MADE.known(model).values()
-    kinds = {quantize} | {engine.quantize for one in made for engine, _ in one.chosen.values() if engine.quantize is not None}
+    prepared = _PREPARED.get(model)
+    engines = [] if prepared is None else prepared.engines.values()
+    kinds = {quantize} | {engine.quantize for engine, _ in engines if engine.quantize is not None}
     needed = sum(quantised_bytes(model, kind) for kind in kinds)
     limit = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
     if needed <= limit:
@@ -137,23 +193,3 @@ def missing_room_for_copy(model: Any, quantize: str) -> str | None:
         f"draft_quantize={quantize} needs {needed} bytes for the copies of the weights in {' and '.join(sorted(kinds))}, and "
         f"{limit} are allowed: draft without draft_quantize, or load the model with quantize"
     )
-
-
-def _choice(asked: EngineOptions, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
-    if asked.engine in ("eager", "compiled"):
-        if asked.quantizes:
-            raise ValueError(
-                f"quantize={asked.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
-                f"found engine={asked.engine!r}"
-            )
-        return (EagerEngine if asked.engine == "eager" else CompiledEngine)(model, facts), None
-    reason = why_not(model, facts)
-    if asked.engine == "native":
-        if reason is not None:
-            raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
-        return NativeEngine(model, facts, asked.quantize if asked.quantizes else None, asked.keep_weights is not False), None
-    if reason is None:
-        return choose(EngineOptions("native").over(asked), model, facts, version)
-    if asked.quantizes:
-        raise ValueError(f"quantize={asked.quantize!r} needs the native engine, which cannot run this model: {reason}")
-    return choose(EngineOptions("eager").over(asked), model, facts, version)[0], reason

@@ -30,7 +30,7 @@ from skipstone.engines.eager import attention, linear
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.eager.patches import changed
 from skipstone.engines.kv_cache import KVCache
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
@@ -50,17 +50,17 @@ Region = Callable[..., Tensor]
 """`_layer`, compiled for layers of one kind at one shape."""
 
 
-def why_not(model: Any, facts: Facts) -> str | None:
+def why_not(model: Any, description: DecoderModel) -> str | None:
     """The reason why a model's layers cannot be compiled, as one sentence; None if they can."""
     if is_packed(model):
         return "its weights were given up to the native engine"
-    if facts.spread is not None:
-        return f"its weights are {facts.spread}"
-    if facts.family.recurrent:
+    if description.spread is not None:
+        return f"its weights are {description.spread}"
+    if description.family.recurrent:
         return "some of its layers keep states without positions, which its graphs do not"
-    if facts.family.per_layer_inputs or facts.family.shares or facts.family.streams > 1:
+    if description.family.per_layer_inputs or description.family.shares or description.family.streams > 1:
         return "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
-    if facts.family.mask_buffer_path or facts.family.reads_cache_length or facts.family.alibi:
+    if description.family.mask_buffer_path or description.family.reads_cache_length or description.family.alibi:
         return "its layers mask or count by themselves, or add position biases, which its graphs do not do"
     for name, module in model.named_modules():
         if changed(module):
@@ -166,25 +166,25 @@ class CompiledEngine(EagerEngine):
 
     name = "compiled"
 
-    def __init__(self, model: Any, facts: Facts) -> None:
+    def __init__(self, model: Any, description: DecoderModel) -> None:
         """ValueError for a model with hooks, or without weights of its own."""
-        if (reason := why_not(model, facts)) is not None:
+        if (reason := why_not(model, description)) is not None:
             raise ValueError(f"engine='compiled' cannot run this model: {reason}; take engine='auto' or 'eager'")
-        super().__init__(model, facts)
-        self.graphs = GraphBackend(os.environ.get(BACKEND_VARIABLE) or "inductor", facts.device.type == "cuda")
-        self._device, self._depth, self._positions = facts.device, len(facts.layers), facts.max_positions
-        self._parts = [part for layer in facts.layers for part in layer.modules()]
+        super().__init__(model, description)
+        self.graphs = GraphBackend(os.environ.get(BACKEND_VARIABLE) or "inductor", description.device.type == "cuda")
+        self._device, self._depth, self._positions = description.device, len(description.layers), description.max_positions
+        self._parts = [part for layer in description.layers for part in layer.modules()]
         self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
         config = self.config
         if self._attentions:  # all layers share one config with our attention
             config = copy.copy(config)
             config._attn_implementation = attention.NAME
-        self._copies = [_copy_module(layer, config) for layer in facts.layers]
+        self._copies = [_copy_module(layer, config) for layer in description.layers]
         names = [_kind(copied) for copied in self._copies]
         self._kinds = [names.index(name) for name in names]
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
-        self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
+        self._weights = [weight for layer in description.layers for weight in layer.parameters()]
         self._borrowed: weakref.WeakKeyDictionary[KVCache, tuple[Any, BorrowedKVBuffers, Any]] = weakref.WeakKeyDictionary()
         self._spare: dict[Any, list[BorrowedKVBuffers]] = {}
         self._recorded: dict[Any, CapturedGraph | None] = {}  # None after the first run; the next one is recorded

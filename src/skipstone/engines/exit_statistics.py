@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.torch_defaults import stable_defaults
 
 
@@ -18,7 +18,7 @@ class ExitTally:
     exits: the layers E to measure; the last layer L is always added. Sums are in float64.
     """
 
-    def __init__(self, modules: DecoderModules, exits: Iterable[int]) -> None:
+    def __init__(self, modules: DecoderModel, exits: Iterable[int]) -> None:
         self.modules = modules
         self.exits = sorted({*exits, modules.depth})
         self.tokens = 0
@@ -48,7 +48,7 @@ class ExitTally:
 
 
 @contextmanager
-def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+def watched(model: DecoderModel, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """Records the states of the model's own forwards inside: E -> [B, T, d], the outputs of the first E layers, for E = 0 the
     inputs of the first one. Every forward replaces those of the one before."""
     found: dict[int, Tensor] = {}
@@ -71,7 +71,7 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
 
 
 @torch.inference_mode()
-def layer_states(model: DecoderModules, ids: Tensor) -> list[Tensor]:
+def layer_states(model: DecoderModel, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d], by the model's own
     forward."""
     exits = range(model.depth + 1)

@@ -4,9 +4,9 @@ import os
 from _thread import RLock
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
-from skipstone.models.modules import unwrapped
+from skipstone.models.decoder_model import unwrapped
 
 _RLOCK: Any = RLock  # typeshed calls it final; CPython's may be subclassed, and its `__exit__` cannot be interrupted by Ctrl-C
 
@@ -51,17 +51,12 @@ def lock_of(model: Any) -> ModelLock:
     return _LOCKS.setdefault(unwrapped(model), ModelLock())
 
 
-_CONFIG_LOCKS: WeakValueDictionary[int, ModelLock] = WeakValueDictionary()
-"""By the ids of configs. A lock lives while a thread uses it, and that thread keeps the config alive."""
-
-
-def lock_of_config(model: Any) -> ModelLock:
-    """The lock of a model's config, which several models may share: whoever recognises one of them changes it for a while."""
-    return _CONFIG_LOCKS.setdefault(id(model.config), ModelLock())
+RECOGNITION_LOCK = ModelLock()
+"""Held while a model is recognised. This changes its config for a while, and several models may share a config."""
 
 
 def _renew_all() -> None:
-    for lock in [*_LOCKS.values(), *_CONFIG_LOCKS.values()]:
+    for lock in [*_LOCKS.values(), RECOGNITION_LOCK]:
         lock.renew()
 
 

@@ -7,29 +7,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.engines import greedy_tokens
-from skipstone.engines.agreement import ensure
-from skipstone.engines.choose_engine import EngineOptions, asked_for, choose, kv_dtype_of, missing_room_for_copy
+from skipstone.engines.choose_engine import KV_DTYPES, EngineOptions, missing_room_for_copy, options_for, prepare_model
 from skipstone.engines.engine import ChainInputs, ChainOutputs, EngineDraw
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.model_lock import lock_of, lock_of_config
+from skipstone.engines.model_lock import lock_of
 from skipstone.engines.torch_threads import alone_after_fork
-from skipstone.models.facts import Facts
-from skipstone.models.families import text_config
+from skipstone.models.decoder_model import DecoderModel, unwrapped
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
-from skipstone.models.per_model_cache import PerModelCache
 from skipstone.models.unsupported import refuse_state
 from skipstone.models.weight_version import model_version
-
-_FACTS: PerModelCache[Facts] = PerModelCache()
-
-
-def _facts(model: PreTrainedModel) -> Facts:
-    """The facts of a model that skipstone computes as the model does itself. ValueError for any other."""
-    facts = Facts(model)
-    ensure(model, facts)
-    return facts
 
 
 def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
@@ -39,48 +26,43 @@ def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
     return whole
 
 
-class ModelRunner(DecoderModules):
-    """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
+class ModelRunner(DecoderModel):
+    """A model and the engine that computes it. ValueError for a model that skipstone cannot decode exactly.
 
-    Making one is cheap: what has to be searched for is found once per model, and again after its modules, its config, or the
-    places and dtypes of its weights have changed. Threads take turns: whoever prepares a model, takes a decoding step or runs a
-    pass holds its lock.
+    Making one is cheap. The model is prepared once, and again after its modules, its config, or the places and dtypes of its
+    weights have changed. Threads take turns: whoever prepares a model, takes a decoding step or runs a pass holds its lock.
 
-    model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
-    layer types. reaches: how far they see back. embeddings: ids of text that have an embedding.
-    max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
-    layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
-    asked. lock: of the transformers model. kv_dtype: what a `KVCache` keeps keys and values in. dtype: of the hidden states.
-    device: of tokens, hidden states and logits, wherever the layers are. ranks: the processes that compute the model.
+    engine: what computes the layers. engine_options: how it was chosen. engine_reason: why "auto" did not take the native
+    engine, None if it did or was not asked. kv_dtype: what a `KVCache` keeps keys and values in. dtype: of the hidden states.
+    lock: of the transformers model. methods: as in `PreparedModel`.
     """
 
     def __init__(
         self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
     ) -> None:
         """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`EngineOptions`).
-        None: what `load` or `enable` was told for this model, or what the environment says, or "auto", "none" and "float32".
+        None: as `load` or `enable` has set it for this model, or the environment, or "auto", "none" and "float32".
 
         ValueError for "native", and for quantised weights, where the native engine cannot run the model.
         """
-        inner = unwrapped(model)
+        inner = self._kept_alive = unwrapped(model)
         alone_after_fork()
         refuse_state(model, inner)
-        self.asked = asked_for(inner, engine, quantize, kv_dtype)
+        self.engine_options = options_for(inner, engine, quantize, kv_dtype)
+        self.kv_dtype = KV_DTYPES[self.engine_options.kv_dtype or "float32"]
         self.lock = lock_of(inner)
         self._pass_lock = self.lock.passes
         with self.lock:
             version = model_version(inner)
-            with lock_of_config(inner):
-                facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner, version.modules))
-            self.engine, self.engine_reason = choose(self.asked, inner, facts, version.weights)
-        self.kv_dtype = kv_dtype_of(self.asked)
-        self.model, self.config = inner, text_config(inner)
-        self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
-        self.layers, self.kinds, self.reaches = facts.layers, facts.kinds, facts.reaches
-        self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
-        self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, self.engine.dtype
-        self.ranks = facts.ranks
-        self._facts = facts
+            self._prepared = prepare_model(inner, version.modules)
+            self.methods = self._prepared.methods
+            vars(self).update(vars(self._prepared.description))
+            self._choose_engine(version.weights)
+
+    def _choose_engine(self, version: int | None) -> None:
+        """Take the engine of the options. version: of the weights."""
+        self.engine, self.engine_reason = self._prepared.choose_engine(self.engine_options, self.model, version)
+        self.dtype = self.engine.dtype
 
     @property
     def fingerprint(self) -> str:
@@ -94,11 +76,11 @@ class ModelRunner(DecoderModules):
         ValueError if it would take too much memory."""
         if (reason := missing_room_for_copy(self.model, quantize)) is not None:
             raise ValueError(reason)
-        found = copy(self)
-        found.asked = EngineOptions("native", quantize).over(self.asked)
+        drafting_model = copy(self)
+        drafting_model.engine_options = EngineOptions("native", quantize).over(self.engine_options)
         with self.lock:
-            found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, self.engine.version)
-        return found
+            drafting_model._choose_engine(self.engine.version)
+        return drafting_model
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

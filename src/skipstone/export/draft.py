@@ -16,9 +16,9 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import BUNDLED, COMMIT, EXPORT, load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft_layers import DraftLayers
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.derivation import close
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.modules import DecoderModules
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.utils.files import hidden_folder, publish, write_json
 
@@ -157,7 +157,7 @@ def origin(model: ModelRunner, kept: DraftLayers) -> dict[str, Any]:
 def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
     """ValueError where the checkpoint in a folder computes something else than the layers of a model that are kept."""
     draft = load_model(folder, dtype=model.model.dtype)
-    reaches, own = DecoderModules(draft).family.reaches, model.family.reaches
+    reaches, own = DecoderModel(draft).family.reaches, model.family.reaches
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.embeddings, (1, PROBE), generator=generator, dtype=torch.int64, device="cpu")
     theirs = draft(ids, use_cache=False).logits.float()

@@ -11,7 +11,7 @@ from skipstone.decoding.draft import Step
 from skipstone.engines.host_transfer import left_padded
 from skipstone.hf import generation
 from skipstone.hf.detokenizer import detokenize
-from skipstone.hf.generate_call import GenerateCall, MethodLike, prepare_call, resolve_for, token_tensor
+from skipstone.hf.generate_call import GenerateCall, MethodLike, prepare_call, token_tensor
 from skipstone.hf.generation import Output, RowError
 from skipstone.utils.extras import installed
 
@@ -45,11 +45,10 @@ def generate(
     ValueError for anything that is not supported, before any work is done. RowError, a ValueError, where there was no token to
     choose for some rows: its `output` has the texts of all.
     """
-    chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
     try:
-        return _with_text(generation.complete(chosen, call, streamer, record), call, inputs, tokenizer)
+        return _with_text(generation.complete(method, call, streamer, record), call, inputs, tokenizer)
     except RowError as error:
         if error.output is not None:
             _with_text(error.output, call, inputs, tokenizer)
@@ -78,9 +77,8 @@ def stream(
 ) -> Iterator[Step]:
     """Like `generate`, one `Step` at a time. Errors are raised at the call, and a RowError behind the last step; closing the
     iterator early is safe."""
-    chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options, engine), record)
+    return generation.steps(method, prepare_call(model, ids, tokenizer, seed, options, engine), record)
 
 
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

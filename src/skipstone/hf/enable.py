@@ -146,11 +146,9 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
         **model_kwargs: Any,
     ) -> Output | LongTensor:
         refuse_fields(generation_config.to_dict())
-        chosen = resolve_for(model, method, generation_config)
-        call = GenerateCall(
-            model, token_tensor(input_ids), logits_processor, stopping_criteria, generation_config, seed, model_kwargs
-        )
-        output = generation.complete(chosen, call)
+        runner, ids = ModelRunner(model), token_tensor(input_ids)
+        call = GenerateCall(runner, ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        output = generation.complete(method, call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 
     return decode

@@ -60,18 +60,16 @@ class GenerateCall:
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
     seed: of row 0, from which further rows get their own (`noise.row_seed`); a list has one per row; None draws one from
-    torch's generator. runner: the model's modules and facts, where the caller has looked them up already. stop_strings: that
-    the rows end with.
+    torch's generator. runner: runs the model. stop_strings: end the rows.
     """
 
-    model: PreTrainedModel
+    runner: ModelRunner
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     config: GenerationConfig
     seed: int | list[int] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
-    runner: ModelRunner | None = None
     stop_strings: StopStrings | None = None
 
     @property
@@ -81,6 +79,21 @@ class GenerateCall:
         if mask is None:
             return list(self.input_ids)
         return [ids[row != 0] for ids, row in zip(self.input_ids, mask, strict=True)]
+
+
+def prepare_method(method: MethodLike, call: GenerateCall) -> Method:
+    """The method of a call. ValueError if it does not fit the model. A text is read and checked once per prepared model."""
+    runner, config = call.runner, call.config
+    key = method, repr(getattr(config, OWN_FIELD, None)), runner.engine_options
+    is_text = method is None or isinstance(method, str)
+    if is_text and key in runner.methods:
+        return runner.methods[key]
+    resolved = resolve_for(runner.model, method, config)
+    with runner.lock:
+        resolved.check(runner)
+    if is_text:
+        runner.methods[key] = resolved
+    return resolved
 
 
 def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
@@ -102,13 +115,11 @@ def prepare_call(
     engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
     """
     options = dict(options)
+    unwrap(model)
     runner = ModelRunner(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
-    inner = runner.model
     with runner.lock:
-        strings = _take_stop_strings(options, inner.generation_config, tokenizer)
-        call = prepare(inner, ids, seed, **options)
-    call.runner, call.stop_strings = runner, strings
-    return call
+        strings = _take_stop_strings(options, runner.model.generation_config, tokenizer)
+        return prepare(runner, ids, seed, strings, **options)
 
 
 def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> StopStrings | None:
@@ -147,13 +158,18 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def prepare(
-    model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[int] | None = None, **kwargs: Any
+    runner: ModelRunner,
+    input_ids: Tensor | None,
+    seed: int | list[int] | None = None,
+    stops: StopStrings | None = None,
+    **kwargs: Any,
 ) -> GenerateCall:
     """Let transformers merge and validate the options of a call, and stop short of decoding.
 
-    Keyword arguments are those of `model.generate`. ValueError for an unknown one, for one that skipstone does not support and
-    for input ids and masks that do not fit one another.
+    stops: stop strings, which transformers does not pass on. Keyword arguments are those of `model.generate`. ValueError for an
+    unknown one, for one that skipstone does not support and for input ids and masks that do not fit one another.
     """
+    model = runner.model
     _check_arguments(model, kwargs)
     if kwargs.get("attention_mask") is not None:
         kwargs["attention_mask"] = token_tensor(kwargs["attention_mask"])
@@ -169,11 +185,12 @@ def prepare(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        return GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        return GenerateCall(
+            runner, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs, stops
+        )
 
-    kind: Any = type(model)
     with _no_word_of_devices() if model.device.type == "meta" else nullcontext():
-        return kind.generate(model, input_ids, custom_generate=capture, **kwargs)
+        return type(model).generate(model, input_ids, custom_generate=capture, **kwargs)
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
-from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.generate_call import GenerateCall
-from skipstone.hf.requests import requests
+from skipstone.hf.build_request import build_requests
+from skipstone.hf.generate_call import GenerateCall, MethodLike, prepare_method
 from skipstone.models.nan_checks import first_not_finite
 
 SLOWER = 0.95  # speed-ups below this are warned about
@@ -64,50 +63,51 @@ class RowError(ValueError):
 
 def admitted(method: Method, call: GenerateCall, keeper: OutputRecorder | None = None) -> tuple[DecodingLoop, list[Request]]:
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
-    runner = call.runner or ModelRunner(call.model)
+    runner = call.runner
     with runner.lock:
-        method.check(runner)
-        wanted = requests(call, runner.ranks)
-        needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
-        session = method.start(runner, len(wanted), needed)
+        requests = build_requests(call)
+        needed = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        session = method.start(runner, len(requests), needed)
         chunk = call.config.prefill_chunk_size
         if chunk is not None and chunk < 1:
             raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
         decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
-        for row, request in enumerate(wanted):
+        for row, request in enumerate(requests):
             decoder.admit(row, request)
-    return decoder, wanted
+    return decoder, requests
 
 
-def steps(method: Method, call: GenerateCall, record: bool = False) -> Iterator[Step]:
+def steps(method: MethodLike, call: GenerateCall, record: bool = False) -> Iterator[Step]:
     """The loop as an iterator of Steps. Errors are raised at the call, not at the first step; a RowError behind the last."""
-    decoder, _ = admitted(method, call, OutputRecorder(record=True) if record else None)
+    chosen = prepare_method(method, call)
+    decoder, _ = admitted(chosen, call, OutputRecorder(record=True) if record else None)
 
     def watched() -> Iterator[Step]:
         errors: dict[int, str] = {}
         for step in run(decoder):
             errors |= step.errors
             yield step
-        _warn_if_slower(method, decoder.stats, stacklevel=3)
+        _warn_if_slower(chosen, decoder.stats, stacklevel=3)
         if errors:
-            raise RowError(errors, call.model)
+            raise RowError(errors, call.runner.model)
 
     return watched()
 
 
-def complete(method: Method, call: GenerateCall, streamer: Any = None, record: bool = False) -> Output:
+def complete(method: MethodLike, call: GenerateCall, streamer: Any = None, record: bool = False) -> Output:
     """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens.
     RowError where a row failed, when all others have ended."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
     keeper = OutputRecorder(*kinds) if any(kinds) else None
-    decoder, wanted = admitted(method, call, keeper)
+    chosen = prepare_method(method, call)
+    decoder, requests = admitted(chosen, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
     kept: list[Step] = []
     errors: dict[int, str] = {}
-    new: list[list[int]] = [[] for _ in wanted]
+    new: list[list[int]] = [[] for _ in requests]
     for step in run(decoder):
         errors |= step.errors
         for tokens, more in zip(new, step.tokens, strict=True):
@@ -118,14 +118,14 @@ def complete(method: Method, call: GenerateCall, streamer: Any = None, record: b
             kept.append(step)
     if streamer is not None:
         streamer.end()
-    _warn_if_slower(method, decoder.stats, stacklevel=4)
+    _warn_if_slower(chosen, decoder.stats, stacklevel=4)
     output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new)  # type: ignore[arg-type]
-    output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
+    output.method, output.lossless, output.steps = chosen.name, chosen.lossless, kept if record else None
     runner = decoder.session.model
     output.engine, output.engine_reason, output.quantize = runner.engine.name, runner.engine_reason, runner.engine.quantize
     _keep_scores(output, call, kept)
     if errors:
-        raise RowError(errors, call.model, output)
+        raise RowError(errors, call.runner.model, output)
     return output
 
 

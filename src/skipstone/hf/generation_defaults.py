@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone.engines.loading import KEPT_DEFAULTS, build_generation_config
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.build_request import build_request
 from skipstone.hf.generation_config_fields import FIELDS
-from skipstone.hf.requests import build_request
 from skipstone.models.generation_config import refuse_wrong_types
 
 OVERRIDE = "--override-generation-config"

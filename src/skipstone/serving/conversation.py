@@ -11,8 +11,8 @@ from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import token_ids
+from skipstone.hf.build_request import build_request
 from skipstone.hf.detokenizer import detokenize
-from skipstone.hf.requests import build_request
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.pending_request import PendingRequest
 

@@ -14,12 +14,12 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
-from skipstone.decoding.request import Request
+from skipstone.decoding.request import Request, generation_options
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import chat_text, token_ids
+from skipstone.hf.build_request import build_request
 from skipstone.hf.generate_call import resolve_for
-from skipstone.hf.requests import build_request, generation_options
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
 from skipstone.serving.logits_processors import Bias, Penalty
 from skipstone.serving.pending_request import PendingRequest, RequestError, TokenLogprobs

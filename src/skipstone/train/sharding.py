@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 
 SHARDS = "shards"  # folder in a checkpoint: weights and optimiser states as torch.distributed.checkpoint writes them
 WHOLE_OPTIMIZER = "optimizer.pt"  # file in a checkpoint of whole weights: transformers' name for the optimiser's states
@@ -85,7 +85,7 @@ def shard(model: Any, accelerator: Accelerator) -> None:
     half = accelerator.mixed_precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     given: dict[str, Any] = {"mp_policy": policy, "offload_policy": plugin.cpu_offload}
-    for layer in DecoderModules(model).layers:
+    for layer in DecoderModel(model).layers:
         fully_shard(layer, reshard_after_forward=plugin.reshard_after_forward, **given)
     fully_shard(model, **given)
 

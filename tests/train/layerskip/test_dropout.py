@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded, run_rows
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
@@ -185,7 +185,7 @@ def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested
 def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
     model, inputs = families.cached(name), batch()
     expected = model(**inputs).logits
-    modules = DecoderModules(model)
+    modules = DecoderModel(model)
     handle = modules.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
     try:
         with pytest.raises(MemoryError), layers_recorded(modules.layers, [True] * LAYERS, [[0]] * LAYERS):
@@ -203,7 +203,7 @@ def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
 @torch.no_grad()
 def test_a_batch_with_dropped_rows_is_each_row_alone_through_the_layers_that_keep_it(name: str) -> None:
     model, inputs = families.cached(name), batch()
-    modules = DecoderModules(model)
+    modules = DecoderModel(model)
     with layers_recorded(modules.layers, [True] * LAYERS, PLAN) as states:
         found = modules.decoder(**inputs, use_cache=False).last_hidden_state
     plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
@@ -225,7 +225,7 @@ def rows_into(seen: dict[int, int], layer: int) -> Any:
 @torch.no_grad()
 def test_a_dropped_row_is_not_computed(name: str) -> None:
     model, seen = families.cached(name), dict[int, int]()
-    modules = DecoderModules(model)
+    modules = DecoderModel(model)
     with ExitStack() as hooks:
         for index, layer in enumerate(modules.layers):
             inside = getattr(layer, modules.family.attention)
@@ -240,7 +240,7 @@ def test_a_dropped_row_is_not_computed(name: str) -> None:
 @torch.no_grad()
 def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
     model, inputs = families.cached(name), batch()
-    modules = DecoderModules(model)
+    modules = DecoderModel(model)
     plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
     with layers_recorded(modules.layers, [True] * LAYERS, [[0, 1, 2]] * LAYERS) as states:
         last = modules.decoder(**inputs, use_cache=False).last_hidden_state

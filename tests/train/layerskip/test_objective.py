@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
 from skipstone.train.layerskip.objective import LayerSkipObjective
@@ -136,7 +136,7 @@ def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: 
         loss = model(**batch).loss
     rows = []
     for row in range(4):
-        states, _ = alone(DecoderModules(model), given, row, [row in kept for kept in plan])
+        states, _ = alone(DecoderModel(model), given, row, [row in kept for kept in plan])
         logits = {layer: HEADS[name](model, state[None]) for layer, state in states.items()}
         rows.append(combined(logits, batch["labels"][row : row + 1], WEIGHTS[0], kl=False))
     assert_same(model, loss, torch.stack(rows).sum() / count)

@@ -12,7 +12,7 @@ from skipstone.engines.eager import linear, patches
 from skipstone.engines.engine import Engine
 from skipstone.engines.kv_cache import KVCache, SharedKVView
 from skipstone.engines.rotary import RotaryTables
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import PER_LAYER, SHARED, RotarySource, alibi_slopes, submodule, text_config
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
@@ -27,16 +27,22 @@ class EagerEngine(Engine):
 
     name = "eager"
 
-    def __init__(self, model: Any, facts: Facts) -> None:
-        self.dtype: torch.dtype = facts.dtype
+    def __init__(self, model: Any, description: DecoderModel) -> None:
+        self.dtype: torch.dtype = description.weight_dtype
         slow = ", slow: its weights are unpacked whenever they are read" if is_packed(model) else ""
-        self.detail = f"transformers' own modules, {facts.dtype}, {facts.places}{slow}"
-        self._home = facts.device
-        self.family, self.config, self.decoder, self.head = facts.family, text_config(model), facts.decoder, facts.head
-        self.layers, self.reaches = facts.layers, facts.reaches
+        spread = "" if description.spread is None else f", weights {description.spread}"
+        self.detail = f"transformers' own modules, {description.weight_dtype}, {description.device}{spread}{slow}"
+        self._home = description.device
+        self.family, self.config, self.decoder, self.head = (
+            description.family,
+            text_config(model),
+            description.decoder,
+            description.head,
+        )
+        self.layers, self.reaches = description.layers, description.reaches
         self._type = type(model).__name__
-        self._fixed = dict(facts.family.arguments)
-        self._rotary = RotaryTables(facts.decoder, facts.max_positions)
+        self._fixed = dict(description.family.arguments)
+        self._rotary = RotaryTables(description.decoder, description.max_positions)
         sdpa = self.config._attn_implementation == "sdpa"
         own = sdpa and self.family.attention_interface
         mixers: list[nn.Module] = [getattr(layer, self.family.mixer(index)) for index, layer in enumerate(self.layers)]
@@ -49,7 +55,7 @@ class EagerEngine(Engine):
         self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
-        self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
+        self._slopes = alibi_slopes(self.config.num_attention_heads, description.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
         self._running = patches.PatchContext()
         patches.take_off(model)  # of an earlier state, or of the model that this one was copied from

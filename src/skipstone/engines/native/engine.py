@@ -28,7 +28,7 @@ from skipstone.engines.native.structs import (
 from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet, Tree
 from skipstone.models.weight_version import TensorValues, keep_version, model_version
@@ -37,13 +37,13 @@ MAX_SKIP_SETS = 256  # cached as bits; requests may name any number
 MAX_TOP_K = 100  # of the library; torch finds more
 
 
-def why_not(model: Any, facts: Facts) -> str | None:
+def why_not(model: Any, description: DecoderModel) -> str | None:
     """The reason why the native engine cannot run a model here, as one sentence; None if it can."""
     if (reason := library.missing()) is not None:
         return reason
-    if facts.spread is not None:
-        return f"its weights are {facts.spread}, and the native engine wants all of them in this process's memory"
-    if (reason := unsupported(model, facts)) is not None:
+    if description.spread is not None:
+        return f"its weights are {description.spread}, and the native engine wants all of them in this process's memory"
+    if (reason := unsupported(model, description)) is not None:
         return reason
     for name, module in model.named_modules():
         if changed(module):
@@ -62,7 +62,7 @@ class NativeEngine(Engine):
     own_threads = True
     dtype = torch.float32
 
-    def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
+    def __init__(self, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True) -> None:
         """ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first
         error without keep_weights, the model has lost some weights and must be loaded again."""
         num_threads = threads.asked()
@@ -70,11 +70,11 @@ class NativeEngine(Engine):
         self.version = model_version(model).weights
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        self._weights = NativeWeights(self._library, model, facts, quantize, keep_weights)
+        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
         if not keep_weights:
             keep_version(model)
         self._model = ctypes.addressof(self._weights.model)
-        self._rotary = RotaryTables(facts.decoder, facts.max_positions)
+        self._rotary = RotaryTables(description.decoder, description.max_positions)
         self._covered = list(model.modules())[1:]  # without the model itself, which an engine must not keep alive
         self._hooks = [hooks for part in self._covered for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in self._covered]
@@ -91,7 +91,8 @@ class NativeEngine(Engine):
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         self.threads = num_threads or threads.fastest(self._run_token, threads.cores())
-        self.detail = f"C++, {self._library.sk_level().decode()}, {facts.dtype} weights {how}, {self.threads} threads"
+        level = self._library.sk_level().decode()
+        self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
 
     def _run_token(self, count: int) -> None:
         """Run one token through all layers on `count` threads."""

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from skipstone.engines.buffers import dense, pointer
 from skipstone.engines.native.structs import BAD_WEIGHT, LayerStruct, MatrixStruct, ModelStruct, NativeError
-from skipstone.models.facts import Facts
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
 from skipstone.models.quantised import kernel
@@ -175,39 +175,43 @@ class NativeWeights:
     `PackedWeight` after its copy, before the next one is copied.
     """
 
-    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
+    def __init__(
+        self, library: Any, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True
+    ) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
-        self._chunks, self._facts, self._releases = PanelMemory(), facts, None if keep_weights else MemoryRelease()
+        self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keep_weights else MemoryRelease()
+        self._weight_places = [part._parameters for part in model.modules()] if self._releases else []
         self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # modules' attributes, names and values that were read
-        config, family = model.config, facts.family
+        config, family = model.config, description.family
         self._recipe = RECIPES[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
-        layers = (LayerStruct * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
+        depth = len(description.layers)
+        layers = (LayerStruct * depth)(*[self._layer(description, index, config) for index in range(depth)])
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
-        tied = embedding.weight is facts.head.weight  # then embeddings come from the head's panels
+        tied = embedding.weight is description.head.weight  # then embeddings come from the head's panels
         rows = None if tied else embedding.weight.detach().contiguous()
         self._kept.append(rows)
-        norm = submodule(facts.decoder, family.leaving[0])
+        norm = submodule(description.decoder, family.leaving[0])
         self._embedding_buffers = embedding._buffers
         self._scales = TensorValues(self._embedding_scales())
         self.model = ModelStruct(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_size=getattr(facts.layers[0], family.attention).head_dim,
+            head_size=getattr(description.layers[0], family.attention).head_dim,
             intermediate=config.intermediate_size,
-            depth=len(facts.layers),
-            vocabulary=facts.head.weight.shape[0],
+            depth=depth,
+            vocabulary=description.head.weight.shape[0],
             embeddings=embedding.weight.shape[0],
             layers=ctypes.addressof(layers),
-            head=self._matrix(facts.head, quantize and HEADS[quantize]),
+            head=self._matrix(description.head, quantize and HEADS[quantize]),
             embedding=None if rows is None else pointer("embeddings", rows, embedding.weight.shape, embedding.weight.dtype),
             embedding_type=TYPES[embedding.weight.dtype],
             norm=self._norm(norm),
             epsilon=float(getattr(norm, _epsilon(norm))),
             embedding_scale=math.prod(map(float, self._embedding_scales())),
-            embedding_multiplier=self._number(facts.decoder, family.input_scale or "", 1.0),
+            embedding_multiplier=self._number(description.decoder, family.input_scale or "", 1.0),
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
@@ -231,9 +235,9 @@ class NativeWeights:
         self._attributes.append((attributes, name, attributes[name]))
         return default if attributes[name] is None else float(attributes[name])
 
-    def _layer(self, facts: Facts, index: int, config: Any) -> LayerStruct:
-        layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
-        attention, mlp = getattr(layer, facts.family.attention), layer.mlp
+    def _layer(self, description: DecoderModel, index: int, config: Any) -> LayerStruct:
+        layer, recipe, quantize = description.layers[index], self._recipe, self._quantize
+        attention, mlp = getattr(layer, description.family.attention), layer.mlp
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         if recipe.fused:
             q, k, v = self._matrices(attention.qkv_proj, [count * attention.head_dim for count in sizes], quantize)
@@ -242,7 +246,7 @@ class NativeWeights:
             q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
             gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
         rotates = bool(self._number(attention, "use_rope", 1.0))
-        source = facts.family.rotary[index]
+        source = description.family.rotary[index]
         norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
         before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
         return LayerStruct(
@@ -260,7 +264,7 @@ class NativeWeights:
             norm_q=self._norm(attention.q_norm) if recipe.query_norm else None,
             norm_k=self._norm(attention.k_norm) if recipe.query_norm else None,
             norm_whole=recipe.query_norm == "whole",
-            window=facts.reaches[index].window or 0,
+            window=description.reaches[index].window or 0,
             rotary=self.rotary.index(source) if rotates and source is not None else -1,
             activation=ACTIVATIONS[type(getattr(mlp, recipe.activation))],
             scale=self._number(attention, "scaling", 1.0),
@@ -279,7 +283,7 @@ class NativeWeights:
         if torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu")):
             return MatrixStruct(head.panels, head.bias, len(ids), head.inputs, head.type), []
         size = self._library.sk_packed_bytes(head.type, len(ids), head.inputs)
-        panels, bias = self._chunks.take(size), self._facts.head.bias
+        panels, bias = self._chunks.take(size), self._head.bias
         rows = MatrixStruct(pointer("panels", panels, (size,), torch.uint8), None, len(ids), head.inputs, head.type)
         self._library.sk_take(ctypes.addressof(head), pointer("ids", ids, (len(ids),), torch.int64), len(ids), rows.panels)
         if bias is None:
@@ -319,7 +323,9 @@ class NativeWeights:
         else:
             panels = self._packed(weight.detach(), sizes, kind, quantize)
             if given_up is None and self._releases is not None:
-                self._facts.replace(weight, PackedWeight(panels, weight))
+                packed = PackedWeight(panels, weight)
+                for place in self._weight_places:
+                    place |= {name: packed for name, other in place.items() if other is weight}
                 self._releases.give_up(weight)
         self._kept.append(panels)
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
@@ -375,14 +381,14 @@ def quantised_bytes(model: Any, quantize: str) -> int:
     return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
 
 
-def unsupported(model: Any, facts: Facts) -> str | None:
+def unsupported(model: Any, description: DecoderModel) -> str | None:
     """The reason why the native engine cannot run a model, as one sentence; None if it can."""
     kind = model.config.model_type
-    if facts.device.type != "cpu":
-        return f"the model is on {facts.device}, and the native engine runs on the CPU"
+    if description.device.type != "cpu":
+        return f"the model is on {description.device}, and the native engine runs on the CPU"
     if kind not in RECIPES:
         return f"the native engine does not know the family {kind} (it knows {', '.join(RECIPES)})"
-    for layer in facts.layers:
+    for layer in description.layers:
         used = getattr(layer.mlp, RECIPES[kind].activation, None)
         if used is not None and type(used) not in ACTIVATIONS:
             return f"the native engine does not know the activation {type(used).__name__}"

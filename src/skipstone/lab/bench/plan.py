@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from skipstone import methods
 from skipstone.decoding.settings import settings_of
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.api import resolve_for
+from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.tasks import data_sets, protocols
 from skipstone.lab.tasks.protocols import USUAL, TaskSettings

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skipstone.engines.exit_statistics import ExitTally, layer_states
 from skipstone.engines.loading import BUNDLED, expect_config, load, usable_device
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.api import resolve_for
+from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_entries, resolved

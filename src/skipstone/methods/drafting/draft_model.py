@@ -33,12 +33,12 @@ _LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
 class DraftModel(ModelRunner):
-    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. asked:
-    as in `ModelRunner`."""
+    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to.
+    options: of its engine."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: EngineOptions | None = None) -> None:
-        asked = asked or EngineOptions()
-        super().__init__(model, asked.engine, asked.quantize, asked.kv_dtype)
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, options: EngineOptions | None = None) -> None:
+        options = options or EngineOptions()
+        super().__init__(model, options.engine, options.quantize, options.kv_dtype)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size
@@ -116,7 +116,7 @@ def draft_model_for(
         return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
     sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
-    key = (given, device, dtype, quantize, *sizes, target.asked)
+    key = (given, device, dtype, quantize, *sizes, target.engine_options)
     return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype, quantize))
 
 
@@ -147,7 +147,7 @@ def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftMod
         )
     _check_vocabularies(model, name, target)
     try:
-        return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.asked))
+        return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.engine_options))
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
@@ -278,7 +278,7 @@ class DraftModelDrafter(ChainDrafter):
         self.store.length[row] = 0
 
     def prefill_tokens(self, chunk: int) -> None:
-        if self.prompts.is_pending:  # a row that caught up between two chunks has read other rows' prompts as well
+        if self.prompts.waiting:  # a row that caught up between two chunks has read other rows' prompts as well
             self.prompts.run(chunk)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
@@ -336,7 +336,7 @@ class DraftModelDrafter(ChainDrafter):
     def _read_behind(self, row: int, tokens: list[int]) -> None:
         """Run tokens of a row that stand behind those in the store."""
         self.prompts.add(row, on_device(tokens, self.draft_model.device).clamp_(max=self.last_id))
-        while self.prompts.is_pending:
+        while self.prompts.waiting:
             self.prompts.run(PREFILL_CHUNK)
 
     def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.engines.exit_statistics import ExitTally, watched
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.utils.files import json_line, write_whole
@@ -54,7 +54,7 @@ def exit_quality(
     exits: Sequence[int] | None = None,
     chunk: int = CHUNK,
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
-    modules: DecoderModules | None = None,
+    modules: DecoderModel | None = None,
 ) -> ExitQuality:
     """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] where rows
     are padded. exits: layers E in 1..L, None for all; L is always among them. chunk: positions whose logits exist at once.
@@ -63,7 +63,7 @@ def exit_quality(
     Accumulated in float64. The model is left in the mode it was in. ValueError for exits that do not exist, and for rows that
     predict nothing.
     """
-    modules, training = modules or DecoderModules(model), model.training
+    modules, training = modules or DecoderModel(model), model.training
     tally = ExitTally(modules, range(1, modules.depth + 1) if exits is None else exits)
     if wrong := [layer for layer in tally.exits if not 1 <= layer <= modules.depth]:
         raise ValueError(f"exits must lie between 1 and {modules.depth}, found {wrong}")

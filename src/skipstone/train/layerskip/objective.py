@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from skipstone.engines.eager.patches import is_plain
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
 from skipstone.train.layerskip.layout import BatchLayout, kept_elsewhere
@@ -44,7 +44,7 @@ class LayerSkipObjective:
 
     def __init__(
         self,
-        model: PreTrainedModel | DecoderModules,
+        model: PreTrainedModel | DecoderModel,
         recipe: LayerSkipRecipe,
         steps: int,
         seed: int,
@@ -52,9 +52,9 @@ class LayerSkipObjective:
         teacher: Any = None,
         shortlist: Tensor | None = None,
     ) -> None:
-        self.modules = model if isinstance(model, DecoderModules) else DecoderModules(model)
+        self.modules = model if isinstance(model, DecoderModel) else DecoderModel(model)
         self.recipe, self.steps, self.seed, self.chunk = recipe, steps, seed, chunk
-        self.teacher = None if teacher is None else DecoderModules(teacher)
+        self.teacher = None if teacher is None else DecoderModel(teacher)
         self.shortlist = shortlist
         self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
@@ -167,7 +167,7 @@ class LayerSkipObjective:
         return over(self.modules, self.shortlist)(self.modules.normed(hidden))
 
 
-def over(modules: DecoderModules, shortlist: Tensor | None) -> Head:
+def over(modules: DecoderModel, shortlist: Tensor | None) -> Head:
     """The LM head over some token ids alone, [S] int64; None for all: states after the final norm [N, d'] -> logits [N, S]."""
     if shortlist is None:
         return modules.project

@@ -20,10 +20,10 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import saved_field
 from skipstone.methods import resolve
 from skipstone.methods.drafting.shortlist import read_ids
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.models.modules import DecoderModules
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.data.rows import RowPlan, TokenRows, TrainingData, prepare
@@ -248,7 +248,7 @@ def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedToke
 
 def _shorten(model: Any, layers: int) -> None:
     """Leave a model its first layers only. ValueError where it has no more than that."""
-    modules = DecoderModules(model)
+    modules = DecoderModel(model)
     config = modules.config
     if modules.family.shares or modules.family.per_layer_inputs:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.decoding.settings import TRAINED_EXITS
-from skipstone.models.modules import DecoderModules
+from skipstone.models.decoder_model import DecoderModel
 from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.dropout import forwards_replaced
@@ -63,7 +63,7 @@ class LayerSkipTrainer(Trainer):
         self._refuse()
         if self.is_fsdp_enabled:
             sharding.check(self.model, self.accelerator, args.muon_learning_rate is not None)
-        self._decoder = DecoderModules(self.model)
+        self._decoder = DecoderModel(self.model)
         self.recipe = check(self._decoder, args)
         self._teacher: Any = teacher
         self._distillation_ids = None if distillation_ids is None else torch.tensor(distillation_ids, device=args.device)
@@ -332,9 +332,9 @@ class LayerSkipTrainer(Trainer):
         self._tally = LossMeans({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
 
 
-def check(model: PreTrainedModel | DecoderModules, args: LayerSkipArguments) -> LayerSkipRecipe:
+def check(model: PreTrainedModel | DecoderModel, args: LayerSkipArguments) -> LayerSkipRecipe:
     """The recipe of a run. ValueError for a model that it does not cover, for a run too short, for exits that do not exist."""
-    modules = model if isinstance(model, DecoderModules) else DecoderModules(model)
+    modules = model if isinstance(model, DecoderModel) else DecoderModel(model)
     recipe, depth = LayerSkipRecipe(args.dropout, args.exits), modules.depth
     recipe.check(depth, args.max_steps if args.max_steps > 0 else depth + 1)  # without max_steps: again when T is known
     if wrong := [exit_layer for exit_layer in args.eval_exits or () if not 1 <= exit_layer <= depth]:
@@ -424,7 +424,7 @@ def muon_with_adamw(
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
-    inside = {id(p) for layer in DecoderModules(model).layers for p in layer.parameters() if p.ndim == 2}
+    inside = {id(p) for layer in DecoderModel(model).layers for p in layer.parameters() if p.ndim == 2}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in inside]
     if not matrices:

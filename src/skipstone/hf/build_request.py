@@ -24,31 +24,6 @@ _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "
 """What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
 
 
-def generation_options(
-    *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    stop: Sequence[str] | None = None,
-    ignore_eos: bool = False,
-) -> dict[str, Any]:
-    """The settings of a request, as vLLM names them, as keyword arguments of `skipstone.generate`. None: the model's own value.
-
-    temperature: 0 is greedy and leaves top_k, top_p and min_p out. stop: strings that end the text, instead of the model's own.
-    """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
-    if temperature is not None:
-        options["do_sample"] = temperature > 0
-    if temperature != 0:
-        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options["stop_strings"] = list(stop) if stop else None
-    options = {name: value for name, value in options.items() if value is not None}
-    return options | ({"eos_token_id": None} if ignore_eos else {})
-
-
 def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, seed: int, options: dict[str, Any]) -> Request:
     """One request. prompt: token ids. options: keyword arguments of `skipstone.generate`, but for those of several rows.
 
@@ -59,26 +34,29 @@ def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, see
     options = {"attention_mask": torch.ones_like(ids), **options, "num_return_sequences": 1}
     if options.get("max_new_tokens") is not None:
         options["max_length"] = None
-    call = prepare_call(model.model, ids, tokenizer, seed, options)
-    (request,) = requests(call, model.ranks)
+    (request,) = build_requests(prepare_call(model.model, ids, tokenizer, seed, options))
     return request
 
 
-def requests(call: GenerateCall, ranks: TensorParallelGroup) -> list[Request]:
+def build_requests(call: GenerateCall) -> list[Request]:
     """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
     _check_inputs(call)
-    max_new_tokens = _max_new_tokens(call)
-    eos = frozenset(
-        token for c in call.stopping_criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.tolist()
-    )
+    max_new_tokens, ranks = _max_new_tokens(call), call.runner.ranks
+    ends = [criterion for criterion in call.stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+    eos = frozenset(token for criterion in ends for token in criterion.eos_token_id.tolist())
     criteria = [_agreed(c, ranks) for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     prompts = call.prompts
-    seeds = _seeds(call, len(prompts), ranks)
-    processors = RowProcessors(call.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
-    samplings = [_sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)) for row, prompt in enumerate(prompts)]
-    ends: dict[str, Any] = {"eos": eos, "criteria": criteria, "stop_strings": call.stop_strings}
+    processors = RowProcessors(call.runner.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
     return [
-        Request(prompt, max_new_tokens, sampling=sampling, **ends) for prompt, sampling in zip(prompts, samplings, strict=True)
+        Request(
+            prompt,
+            max_new_tokens,
+            eos,
+            _sampling(call, seed, processors.of(row, prompt, max_new_tokens)),
+            criteria,
+            stop_strings=call.stop_strings,
+        )
+        for row, (prompt, seed) in enumerate(zip(prompts, _seeds(call, len(prompts)), strict=True))
     ]
 
 
@@ -126,11 +104,11 @@ def _agreed(criterion: Criterion, ranks: TensorParallelGroup) -> Criterion:
     return everywhere
 
 
-def _seeds(call: GenerateCall, rows: int, ranks: TensorParallelGroup) -> list[int]:
+def _seeds(call: GenerateCall, rows: int) -> list[int]:
     seed = call.seed
     if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
         drawn = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if call.config.do_sample else None
-        seed = 0 if drawn is None else ranks.agreed_whole(int(drawn))
+        seed = 0 if drawn is None else call.runner.ranks.agreed_whole(int(drawn))
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [row_seed(seed, row) for row in range(rows)]
     if isinstance(seed, list) and len(seed) == rows and all(type(s) is int for s in seed):
@@ -153,5 +131,5 @@ def _sampling(call: GenerateCall, seed: int, processors: list[Any]) -> Sampling:
         min_p=config.min_p or 0.0,
         seed=seed,
         processors=processors,
-        warpers=warpers(call.model, config) if exotic else [],
+        warpers=warpers(call.runner.model, config) if exotic else [],
     )

@@ -1,0 +1,80 @@
+"""A transformers decoder as skipstone sees it: its parts, its family, its limits, and where its weights are."""
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from skipstone.models.device_map import input_device
+from skipstone.models.families import attention_reaches, layer_types, max_positions, text_config, text_ids
+from skipstone.models.quantised import kernels
+from skipstone.models.recognition import recognise
+from skipstone.models.tensor_parallel import TensorParallelGroup
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class DecoderModel:
+    """Describes one model, in training or not. ValueError for a model that skipstone cannot decode.
+
+    config: of the text model. family: what surrounds the layers. decoder: the module that owns the layers. layers: all of them.
+    head: the LM head. kinds, reaches: layer type of every layer, and how far it sees back. max_positions: most positions of a
+    sequence; max_positions_source: the config field that sets this limit. embeddings: number of text ids with an embedding.
+    device: tokens enter and logits leave here; layers may be on other devices. weight_dtype: of the stored weights. ranks: the
+    processes that share the weights. spread: in words, how the weights are not all on one device of this process; None where
+    they are. is_quantised: another package's kernels compute some layers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        inner = unwrapped(model)
+        self._model = ref(inner)
+        self.config: Any = text_config(inner)
+        self.family = recognise(inner).family
+        self.decoder: Any = self.family.owner(inner)
+        self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+        self.head: Any = inner.get_output_embeddings()
+        self.kinds, self.reaches = layer_types(self.config), attention_reaches(self.config, self.family)
+        self.max_positions, self.max_positions_source = max_positions(self.config, self.family)
+        self.embeddings = text_ids(inner)
+        self.device: torch.device = input_device(inner)
+        self.weight_dtype: torch.dtype = inner.dtype
+        self.ranks = TensorParallelGroup.of(inner)
+        self.spread = _describe_spread(inner, self.ranks.size)
+        self.is_quantised = bool(kernels(inner))
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, without a PEFT wrapper. This object does not keep it alive."""
+        return self._model()
+
+    @property
+    def depth(self) -> int:
+        """Number of layers, L."""
+        return len(self.layers)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        return self.family.finish(self.decoder, hidden)
+
+    def project(self, normed: Tensor) -> Tensor:
+        """LM head and what the family does after it. [..., d'] -> [..., V]."""
+        return self.family.scored(self.head(normed), self.config)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """g(.): final norm, LM head and what the family does after it. [..., d] -> [..., V]."""
+        return self.project(self.normed(hidden))
+
+
+def _describe_spread(model: Any, processes: int) -> str | None:
+    """How the weights are not all on one device of this process; None where they are."""
+    if processes > 1:
+        return f"sharded over {processes} processes"
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) == 1 and "meta" not in devices:
+        return None
+    present = ", ".join(sorted(devices - {"meta"}))
+    return " and ".join([*[f"on {present}"] * bool(present), *["offloaded"] * ("meta" in devices)])
