@@ -53,15 +53,15 @@ def test_a_large_model_is_not_tried_for_long(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(threads.VARIABLE, "3")
-    assert threads.asked() == 3
+    assert threads.requested_number() == 3
     if library.missing() is None:
         engine = ModelRunner(families.build("llama"), "native").engine
         assert engine.detail.endswith("3 threads")
     for wrong in ("0", "65", "two", "\u00b2"):
         monkeypatch.setenv(threads.VARIABLE, wrong)
         with pytest.raises(ValueError, match="SKIPSTONE_THREADS must be a whole number from 1 to 64, found"):
-            threads.asked()
+            threads.requested_number()
     monkeypatch.setenv(threads.VARIABLE, "")
-    assert threads.asked() is None
+    assert threads.requested_number() is None
     monkeypatch.delenv(threads.VARIABLE)
-    assert threads.asked() is None
+    assert threads.requested_number() is None

@@ -42,24 +42,25 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
     if is_on_host(tensors[0]):
         return [tensor.tolist() for tensor in tensors]
     rows = torch.cat([tensor.long() for tensor in tensors], 1).tolist()
-    found, start = [], 0
+    values, start = [], 0
     for tensor in tensors:
         stop = start + tensor.shape[1]
-        found.append([row[start:stop] for row in rows])
+        values.append([row[start:stop] for row in rows])
         start = stop
-    return found
+    return values
 
 
 def out_of_memory(error: BaseException) -> str | None:
     """Message and remedy for a failed allocation on the host or on a device; None for any other error."""
-    said = str(error).splitlines()[0] if str(error) else ""
+    message = str(error).splitlines()[0] if str(error) else ""
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM  # by the system, to mmap
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_refused and "can't allocate memory" not in said:
+    is_memory_error = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in message
+    if not is_memory_error and not is_refused:
         return None
-    found = ALLOCATION.search(said)
-    wanted = "" if found is None else f" for {int(found[1]) / 2**30:.2f} GiB more"
+    allocation = ALLOCATION.search(message)
+    amount = "" if allocation is None else f" for {int(allocation[1]) / 2**30:.2f} GiB more"
     return (
-        f"there is not enough memory{wanted}: take a smaller dtype (bfloat16), quantised weights (quantize int8 or int4), "
+        f"there is not enough memory{amount}: take a smaller dtype (bfloat16), quantised weights (quantize int8 or int4), "
         "fewer rows or a shorter context"
     )
 

@@ -43,7 +43,7 @@ def spans(at: Pass) -> list[RowSpan]:
         return [RowSpan(at.rows.start + row, row, 0, width, at.first_slot) for row in range(rows)]
     slots = at.slots.tolist()
     valid = [[True] * width] * rows if at.valid is None else at.valid.tolist()
-    found = []
+    row_spans = []
     for row in range(rows):
         tokens = [(column, slots[row][column]) for column in range(width) if valid[row][column]]
         if not tokens:
@@ -51,8 +51,8 @@ def spans(at: Pass) -> list[RowSpan]:
         column, first = tokens[0]
         if tokens != [(column + i, first + i) for i in range(len(tokens))]:
             raise ValueError("a recurrent state takes tokens one after the other, and this pass leaves some out")
-        found.append(RowSpan(at.rows.start + row, row, column, len(tokens), first))
-    return found
+        row_spans.append(RowSpan(at.rows.start + row, row, column, len(tokens), first))
+    return row_spans
 
 
 class StateView:
@@ -173,7 +173,7 @@ class StateHistories:
         held = [one for history in self._histories.values() for one in history.tensors(inputs=inputs)]
         return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
 
-    def run(self, layer: int, hidden: Tensor, found: Iterable[RowSpan], lengths: list[int], call: Call) -> Tensor:
+    def run(self, layer: int, hidden: Tensor, row_spans: Iterable[RowSpan], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
 
         Rows with the same number of new and of replayed tokens run together. Nothing is padded, since padding would change a
@@ -181,7 +181,7 @@ class StateHistories:
         """
         output = torch.zeros_like(hidden)
         groups: dict[tuple[int, int, bool], list[tuple[RowSpan, Tensor | None, States]]] = {}
-        for span in found:
+        for span in row_spans:
             again, states = self.of(layer, span.row).begin(span.first, lengths[span.row], call)
             group = 0 if again is None else len(again), span.width, bool(states)
             groups.setdefault(group, []).append((span, again, states))
@@ -207,7 +207,7 @@ class StateHistories:
                 continue
             reference = other.of(layer, other_row)
             assert reference.inputs is not None, f"layer {layer} has run on one side only"
-            found = history.inputs[: length - history.base]
+            inputs = history.inputs[: length - history.base]
             expected = reference.inputs[history.base - reference.base : length - reference.base]
-            error, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+            error, scale = (inputs - expected).abs().max().item(), expected.abs().max().item()
             assert error <= tolerance * max(scale, 1e-6), f"layer {layer} of row {row} was given what differs by {error:.3g}"

@@ -41,5 +41,5 @@ def unfolded(hidden: Tensor, count: int) -> Tensor:
 def _like(first: Tensor, stream: Tensor) -> Tensor:
     """Scale a stream, [..., d], to the root mean square of the first one."""
     stream = stream.to(first)
-    wanted = first.square().mean(-1, keepdim=True) ** 0.5  # [..., 1]
-    return stream * wanted / stream.square().mean(-1, keepdim=True).clamp(min=MIN_MEAN_SQUARE).sqrt()
+    magnitude = first.square().mean(-1, keepdim=True) ** 0.5  # [..., 1]
+    return stream * magnitude / stream.square().mean(-1, keepdim=True).clamp(min=MIN_MEAN_SQUARE).sqrt()

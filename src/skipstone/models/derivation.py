@@ -50,23 +50,23 @@ def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
     raise DerivationError(f"keeps its {config.num_hidden_layers} layers in no list of its own")
 
 
-def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Family:
+def derive(model: Any, config: Any, trace: Trace, path: str, name: str) -> Family:
     """The family of a traced model. path, name: as in `find_layers`. DerivationError for an unsupported structure."""
     depth = config.num_hidden_layers
     owner = submodule(model.get_decoder(), path)
-    if [number for number, _ in found.layers] != list(range(depth)):
+    if [number for number, _ in trace.layers] != list(range(depth)):
         raise DerivationError("does not run its layers once each, one after the other")
-    calls = [call for _, call in found.layers]
+    calls = [call for _, call in trace.layers]
     streams = _streams(owner, calls)
-    recurrent, plain = _recurrent(config, found)
-    attention, mlp, inner = _sublayers(found.inside[plain], found)
-    entering, scale = _entering(owner, config, found, calls[0].given[""] if streams == 1 else calls[0].given[""][0])
-    cache_argument, takes, arguments, alibi = _arguments(found, calls)
+    recurrent, plain = _recurrent(config, trace)
+    attention, mlp, inner = _sublayers(trace.inside[plain], trace)
+    entering, scale = _entering(owner, config, trace, calls[0].given[""] if streams == 1 else calls[0].given[""][0])
+    cache_argument, takes, arguments, alibi = _arguments(trace, calls)
     attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
     modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
         raise DerivationError(f"has layers without {attention}, which its first layer has")
-    summed, replaced = _stream(found.inside[plain], (attention, *mlp), calls[plain].given[""])
+    summed, replaced = _stream(trace.inside[plain], (attention, *mlp), calls[plain].given[""])
     changes_alone = replaced or _per_layer_inputs(calls) > 0 or streams > 1  # even if both sublayers add nothing
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
     family = Family(
@@ -74,15 +74,15 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         layers=name,
         entering=entering,
         input_scale=scale,
-        leaving=_leaving(owner, found, streams),
-        logits=_logits(config, found),
-        rotary=_rotary(found, calls),
+        leaving=_leaving(owner, trace, streams),
+        logits=_logits(config, trace),
+        rotary=_rotary(trace, calls),
         attention=attention,
         mlp=mlp,
         inner=inner,
         summed=summed,
-        returns=tuple(_returns(found.returned[layer], attention, mlp) for layer in range(depth)),
-        unskippable=_unskippable(found, recurrent, plain, attention, mlp),
+        returns=tuple(_returns(trace.returned[layer], attention, mlp) for layer in range(depth)),
+        unskippable=_unskippable(trace, recurrent, plain, attention, mlp),
         cache_argument=cache_argument,
         arguments=arguments,
         pass_arguments=takes,
@@ -90,7 +90,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm=changes_alone or _ends_otherwise(found.inside[plain], calls[plain], attending),
+        post_norm=changes_alone or _ends_otherwise(trace.inside[plain], calls[plain], attending),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
         streams=streams,
@@ -129,16 +129,16 @@ def close(mine: Any, theirs: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ around the layers
 
 
-def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[InputStep, ...], str | None]:
+def _entering(owner: Any, config: Any, trace: Trace, entered: Tensor) -> tuple[tuple[InputStep, ...], str | None]:
     """(the modules from ids to the states that enter layer 0, the field of the config that scales them)."""
-    positions = torch.arange(found.ids.shape[1], device=found.ids.device, dtype=torch.int64)[None]
+    positions = torch.arange(trace.ids.shape[1], device=trace.ids.device, dtype=torch.int64)[None]
     steps: list[InputStep] = []
     learned: list[tuple[InputStep, Tensor]] = []  # positions that are not added yet
     hidden: Any = None
-    for call in found.parts[: found.before]:
+    for call in trace.parts[: trace.before]:
         first, output = call.given.get(""), call.output
         if hidden is None:
-            if torch.is_tensor(first) and torch.equal(first, found.ids):
+            if torch.is_tensor(first) and torch.equal(first, trace.ids):
                 steps.append(InputStep(call.path, "tokens"))
                 hidden = output
             continue
@@ -209,24 +209,24 @@ def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
     return None
 
 
-def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
+def _leaving(owner: Any, trace: Trace, streams: int) -> tuple[str, ...]:
     """The modules between the last layer (after its streams are merged) and the LM head."""
-    hidden = _states(found.layers[-1][1].output)
+    hidden = _states(trace.layers[-1][1].output)
     hidden = altup.merged(owner, hidden) if streams > 1 else hidden
     path: list[str] = []
-    for call in found.parts[found.before :]:
+    for call in trace.parts[trace.before :]:
         first = call.given.get("")
         if torch.is_tensor(first) and first.shape == hidden.shape and close(first, hidden) and torch.is_tensor(call.output):
             path.append(call.path)
             hidden = call.output
-    if not found.heads or not close(found.heads[-1].given[""], hidden):
+    if not trace.heads or not close(trace.heads[-1].given[""], hidden):
         raise DerivationError("does something behind its last layer that skipstone does not know")
     return tuple(path)
 
 
-def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
+def _logits(config: Any, trace: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
     """The operation on the output of the LM head, and its field of the config."""
-    scores, logits = found.heads[-1].output, found.logits
+    scores, logits = trace.heads[-1].output, trace.logits
     cap = getattr(config, "final_logit_softcapping", None)  # the config comes first: small logits look uncapped
     if cap is not None and close((scores / cap).tanh() * cap, logits):
         return "softcap", "final_logit_softcapping"
@@ -254,12 +254,12 @@ def _states(output: Any) -> Tensor:
 # --------------------------------------------------------------------------------------------------- of a layer
 
 
-def _arguments(found: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
+def _arguments(trace: Trace, calls: list[ModuleCall]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
     """The layers' arguments: (for the KV cache, those that depend on the pass, constants, for position biases)."""
     cache, fixed, alibi = None, {}, None
     takes = [name for name in PASS_ARGUMENTS if name in calls[0].given]
     for name, value in calls[0].given.items():
-        if value is found.cache:
+        if value is trace.cache:
             cache = name
         elif name in BIASES and torch.is_tensor(value):
             alibi = name
@@ -290,22 +290,22 @@ def _shares(config: Any, calls: list[ModuleCall]) -> tuple[tuple[str, int], ...]
     return tuple((config.layer_types[index], index) for index, mode in enumerate(modes) if mode == "store")
 
 
-def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:
+def _recurrent(config: Any, trace: Trace) -> tuple[tuple[str, ...], int]:
     """(`Family.recurrent`, the first layer with an attention)."""
     of_layers = stateful_kinds(config)
-    names = {kind: _sublayers(found.inside[of_layers.index(kind)], found)[0] for kind in dict.fromkeys(of_layers) if kind}
+    names = {kind: _sublayers(trace.inside[of_layers.index(kind)], trace)[0] for kind in dict.fromkeys(of_layers) if kind}
     return tuple(names.get(kind, "") for kind in of_layers) if names else (), of_layers.index("")
 
 
-def _sublayers(calls: list[ModuleCall], found: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+def _sublayers(calls: list[ModuleCall], trace: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """(attention, modules of the MLP, the inner ones of these) of one layer. Routers are left out: they may run without the
     experts."""
-    attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
+    attention = next((call.path for call in calls if any(value is trace.cache for value in call.given.values())), None)
     if attention is None:
         raise DerivationError("has no attention sublayer that is given the KV cache")
-    if sum(any(value is found.cache for value in call.given.values()) for call in calls) > 1:
+    if sum(any(value is trace.cache for value in call.given.values()) for call in calls) > 1:
         raise DerivationError("has several attention sublayers in one layer")
-    size = _states(found.layers[0][1].output).shape[-1]
+    size = _states(trace.layers[0][1].output).shape[-1]
     weighty = [call for call in calls if call.path != attention and _weighty(call.path) and torch.is_tensor(call.given.get(""))]
     paths = [call.path for call in calls]
     behind = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
@@ -355,16 +355,16 @@ def _returns(counts: dict[str, int], attention: str, mlp: tuple[str, ...]) -> tu
     return tuple(counts.get(name, 0) for name in (attention, *mlp)) if attention in counts else ()
 
 
-def _unskippable(found: Trace, recurrent: tuple[str, ...], plain: int, attention: str, mlp: tuple[str, ...]) -> str:
+def _unskippable(trace: Trace, recurrent: tuple[str, ...], plain: int, attention: str, mlp: tuple[str, ...]) -> str:
     """`Family.unskippable`. plain: the first layer with an attention."""
-    states = _states(found.layers[plain][1].output)
-    mixed = next(_first(call.output) for call in found.inside[plain] if call.path == attention)
+    states = _states(trace.layers[plain][1].output)
+    mixed = next(_first(call.output) for call in trace.inside[plain] if call.path == attention)
     if mixed is None or mixed.shape != states.shape[-3:]:  # there may be several streams
         return f"does not return the hidden states first from {attention}"
     if not mlp:
         return "has no modules for the MLPs of its layers"
     called = {
-        layer: {*filter(_weighty, counts)} for layer, counts in found.returned.items() if not recurrent or not recurrent[layer]
+        layer: {*filter(_weighty, counts)} for layer, counts in trace.returned.items() if not recurrent or not recurrent[layer]
     }
     other = next((layer for layer, names in called.items() if names != called[plain]), None)
     return "" if other is None else f"has other modules in layer {other} than in layer {plain}"
@@ -401,9 +401,9 @@ def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, AttentionReach]]
     raise DerivationError("gives its layers masks that are neither causal nor those of a sliding window or of chunks")
 
 
-def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None, ...]:
+def _rotary(trace: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None, ...]:
     """The source of every layer's rotary phases."""
-    made = [call for call in found.parts[: found.before] if _first(call.output) is not None]
+    made = [call for call in trace.parts[: trace.before] if _first(call.output) is not None]
     rotary: list[RotarySource | None] = []
     for call in calls:
         phases = _first(call.given.get("position_embeddings"))
@@ -415,8 +415,8 @@ def _rotary(found: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None,
         if maker is None:
             raise DerivationError("gives its layers rotary phases that come from no module of its decoder")
         extra = [value for name, value in maker.given.items() if isinstance(value, str)]
-        asked = next(value for name, value in maker.given.items() if name and torch.is_tensor(value))
-        rotary.append(RotarySource(maker.path, extra[0] if extra else "", asked.shape[0] if asked.ndim == 3 else 0))
+        positions = next(value for name, value in maker.given.items() if name and torch.is_tensor(value))
+        rotary.append(RotarySource(maker.path, extra[0] if extra else "", positions.shape[0] if positions.ndim == 3 else 0))
     return tuple(rotary)
 
 

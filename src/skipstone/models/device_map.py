@@ -21,9 +21,9 @@ def hooks(module: Any) -> list[Any]:
 
 def computes_on(module: Any) -> torch.device:
     """The device of a module's inputs: that of its weights, or of its hook if these are offloaded."""
-    kept = next(module.parameters()).device
-    devices = (getattr(hook, "execution_device", None) for hook in hooks(module)) if kept.type == "meta" else ()
-    return next((torch.device(device) for device in devices if device is not None), kept)
+    device_of_weights = next(module.parameters()).device
+    devices = (getattr(hook, "execution_device", None) for hook in hooks(module)) if device_of_weights.type == "meta" else ()
+    return next((torch.device(device) for device in devices if device is not None), device_of_weights)
 
 
 def input_device(model: Any) -> torch.device:
@@ -39,8 +39,8 @@ def lacks_hooks(model: Any) -> bool:
             # the hook of a dispatched model itself names a device, but moves inputs no further than to its first layer
             brought |= module is not model and getattr(hook, "execution_device", None) is not None
             loaded |= getattr(hook, "weights_map", None) is not None
-        found = [one for one in module._parameters.values() if one is not None]
-        if any(not (loaded if one.is_meta else brought or loaded) for one in found):
+        parameters = [one for one in module._parameters.values() if one is not None]
+        if any(not (loaded if one.is_meta else brought or loaded) for one in parameters):
             return True
         return any(bare(child, brought, loaded) for child in module.children())
 

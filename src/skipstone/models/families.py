@@ -214,12 +214,12 @@ def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
 
 def layer_types(config: Any) -> list[str]:
     """transformers' type of every layer."""
-    found = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+    types = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
     if any(
         getattr(config, "kv_sharing_modes", None) or ()
     ):  # layers that read another layer's keys and values have the type "dummy"
-        return [own if kind == "dummy" else kind for kind, own in zip(found, config.layer_types, strict=True)]
-    return found
+        return [own if kind == "dummy" else kind for kind, own in zip(types, config.layer_types, strict=True)]
+    return types
 
 
 def stateful_kinds(config: Any) -> list[str]:

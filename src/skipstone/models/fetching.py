@@ -36,8 +36,8 @@ class HubName(NamedTuple):
 
 def hub_name(name: str | Path) -> HubName | None:
     """Parse ORG/NAME or ORG/NAME@REVISION. None for a name that is no hub id."""
-    found = NAME.fullmatch(str(name))
-    return None if found is None else HubName(found[1], found[2])
+    match = NAME.fullmatch(str(name))
+    return None if match is None else HubName(match[1], match[2])
 
 
 def expect_repository(name: str) -> None:
@@ -71,8 +71,8 @@ def fetch(name: str, *files: str) -> Path:
 
 def commit_of(name: str, revision: str | None, file: str) -> str | None:
     """The commit of a repository's cached file at a revision; None for a local folder or a file that was not fetched."""
-    found = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
-    return Path(found).parent.name if isinstance(found, str) else None
+    cached = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def not_found_error(name: str, error: BaseException, file: str | None = None) -> OSError:

@@ -27,10 +27,10 @@ def fingerprint(model: Any, version: int | None = None) -> str:
 
 @torch.inference_mode()
 def _hash(model: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in sorted(stored_tensors(model, named_values(model)), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()
-        found.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()[:16]

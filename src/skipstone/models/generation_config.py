@@ -52,11 +52,11 @@ def refuse_small_values(values: Mapping[str, Any]) -> None:
 def refuse_wrong_types(values: Mapping[str, Any], source: str) -> None:
     """ValueError for the first field with a value of the wrong type. Unknown fields are allowed. source: of the values."""
     for name, value in values.items():
-        said, types = _KINDS.get(name, ("", (object,)))
+        expected, types = _KINDS.get(name, ("", (object,)))
         is_bool = isinstance(value, bool) and bool not in types and object not in types
         ids = value if name in _IDS and isinstance(value, list) else []
         if value is not None and (is_bool or not isinstance(value, types) or any(type(one) is not int for one in ids)):
-            raise ValueError(f"{source}: {name} must be {said}, found {value!r}; correct it or remove it")
+            raise ValueError(f"{source}: {name} must be {expected}, found {value!r}; correct it or remove it")
 
 
 def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:

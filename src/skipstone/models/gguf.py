@@ -57,10 +57,10 @@ def reading(folder: str, options: dict[str, Any]) -> Iterator[None]:
     except (OSError, ValueError, LookupError, NotImplementedError, struct.error) as error:
         if "gguf_file" not in options:
             raise
-        path, said = Path(folder, options["gguf_file"]), str(error)
-        if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in said for words in TOO_SHORT):
+        path, message = Path(folder, options["gguf_file"]), str(error)
+        if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in message for words in TOO_SHORT):
             raise UnreadableFile(
-                f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({said})"
+                f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({message})"
             ) from error
         remedy = "fetch it again, or load the model's safetensors"
-        raise UnreadableFile(f"the GGUF file {path} cannot be loaded by transformers: {remedy} ({said})") from error
+        raise UnreadableFile(f"the GGUF file {path} cannot be loaded by transformers: {remedy} ({message})") from error

@@ -80,16 +80,16 @@ class Pass:
 
     def row(self, number: int) -> "Pass":
         """The part of the pass for one of its rows."""
-        one = slice(number, number + 1)
+        part = slice(number, number + 1)
         tree = self.tree and Tree(
-            self.tree.base[one],
-            self.tree.ancestors[one],
-            self.tree.column_positions[one],
-            None if self.tree.seen is None else self.tree.seen[one],
+            self.tree.base[part],
+            self.tree.ancestors[part],
+            self.tree.column_positions[part],
+            None if self.tree.seen is None else self.tree.seen[part],
         )
         place = slice(self.rows.start + number, self.rows.start + number + 1)
-        valid = None if self.valid is None else self.valid[one]
-        return Pass(self.positions[one], self.slots[one], valid, place, self.extent, self.first_slot, tree)
+        valid = None if self.valid is None else self.valid[part]
+        return Pass(self.positions[part], self.slots[part], valid, place, self.extent, self.first_slot, tree)
 
     def mask(self, reach: AttentionReach, form: MaskForm, groups: int = 1) -> Tensor | None:
         """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].

@@ -78,14 +78,14 @@ def quantization_method(config: Any) -> str | None:
 
 def method_of(model: Any) -> str | None:
     """The quantisation method of a model, by its config or its layers; None for a plain model."""
-    found = kernels(model)
-    said = quantization_method(getattr(model.config, "quantization_config", None))
-    if getattr(model, "hf_quantizer", None) is not None and (said != "gguf" or found):  # a GGUF file may be unpacked
-        return said or "an unknown method"
-    if found:
-        return OWNERS[next(iter(found)).partition(" ")[0]]
+    by_kernel = kernels(model)
+    configured = quantization_method(getattr(model.config, "quantization_config", None))
+    if getattr(model, "hf_quantizer", None) is not None and (configured != "gguf" or by_kernel):  # a GGUF file may be unpacked
+        return configured or "an unknown method"
+    if by_kernel:
+        return OWNERS[next(iter(by_kernel)).partition(" ")[0]]
     dtypes = {str(one.dtype) for one in model.parameters() if not one.is_floating_point()}
-    return said or ", ".join(sorted(dtypes)) if dtypes else None
+    return configured or ", ".join(sorted(dtypes)) if dtypes else None
 
 
 def refuse_untested_kernels(model: Any) -> None:

@@ -63,7 +63,7 @@ def recognise(model: Any) -> RecognisedModel:
 
 def traced(model: Any) -> Trace:
     """A trace of a model's own forward: that of its derivation if it has just been derived."""
-    known = next((found for of, version, found in _LATEST if of() is model and version == model_version(model)), None)
+    known = next((record for of, version, record in _LATEST if of() is model and version == model_version(model)), None)
     _LATEST.clear()
     if known is not None:
         return known
@@ -80,15 +80,15 @@ def _trace(model: Any) -> tuple[str, str, Trace]:
 
 @torch.no_grad()
 def _derived(model: Any) -> Family:
-    config, found = text_config(model), None
+    config, record = text_config(model), None
     try:
-        path, name, found = _trace(model)
-        family = derive(model, config, found, path, name)
+        path, name, record = _trace(model)
+        family = derive(model, config, record, path, name)
         _expect_no_other_limits(config, family)
     except DerivationError as reason:
         refuse_not_finite(model)
-        if found is not None:
-            refuse_overflow(model, found.logits)
+        if record is not None:
+            refuse_overflow(model, record.logits)
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
     except torch.OutOfMemoryError:
         raise
@@ -97,7 +97,7 @@ def _derived(model: Any) -> Family:
         raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
     if family.mask_buffer_path is None:
         refuse_contradiction(config, attention_reaches(config, family), family)
-    _LATEST[:] = [(ref(model), model_version(model), found)]
+    _LATEST[:] = [(ref(model), model_version(model), record)]
     return family
 
 

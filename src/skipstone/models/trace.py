@@ -66,28 +66,28 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     of_kind = stateful_kinds(config)
     first: dict[int, list[ModuleCall]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
     cache = DynamicCache(config=config) if any(of_kind) else DynamicCache()
-    found = Trace(ids.to(input_device(model)), inside=first, cache=cache)
-    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found), stable_defaults():
-        found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
-    return found
+    record = Trace(ids.to(input_device(model)), inside=first, cache=cache)
+    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, record), stable_defaults():
+        record.logits = model(record.ids, past_key_values=record.cache, use_cache=True).logits
+    return record
 
 
 @contextmanager
-def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> Iterator[None]:
+def _recorded(model: Any, owner: Any, layers: nn.ModuleList, record: Trace) -> Iterator[None]:
     """Record all calls of this thread inside the context."""
     tracing = get_ident()
 
     def part(call: ModuleCall) -> None:
-        found.parts.append(call)
+        record.parts.append(call)
 
     def layer(number: int) -> Callable[[ModuleCall], None]:
-        return lambda call: found.layers.append((number, call))
+        return lambda call: record.layers.append((number, call))
 
     def counted(number: int) -> Callable[[ModuleCall], None]:
-        values = found.returned.setdefault(number, {})
+        values = record.returned.setdefault(number, {})
         return lambda call: values.update({call.path: len(call.output) if isinstance(call.output, (tuple, list)) else 0})
 
-    watched: list[tuple[str, Any, Callable[[ModuleCall], None]]] = [("", model.get_output_embeddings(), found.heads.append)]
+    watched: list[tuple[str, Any, Callable[[ModuleCall], None]]] = [("", model.get_output_embeddings(), record.heads.append)]
     for name, module in owner.named_children():
         if module is not layers:
             several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
@@ -95,11 +95,11 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
     watched += [(str(number), one, layer(number)) for number, one in enumerate(layers)]
     for number, one in enumerate(layers):
         watched += [(name, child, counted(number)) for name, child in one.named_children()]
-    for number, calls in found.inside.items():
+    for number, calls in record.inside.items():
         watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
     hooks: list[Any] = []
     try:
-        hooks.append(layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found, tracing)))
+        hooks.append(layers[0].register_forward_pre_hook(lambda *_: _begin_layers(record, tracing)))
         # one by one, so that Ctrl-C in between leaves no hook
         hooks.extend(one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched)
         yield
@@ -108,9 +108,9 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
             hook.remove()
 
 
-def _begin_layers(found: Trace, tracing: int) -> None:
-    if found.before is None and get_ident() == tracing:
-        found.before = len(found.parts)
+def _begin_layers(record: Trace, tracing: int) -> None:
+    if record.before is None and get_ident() == tracing:
+        record.before = len(record.parts)
 
 
 def _hook(path: str, add: Callable[[ModuleCall], None], tracing: int) -> Any:

@@ -65,11 +65,11 @@ def name_of(level: str) -> str:
 
 def source_hash(csrc: Path = CSRC) -> str:
     """A hash of the sources of a library: every .h and .cpp file of a folder, and the compiler flags."""
-    found = hashlib.sha256(repr((FLAGS, [(one.name, one.flags) for some in LEVELS.values() for one in some])).encode())
+    digest = hashlib.sha256(repr((FLAGS, [(one.name, one.flags) for some in LEVELS.values() for one in some])).encode())
     for path in sorted(path for path in csrc.iterdir() if path.suffix in (".h", ".cpp")):
         text = path.read_bytes()
-        found.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
-    return found.hexdigest()[:16]
+        digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def compiler() -> list[str]:
@@ -79,10 +79,10 @@ def compiler() -> list[str]:
         raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
     if chosen:
         return chosen
-    found = next(filter(shutil.which, COMPILERS), None)
-    if found is None:
+    name = next(filter(shutil.which, COMPILERS), None)
+    if name is None:
         raise BuildError(f"there is no C++ compiler: $CXX is not set, and none of {', '.join(COMPILERS)} is on the PATH")
-    return [found]
+    return [name]
 
 
 def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:

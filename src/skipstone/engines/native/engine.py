@@ -65,7 +65,7 @@ class NativeEngine(Engine):
     def __init__(self, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True) -> None:
         """ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first
         error without keep_weights, the model has lost some weights and must be loaded again."""
-        num_threads = threads.asked()
+        num_threads = threads.requested_number()
         self._library, self.quantize = declare(library.load()), quantize
         self.version = model_version(model).weights
         if not keep_weights:

@@ -32,10 +32,10 @@ def load() -> ctypes.CDLL:
     RuntimeError with the sentence of `missing` if there is none. ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this
     CPU.
     """
-    found = _found()
-    if found.library is None:
-        raise RuntimeError(found.missing)
-    return found.library
+    result = _cached_search()
+    if result.library is None:
+        raise RuntimeError(result.missing)
+    return result.library
 
 
 def missing() -> str | None:
@@ -43,7 +43,7 @@ def missing() -> str | None:
 
     ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
     """
-    return _found().missing
+    return _cached_search().missing
 
 
 def features() -> frozenset[str]:
@@ -81,7 +81,7 @@ def _search() -> LibrarySearchResult:
     return find(build.HERE, features(), os.environ.get(VARIABLE))
 
 
-def _found() -> LibrarySearchResult:
+def _cached_search() -> LibrarySearchResult:
     with _LOCK:
         return _search()
 

@@ -13,20 +13,20 @@ TRIAL_SECONDS = 0.5  # no further round begins after this time
 MIN_RELATIVE_SPEED = 0.9  # more threads are preferred down to this share of the best speed, as load may have slowed them
 
 
-def asked() -> int | None:
+def requested_number() -> int | None:
     """The value of SKIPSTONE_THREADS, None if unset or empty. ValueError if it is no valid number."""
-    said = os.environ.get(VARIABLE) or None
-    if said is None:
+    value = os.environ.get(VARIABLE) or None
+    if value is None:
         return None
-    if not said.isdecimal() or not 1 <= int(said) <= MAX_THREADS:
-        raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MAX_THREADS}, found {said!r}")
-    return int(said)
+    if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
+        raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MAX_THREADS}, found {value!r}")
+    return int(value)
 
 
 def cores() -> int:
     """Number of cores that this process may use, at most MAX_THREADS."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(found, MAX_THREADS)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, MAX_THREADS)
 
 
 def fastest(run: Callable[[int], None], max_threads: int) -> int:
@@ -37,7 +37,7 @@ def fastest(run: Callable[[int], None], max_threads: int) -> int:
     numbers = sorted({1, max(1, max_threads // 2), max_threads})
     if len(numbers) == 1:
         return max_threads
-    least = dict.fromkeys(numbers, float("inf"))
+    best_seconds = dict.fromkeys(numbers, float("inf"))
     began = time.perf_counter()
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() - began > TRIAL_SECONDS:
@@ -46,6 +46,6 @@ def fastest(run: Callable[[int], None], max_threads: int) -> int:
             run(number)  # wakes the threads up
             awake = time.perf_counter()
             run(number)
-            least[number] = min(least[number], time.perf_counter() - awake)
-    best = min(least.values())
-    return max(number for number in numbers if best >= MIN_RELATIVE_SPEED * least[number])
+            best_seconds[number] = min(best_seconds[number], time.perf_counter() - awake)
+    best = min(best_seconds.values())
+    return max(number for number in numbers if best >= MIN_RELATIVE_SPEED * best_seconds[number])
