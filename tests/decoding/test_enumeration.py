@@ -51,7 +51,7 @@ def test_layerskip_standard_has_the_exact_law(model: Any, new: int, steps: set[t
     assert steps <= set(seen.steps)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("threshold", [0.6, "adaptive"])
 def test_layerskip_standard_has_the_exact_law_over_five_tokens(model: Any, threshold: Any) -> None:
     method = LayerSkip(exit_layer=1, num_speculative_tokens=3, confidence_threshold=threshold)

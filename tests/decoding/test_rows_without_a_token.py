@@ -3,6 +3,7 @@ under every method, and the rows next to them go on."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from tests.helpers import families
+from tests.helpers.pairwise import slow_except
 
 ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="not built"))]
 SAMPLED = {"do_sample": True, "temperature": 0.8}
@@ -84,10 +86,11 @@ def test_nan_logits_fail_the_row_and_not_the_batch(engine: str, setting: str) ->
     assert all("not finite" in why and "float32" in why for why in errors.values())
 
 
-@pytest.mark.slow
+CELLS = list(itertools.product(METHODS, SETTINGS))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "setting"), slow_except((), CELLS, full=CELLS[::2]))
 def test_every_method_fails_at_the_same_place(name: str, engine: str, setting: str) -> None:
     options, model, method = SETTINGS[setting], families.build("llama"), METHODS[name]()
     whole, _ = written(model, method, engine, **options)

@@ -31,7 +31,10 @@ WHY = {
 QUICK = ("lfm2", "mpt", "qwen2_vl")
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, [*families.FURTHER, *wrapped.WRAPPERS]))
+TYPES = [*families.FURTHER, *wrapped.WRAPPERS]
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, TYPES, full=TYPES[::4]))
 def test_a_type_runs_compiled_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, "eager")
     model = wrapped.build(name) if name in wrapped.WRAPPERS else families.build(name)

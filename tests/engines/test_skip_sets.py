@@ -167,7 +167,7 @@ TEXTS: list[str] = [name for name in families.FURTHER if name not in families.HY
 QUICK_TEXTS = ("gptj", "mpt", "biogpt", "two MLPs beside each other", "dense and sparse layers by turns")
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK_TEXTS, TEXTS))
+@pytest.mark.parametrize("name", slow_except(QUICK_TEXTS, TEXTS, full=[*TEXTS[::4], *VARIANTS]))
 def test_what_drafts_without_sublayers_gives_the_text_of_plain_decoding(name: str) -> None:
     model, ids = built(name), families.prompts(1)[0][None]
     plain = skipstone.generate(model, ids, "autoregressive", max_new_tokens=NEW, do_sample=False).new_tokens

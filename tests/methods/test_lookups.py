@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -158,7 +159,6 @@ def looping(model: Any, length: int = 40, seed: int = 0) -> torch.Tensor:
     return torch.tensor(said.new_tokens[0][-length:])
 
 
-FAMILIES = [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in families.NAMES]
 METHODS: list[Method] = [
     PromptLookup(),
     PromptLookup(prefer="first"),
@@ -187,8 +187,10 @@ def repeating(family: str, forgets: bool) -> tuple[Any, Any, list[tuple[dict[str
     return model, asked, [(way, skipstone.generate(model, asked, Autoregressive(), **WISH, **way).new_tokens) for way in ways]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", slow_except((METHODS[3],), METHODS), ids=str)
+CELLS = list(itertools.product(METHODS, families.NAMES))
+
+
+@pytest.mark.parametrize(("method", "family"), slow_except([(METHODS[3], "llama")], CELLS, full=CELLS[::7]), ids=str)
 def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, family: str) -> None:
     """Not Jacobi of a forgetful model: of what follows from the last token alone, nothing can be guessed before it is there."""
     model, asked, said = repeating(family, not isinstance(method, Jacobi))

@@ -1,4 +1,4 @@
-"""Random products of models, windows, rows, settings, ends, chunks, drafts and schedules; only in `make test-all`."""
+"""Random products of models, windows, rows, settings, ends, chunks, drafts and schedules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers.machine import decode, llama, mistral, prompt, serve
+from tests.helpers.pairwise import slow_except
 from tests.helpers.trees import Trees, reference
 
 
@@ -62,8 +63,7 @@ def a_layerskip(dice: random.Random, rule: Any) -> LayerSkip:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", slow_except((), range(60), full=range(12)))
 def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int) -> None:
     """Served by three rows or decoded as one batch; every third time LayerSkip's standard rule, whose text is the one it gives
     alone."""

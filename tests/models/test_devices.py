@@ -6,6 +6,7 @@ Several devices are pretended (tests/helpers/several_devices.py): what is on two
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -99,10 +100,10 @@ def test_methods_write_the_same_over_several_devices(pretending: None, where: st
     assert_same(model, "llama", USUAL[where][drawn], drawn)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("name", EVERY)
+CELLS = list(itertools.product(EVERY, PLACES, (False, True)))
+
+
+@pytest.mark.parametrize(("name", "where", "drawn"), slow_except((), CELLS, full=CELLS[::5]))
 def test_every_method_writes_the_same_over_several_devices(pretending: None, where: str, drawn: bool, name: str) -> None:
     assert_same(spread("llama", where), "llama", name, drawn, NEW)
 

@@ -106,14 +106,10 @@ def test_sampled_text_is_what_the_models_own_distributions_and_the_seed_give(nam
     assert_speculated(drafted)
 
 
-EAGER = [
-    pytest.param(name, marks=[] if name in ("mistral", "falcon") else pytest.mark.slow)
-    for name in families.NAMES
-    if name not in families.EAGER_ONLY
-]
+EAGER = [name for name in families.NAMES if name not in families.EAGER_ONLY]
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", slow_except(("mistral", "falcon"), EAGER, full=EAGER[::3]))
 def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
     assert_speculated(greedy(families.build(name, attn_implementation="eager"), rows=2, new=24))
 
@@ -175,7 +171,7 @@ def test_a_further_type_is_derived_and_verified(name: str) -> None:
     assert mixed == (len({*layer_types(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER))
+@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER, full=()))
 def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
     out = greedy(families.cached(name), rows=2)
     assert out.stats is not None

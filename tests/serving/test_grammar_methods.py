@@ -179,7 +179,7 @@ def test_random_schemas_give_one_text_whatever_drafts(write: OutputText) -> None
     check()
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.usefixtures("untried")
 def test_many_random_schemas_give_one_text_whatever_drafts(write: OutputText) -> None:
     @settings(max_examples=50, deadline=None, derandomize=True, database=None)

@@ -43,7 +43,7 @@ def searched(name: str, seed: int, steps: int = 300) -> float:
     return float(expected_speedup(matchness(best), COSTS.draft(best), COSTS))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_linear_thompson_is_at_least_as_good_as_the_others_on_20_problems() -> None:
     found = {name: np.array([searched(name, seed) for seed in range(20)]) for name in SEARCHES}
     assert (found["linear_ts"] >= found["random"]).all()

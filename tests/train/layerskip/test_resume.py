@@ -113,7 +113,7 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn:
     assert names == ["checkpoint-18", "checkpoint-20", "metrics.jsonl"], "nothing is left lying about"
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_many_more(tmp_path: Path, kind: str, seed: int) -> None:
