@@ -1,4 +1,4 @@
-"""Replicas behind a router, simulated: what 1 to 1,000 of them give, by measured times of one.
+"""Simulates 1 to 1,000 replicas behind a router, with measured times of one replica.
 
     skipstone serve --method autoregressive --port 8000                          # one replica, in another terminal
     python recipes/measure/scaling.py --measure http://127.0.0.1:8000 --out runs/service.json
@@ -6,11 +6,11 @@
     python recipes/measure/scaling.py [--service runs/service.json] [--replicas 1 2 8 64 256 1000] [--load 0.5 0.7]
 
 Conversations begin at random moments (a Poisson process). A conversation has turns: a text of the user, an answer, a pause.
-A turn's prompt is all that was said before. A replica writes for as many requests at a time as it has rows; the more they are,
-the slower is each. It keeps the keys and values of as many conversations as it has rows, those that it wrote last: a turn of
-one of these reads only what is new. `affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded
-of two. Where no row is free at the conversation's replica, `affine` does as `least loaded`. Where none is free at all a request
-waits, and the one that came first goes first.
+A turn's prompt is the conversation so far. A replica decodes at most as many requests at a time as it has rows; more requests
+make each one slower. It keeps the keys and values of as many conversations as it has rows, the latest ones. A turn of one of
+these reads only the new tokens. `affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded of
+two. If no row is free at the conversation's replica, `affine` does as `least loaded`. If no row is free at all, requests wait
+in their order.
 
 --drive plays the same conversations to a server that runs, `least loaded` by a new session for every request, for comparison.
 
@@ -48,7 +48,7 @@ ANSWER = 64
 
 @dataclass(frozen=True)
 class Service:
-    """What one replica does, measured. rates: texts that are written at a time -> tokens a second of all of them together.
+    """Measured speed of one replica. rates: number of concurrent texts -> tokens per second of all of them together.
     reading: prompt tokens a second. hop: seconds that a front and a router add to the first token."""
 
     rates: dict[int, float]
@@ -56,7 +56,7 @@ class Service:
     hop: float = 0.0
 
     def speed(self, rows: int) -> float:
-        """Of each of so many texts, as a share of a lone one's: between measured numbers in a straight line."""
+        """Speed of one of `rows` texts relative to a single text, interpolated linearly between measured numbers."""
         known = sorted(self.rates)
         below = max((one for one in known if one <= rows), default=known[0])
         above = min((one for one in known if one >= rows), default=known[-1])
@@ -66,16 +66,19 @@ class Service:
 
     @property
     def writing(self) -> float:
-        """Tokens a second of a lone text."""
+        """Tokens per second of a single text."""
         fewest = min(self.rates)
         return self.rates[fewest] / fewest
 
 
 @dataclass(frozen=True)
 class Workload:
-    """rate: conversations that begin in a second. turns: of one, the mean of a geometric distribution, MOST_TURNS at most.
-    first, more: tokens of the user's first text and of each further one. written: tokens of an answer, the mean of an
-    exponential distribution. pause: seconds between an answer and the next turn, likewise."""
+    """The conversations of all clients.
+
+    rate: new conversations per second. turns: mean number of turns, geometrically distributed up to MOST_TURNS. first, more:
+    tokens of the user's first and of each further text. written: mean tokens of an answer, exponentially distributed. pause:
+    mean seconds between an answer and the next turn, likewise.
+    """
 
     rate: float
     turns: float = 5.0
@@ -86,9 +89,12 @@ class Workload:
 
 
 @dataclass
-class Seen:
-    """Of every request that counts: seconds until it had a row, until its first token, and until its last one. prompt: their
-    prompt tokens. kept: how many of these were. busy: the share of rows that wrote, over time. asked: requests a second."""
+class RequestStatistics:
+    """Statistics of the counted requests.
+
+    waits, firsts, totals: seconds until a request has a row, its first token and its last token. prompt: prompt tokens. kept:
+    prompt tokens whose keys and values were kept. busy: mean share of busy rows. asked: requests per second.
+    """
 
     waits: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
@@ -101,7 +107,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Fleet:
-    """rows: of each replica. affine: whether conversations stay where they are kept."""
+    """The replicas. rows: per replica. affine: send turns to the replica of their conversation."""
 
     replicas: int
     rows: int = 8
@@ -110,7 +116,7 @@ class Fleet:
 
 @dataclass(eq=False)
 class Conversation:
-    """home: the replica that its name is hashed to. said: tokens so far."""
+    """home: its replica. left: remaining turns. said: tokens so far."""
 
     home: int
     left: int
@@ -119,7 +125,7 @@ class Conversation:
 
 @dataclass(eq=False)
 class Request:
-    """A turn. prompt, written: tokens. asked: when."""
+    """A turn. prompt, written: tokens. asked: time of arrival. counts: it is part of the statistics."""
 
     conversation: Conversation
     prompt: float
@@ -129,8 +135,10 @@ class Request:
 
 
 class Replica:
-    """Rows that share a processor. Its clock runs as fast as each row writes, so that the end of a text stays where it is on it
-    whatever else begins or ends."""
+    """Rows that share a processor.
+
+    Its clock runs at the speed of a row. So the end of a text has a fixed time on this clock, whatever else begins or ends.
+    """
 
     def __init__(self, number: int, rows: int, service: Service) -> None:
         self.number, self.rows, self.service, self.taken = number, rows, service, 0
@@ -139,15 +147,15 @@ class Replica:
         self.kept: OrderedDict[Conversation, float] = OrderedDict()  # the one that was used last stands last
         self.plan = 0
 
-    def look(self, now: float) -> None:
-        """Let the clock run until now."""
+    def advance_clock(self, now: float) -> None:
+        """Advance the clock to the time `now`."""
         if self.taken:
             self.clock += (now - self.looked) * self.service.speed(self.taken)
             self.worked += (now - self.looked) * self.taken
         self.looked = now
 
     def keep(self, conversation: Conversation, tokens: float) -> None:
-        """The keys and values of a conversation, in the place of those that were used the longest ago."""
+        """Keep the keys and values of a conversation and drop the least recently used ones."""
         self.kept[conversation] = tokens
         self.kept.move_to_end(conversation)
         while len(self.kept) > self.rows:
@@ -155,7 +163,7 @@ class Replica:
 
 
 class Simulation:
-    """A fleet, a router and what clients ask. requests: that count, those that come first after `warm` seconds."""
+    """A fleet, a router and clients. requests: number of counted requests, the first ones after `warm` seconds."""
 
     def __init__(self, fleet: Fleet, service: Service, load: Workload, requests: int, warm: float, seed: int = 0) -> None:
         self.fleet, self.service, self.load, self.requests, self.warm = fleet, service, load, requests, warm
@@ -167,17 +175,17 @@ class Simulation:
         self.events: list[tuple[float, int, Any]] = []
         self.order = self.counted = 0
         self.now = self.began = self.before = 0.0
-        self.seen = Seen()
+        self.seen = RequestStatistics()
 
-    def run(self) -> Seen:
-        """Until all that count have their answers. More requests come until then."""
+    def run(self) -> RequestStatistics:
+        """Run until all counted requests have their answers. Further requests arrive until then."""
         self._at(self._drawn(1 / self.load.rate), None)
         while len(self.seen.totals) < self.requests:
             self.now, _, event = heapq.heappop(self.events)
             if isinstance(event, tuple):
-                self._step(*event)
+                self._finish_work(*event)
             else:
-                self._ask(event)
+                self._send_request(event)
         return self.seen
 
     # ------------------------------------------------------------------------------------------------------ clients
@@ -189,42 +197,42 @@ class Simulation:
     def _drawn(self, average: float) -> float:
         return self.draw.expovariate(1 / average) if average else 0.0
 
-    def _ask(self, conversation: Conversation | None) -> None:
-        """A turn; with None the first one of a new conversation."""
+    def _send_request(self, conversation: Conversation | None) -> None:
+        """Send the next turn of a conversation; None begins a new one."""
         if conversation is None:
             self._at(self.now + self._drawn(1 / self.load.rate), None)
             turns = turns_of(self.draw, self.load)
             conversation = Conversation(self.draw.randrange(len(self.replicas)), turns, self.load.first)
         else:
             conversation.said += self.load.more
-        request = Request(conversation, conversation.said, self._drawn(self.load.written), self.now, self._counts())
-        number = self._choice(conversation)
+        request = Request(conversation, conversation.said, self._drawn(self.load.written), self.now, self._is_counted())
+        number = self._choose_replica(conversation)
         if number is None:
             self.waiting.append(request)
         else:
             self._begin(request, self.replicas[number])
 
-    def _counts(self) -> bool:
-        """Whether the request that has just come does."""
+    def _is_counted(self) -> bool:
+        """Whether the request that has just arrived is counted."""
         if self.now < self.warm or self.counted == self.requests:
             return False
         if not self.counted:
-            self.began, self.before = self.now, self._worked()
+            self.began, self.before = self.now, self._row_seconds()
         self.counted += 1
         if self.counted == self.requests:
             took = self.now - self.began
-            self.seen.busy = (self._worked() - self.before) / took / len(self.replicas) / self.fleet.rows
+            self.seen.busy = (self._row_seconds() - self.before) / took / len(self.replicas) / self.fleet.rows
             self.seen.asked = self.requests / took
         return True
 
-    def _worked(self) -> float:
-        """Seconds that rows have written until now, all together."""
+    def _row_seconds(self) -> float:
+        """Busy seconds of all rows so far."""
         return sum(one.worked + (self.now - one.looked) * one.taken for one in self.replicas)
 
     # ------------------------------------------------------------------------------------------------------- router
 
-    def _choice(self, conversation: Conversation) -> int | None:
-        """A replica with a free row."""
+    def _choose_replica(self, conversation: Conversation) -> int | None:
+        """A replica with a free row, or None."""
         if not self.free:
             return None
         if self.fleet.affine and conversation.home in self.where:
@@ -233,7 +241,7 @@ class Simulation:
         return min(looked, key=lambda number: self.replicas[number].taken)
 
     def _begin(self, request: Request, replica: Replica) -> None:
-        replica.look(self.now)
+        replica.advance_clock(self.now)
         replica.taken += 1
         if replica.taken == replica.rows:
             last, place = self.free.pop(), self.where.pop(replica.number)
@@ -245,28 +253,28 @@ class Simulation:
             self.seen.waits.append(self.now - request.asked)
             self.seen.prompt += request.prompt
             self.seen.kept += kept
-        self._expect(replica, (request.prompt - kept) / self.service.reading, False, request)
+        self._start_work(replica, (request.prompt - kept) / self.service.reading, False, request)
 
     # ----------------------------------------------------------------------------------------------------- replicas
 
-    def _expect(self, replica: Replica, work: float, ended: bool, request: Request) -> None:
-        """So many seconds of a lone text's work from now on, a prompt is read or a text is written."""
+    def _start_work(self, replica: Replica, work: float, ended: bool, request: Request) -> None:
+        """Start reading a prompt or writing a text. work: its seconds if no other text is decoded."""
         self.order += 1
         heapq.heappush(replica.ahead, (replica.clock + work, self.order, ended, request))
         self._plan(replica)
 
     def _plan(self, replica: Replica) -> None:
-        """The next thing that happens to it. What was planned before is void."""
+        """Schedule the replica's next event. Its earlier plan becomes void."""
         replica.plan += 1
         if replica.ahead:
             left = (replica.ahead[0][0] - replica.clock) / self.service.speed(replica.taken)
             self._at(self.now + max(left, 0.0), (replica, replica.plan))
 
-    def _step(self, replica: Replica, plan: int) -> None:
-        """A prompt is read, or a text is written."""
+    def _finish_work(self, replica: Replica, plan: int) -> None:
+        """Finish reading a prompt or writing a text."""
         if plan != replica.plan:
             return
-        replica.look(self.now)
+        replica.advance_clock(self.now)
         replica.clock, _, ended, request = heapq.heappop(replica.ahead)  # the clock again, free of roundings
         if ended:
             self._end(request, replica)
@@ -274,7 +282,7 @@ class Simulation:
             return
         if request.counts:
             self.seen.firsts.append(self.now - request.asked + self.service.hop)
-        self._expect(replica, request.written / self.service.writing, True, request)
+        self._start_work(replica, request.written / self.service.writing, True, request)
 
     def _end(self, request: Request, replica: Replica) -> None:
         conversation = request.conversation
@@ -295,7 +303,7 @@ class Simulation:
 
 
 def turns_of(draw: random.Random, load: Workload) -> int:
-    """Of a conversation that begins."""
+    """Draw the number of turns of a new conversation."""
     turns = 1
     while turns < MOST_TURNS and draw.random() > 1 / load.turns:
         turns += 1
@@ -303,7 +311,7 @@ def turns_of(draw: random.Random, load: Workload) -> int:
 
 
 def rate_for(load: float, replicas: int, rows: int, service: Service, work: Workload) -> float:
-    """Conversations a second that keep so many replicas busy for such a share of the time, if nothing is kept."""
+    """New conversations per second that keep the replicas busy for a share `load` of the time, if no prompt is reused."""
     comes = [(1 - 1 / work.turns) ** turn for turn in range(MOST_TURNS)]  # the probability that a conversation has this turn
     prompts = sum(share * (work.first + turn * (work.more + work.written)) for turn, share in enumerate(comes))
     alone = prompts / service.reading + sum(comes) * work.written / service.writing
@@ -314,7 +322,7 @@ def rate_for(load: float, replicas: int, rows: int, service: Service, work: Work
 
 
 async def _stream(client: httpx.AsyncClient, ids: list[int], tokens: int, more: dict[str, Any]) -> tuple[float, float]:
-    """Seconds to the first token, and for each further one."""
+    """(seconds to the first token, seconds per further token)."""
     body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, **more}
     began, came = time.perf_counter(), list[float]()
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -347,9 +355,9 @@ async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times
     return Service(rates, (LONG - SHORT) / (reading[LONG] - reading[SHORT]))
 
 
-async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: int) -> Seen:
+async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: int) -> RequestStatistics:
     """What clients of a server see that begin conversations for so long; those of the first fifth do not count."""
-    draw, seen, began = random.Random(seed), Seen(), time.perf_counter()
+    draw, seen, began = random.Random(seed), RequestStatistics(), time.perf_counter()
     talks: list[asyncio.Task[None]] = []
 
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
@@ -401,8 +409,8 @@ async def _heard(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[
 # --------------------------------------------------------------------------------------------------------------- the table
 
 
-def told(seen: Seen) -> list[str]:
-    """Figures of a row of the table."""
+def table_cells(seen: RequestStatistics) -> list[str]:
+    """The cells of a row of the table."""
     waited = sum(one > 0 for one in seen.waits) / max(1, len(seen.waits))
     first = f"{1000 * median(seen.firsts):.0f} ({1000 * quantiles(seen.firsts, n=20)[-1]:.0f})"
     shares = seen.kept / seen.prompt, seen.busy, waited
@@ -410,13 +418,13 @@ def told(seen: Seen) -> list[str]:
 
 
 def read(path: Path) -> Service:
-    """As --out has written it."""
+    """Read a file of --out."""
     found = json.loads(path.read_text(encoding="utf-8"))
     return Service({int(rows): rate for rows, rate in found["rates"].items()}, found["reading"], found.get("hop", 0.0))
 
 
 def flags() -> argparse.Namespace:
-    """Of the command line."""
+    """Flags of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", metavar="URL", help="measure a server, and simulate nothing")
     parser.add_argument("--speculative", help="of --measure: the method of the requests")
@@ -457,7 +465,7 @@ def main() -> None:
                     run = asyncio.run(driven(asked.drive, work, asked.seconds, affine, asked.seed))
                 else:
                     run = Simulation(Fleet(replicas, asked.rows, affine), service, work, asked.requests, warm, asked.seed).run()
-                row = [str(replicas), f"{load:g}", "affine" if affine else "least loaded", *told(run)]
+                row = [str(replicas), f"{load:g}", "affine" if affine else "least loaded", *table_cells(run)]
                 print(f"| {' | '.join(row)} |", flush=True)
 
 

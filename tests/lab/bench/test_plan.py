@@ -242,13 +242,3 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
 def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
     assert read(PromptBuilder(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
-
-
-def test_the_usual_values_are_the_same_for_ours_and_for_the_peer() -> None:
-    ours, peer = (plan.usual(name, 16) for name in ("layerskip", "hf-early-exit"))
-    assert ours["exit_layer"] == peer["exit_layer"] == [2, 3, 4, 6, 8]
-    assert ours["num_speculative_tokens"] == peer["num_assistant_tokens"]
-    assert set(ours["confidence_threshold"]) == {None, 0.2, 0.3, 0.4, 0.5, 0.6}
-    assert set(peer["confidence_threshold"]) >= {0.0, 0.4}
-    assert plan.usual("layerskip", 2)["exit_layer"] == [1]
-    assert plan.usual("autoregressive", 16) == {}

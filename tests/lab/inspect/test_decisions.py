@@ -29,12 +29,12 @@ STEPS = [
 
 def test_what_was_won_is_tokens_less_time_in_plain_steps() -> None:
     """A plain step takes 10 ms: 0, then 5 - 2 more, then 1 - 1.7 more, then nothing, four steps at once among it."""
-    assert decisions.won(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
+    assert decisions.cumulative_gain(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
 
 
 def test_a_log_without_a_plain_step_has_no_measure() -> None:
     with pytest.raises(ValueError, match="no plain step"):
-        decisions.won(STEPS[1:2])
+        decisions.cumulative_gain(STEPS[1:2])
 
 
 def test_every_drafter_has_a_line_with_its_steps() -> None:

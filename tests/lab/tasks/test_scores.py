@@ -84,12 +84,9 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(samples: int, passed: 
     for k in range(1, samples + 1):
         draws = list(itertools.combinations([1] * passed + [0] * (samples - passed), k))
         assert scores.pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-def test_impossible_counts_are_refused() -> None:
-    for samples, passed, k in ((3, 4, 1), (3, 1, 4), (3, 1, 0), (3, -1, 1)):
+    for wrong in ((samples, samples + 1, 1), (samples, passed, samples + 1), (samples, passed, 0), (samples, -1, 1)):
         with pytest.raises(ValueError, match="pass@k needs"):
-            scores.pass_at_k(samples, passed, k)
+            scores.pass_at_k(*wrong)
 
 
 ROW = {

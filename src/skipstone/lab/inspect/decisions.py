@@ -1,4 +1,4 @@
-"""One text's decisions as a picture: what drafted where, and the time that was won with it."""
+"""A picture of one text's decisions: which drafter was used where, and the time that it saved."""
 
 import io
 from collections.abc import Sequence
@@ -13,9 +13,11 @@ from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
 
-def won(found: Sequence[Replayed]) -> list[float]:
-    """Plain steps that were won by the end of every step: of its tokens, less what it took. ValueError without a plain step,
-    whose median time is the measure."""
+def cumulative_gain(found: Sequence[Replayed]) -> list[float]:
+    """Cumulative gain in plain steps after every decision: its tokens minus its time.
+
+    The unit is the median time of a plain step. ValueError without one.
+    """
     steps = [step for one in found if one.recorded.kind in (PLAIN, PROBE) for step in one.results]
     plain = [step.warm_seconds or step.seconds / step.steps for step in steps]
     if not plain:
@@ -25,8 +27,7 @@ def won(found: Sequence[Replayed]) -> list[float]:
 
 
 def figure(found: Sequence[Replayed]) -> Any:
-    """A matplotlib figure: a line for every drafter, with a bar for each of its steps as long as the tokens that it committed;
-    below, the plain steps that were won so far."""
+    """A matplotlib figure: one line per drafter with a bar per step, as long as its tokens; below, the cumulative gain."""
     drawn = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=(11, 4), layout="constrained")
     lines, gain = drawn.subplots(2, 1, sharex=True)
     kinds = list(dict.fromkeys(one.recorded.kind for one in found))
@@ -35,7 +36,7 @@ def figure(found: Sequence[Replayed]) -> Any:
         lines.broken_barh(bars, (number - 0.4, 0.8), color=f"C{number}", edgecolor="white", linewidth=0.4)
     lines.set_yticks(range(len(kinds)), kinds, fontsize=8)
     lines.invert_yaxis()
-    gain.plot([one.position + one.tokens for one in found], won(found), color="black", linewidth=1)
+    gain.plot([one.position + one.tokens for one in found], cumulative_gain(found), color="black", linewidth=1)
     gain.axhline(0, color="grey", linewidth=0.6)
     gain.set_ylabel("plain steps won")
     gain.set_xlabel("token")

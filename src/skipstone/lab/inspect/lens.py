@@ -1,7 +1,7 @@
-"""`skipstone inspect`: what every layer already knows, where an early exit would pay, and both as pictures.
+"""`skipstone inspect`: the logit lens, the speed-up that every early exit would bring here, and both as pictures.
 
-The logit lens: the model's norm and head on the output of each layer (LayerSkip, arXiv 2404.16710, Figure 2; AdaDecode,
-arXiv 2506.03700, Figure 3). With the measured time of each layer it follows what drafting with layers[:E] would bring here.
+The logit lens is the model's norm and head on the output of each layer (LayerSkip, arXiv 2404.16710, Figure 2; AdaDecode,
+arXiv 2506.03700, Figure 3). The measured time of each layer gives the speed-up of drafting with layers[:E].
 """
 
 import base64
@@ -29,12 +29,12 @@ from skipstone.policy.cost_model import StepCosts, expected_tokens
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
-SHOWN = 40  # tokens across one heat map
+MAX_TOKENS = 40  # columns of a heat map
 
 
 @dataclass(frozen=True)
 class ExitForecast:
-    """What LayerSkip would bring with an exit layer, at its best draft length."""
+    """The expected speed-up of LayerSkip at an exit layer, with the best draft length."""
 
     exit_layer: int
     agreement: float
@@ -44,15 +44,15 @@ class ExitForecast:
 
 @dataclass(frozen=True)
 class Lens:
-    """All that was seen over n generated tokens of one or more prompts. Lists of layers begin with layer 1, L is the last."""
+    """The lens over n generated tokens of one or more prompts. Lists over layers begin with layer 1 and end with L."""
 
     tokens: list[int]  # [n] ids
     top: list[list[int]]  # [L][n], the best token after each layer
     probability: list[list[float]]  # [L][n], its probability
-    first: list[int]  # [n], the first layer from which on the final token stays the best
-    agreement: list[float]  # [L], share of tokens at which a layer's best token is the last layer's
-    similarity: list[float]  # [L], mean cosine of what enters a layer and what leaves it
-    breaks: list[int]  # where prompts begin in n
+    first: list[int]  # [n], the first layer after which the final token stays the best
+    agreement: list[float]  # [L], share of tokens with the same best token as the last layer
+    similarity: list[float]  # [L], mean cosine of a layer's input and output
+    breaks: list[int]  # index in n at which each prompt begins
     costs: PassTimes
     expected: list[ExitForecast]
 
@@ -63,12 +63,12 @@ class LensReading:
 
     probability: list[list[float]]  # [k + 1][n], of the generated token
     divergence: list[float]  # [k + 1], mean KL(p* || p) in nats
-    agreement: list[float]  # [k + 1], share of tokens at which an exit's best one is the last layer's
+    agreement: list[float]  # [k + 1], share of tokens with the same best token as the last layer
 
 
 @dataclass(frozen=True)
 class HeadLens:
-    """The lens through AdaDecode's exit heads beside the model's own (AdaDecode, Figure 3)."""
+    """The lens through AdaDecode's exit heads and through the model's own head (AdaDecode, Figure 3)."""
 
     layers: list[int]  # of every exit, and L
     own: LensReading  # by the model's LM head
@@ -76,10 +76,10 @@ class HeadLens:
 
 
 def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int) -> Lens:
-    """Generate greedily and look at every layer. prompts: [T] int64 ids. ValueError for models that skipstone cannot decode."""
+    """Generate greedily and read every layer. prompts: [T] int64 ids. ValueError for models that skipstone cannot decode."""
     runner = ModelRunner(model)
     parts, tokens, breaks = [], [], []
-    with neutral_defaults(model, stop_at_eos=True):  # what follows the end is no text
+    with neutral_defaults(model, stop_at_eos=True):  # tokens after the end are no text
         for prompt in prompts:
             options = {"max_new_tokens": max_new_tokens, "do_sample": False}
             new = api.generate(model, prompt[None].to(model.device), "autoregressive", **options).new_tokens
@@ -98,7 +98,7 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
 
 
 def _states(runner: ModelRunner, prompt: Tensor, new: Tensor) -> list[Tensor]:
-    """States of which the new tokens were chosen, before the first and after every layer: L + 1 tensors [1, n, d]."""
+    """States from which the new tokens are chosen, before the first and after every layer: L + 1 tensors [1, n, d]."""
     span = slice(len(prompt) - 1, len(prompt) + len(new) - 1)
     return [state[:, span] for state in layer_states(runner, torch.cat([prompt, new]))]
 
@@ -119,14 +119,14 @@ def expectations(agreement: Sequence[float], costs: PassTimes) -> list[ExitForec
     A step of d drafts takes d passes of layers[:E] with the head, one more pass of them for the last draft, and a scoring pass
     of the other layers over d + 1 tokens.
     """
-    depth, found = len(costs.layers), []
+    depth, forecasts = len(costs.layers), []
     for exit_layer, same in enumerate(agreement[: depth - 1], 1):
         early, share = sum(costs.layers[:exit_layer]), 1 - exit_layer / depth
         scoring = {length + 1: share * seconds + costs.head for length, seconds in costs.rows.items()}
         step = StepCosts(costs.plain, early + costs.head, scoring.__getitem__, fixed=early)
         speed_up, length = max((step.speedup(expected_tokens(same, length), length), length) for length in costs.rows)
-        found.append(ExitForecast(exit_layer, same, length, speed_up))
-    return found
+        forecasts.append(ExitForecast(exit_layer, same, length, speed_up))
+    return forecasts
 
 
 @torch.inference_mode()
@@ -162,9 +162,11 @@ def _reading(parts: Sequence[Tensor]) -> LensReading:
 
 
 def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -> Any:
-    """A matplotlib figure: probability of the best token after each layer, with its text, bold where it is the final one.
-    texts: [L][n]. ImportError that says what to install without matplotlib."""
-    count, layers = min(SHOWN, len(final)), range(1, len(texts) + 1)
+    """A matplotlib figure: probability of the best token after each layer, with its text, bold if it is the final one.
+
+    texts: [L][n]. ImportError that says what to install without matplotlib.
+    """
+    count, layers = min(MAX_TOKENS, len(final)), range(1, len(texts) + 1)
     figure, axes = _figure((1.2 + 0.55 * count, 1 + 0.22 * len(texts)))
     image = _heat(axes, lens.probability, layers, final[:count], fontsize=7)
     image.set_cmap("Blues")
@@ -204,7 +206,7 @@ def layer_figures(lens: Lens) -> Any:
 
 def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
     """A matplotlib figure: probability of the generated tokens after every exit, by the model's own head and by exit heads."""
-    count = min(SHOWN, len(final))
+    count = min(MAX_TOKENS, len(final))
     figure, axes = _figure((2.2 + 0.3 * count, 2 + 0.5 * len(seen.layers)), 2)
     image = None
     for axis, (title, reading) in zip(axes, (("LM head", seen.own), ("exit heads", seen.trained)), strict=True):
@@ -217,7 +219,7 @@ def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
 def save(
     lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str], path: Path, heads: HeadLens | None = None
 ) -> list[Path]:
-    """The pictures as PNG files, or one page of HTML where the path ends in .html. Returns what was written."""
+    """Write the pictures as PNG files, or one page of HTML if the path ends in .html. Returns the paths."""
     figures = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
     if heads is not None:
         figures["heads"] = head_maps(heads, final)
@@ -240,7 +242,7 @@ def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple
 
 
 def _heat(axes: Any, rows: Sequence[list[float]], layers: Sequence[int], final: Sequence[str], **numbers: Any) -> Any:
-    """Probabilities of the final tokens, a row a layer, as an image. numbers: how those of the layers look."""
+    """Probabilities of the final tokens, a row a layer, as an image. numbers: text options of the labels of layers."""
     image = axes.imshow([row[: len(final)] for row in rows], aspect="auto", origin="lower", vmin=0, vmax=1)
     axes.set_xticks(range(len(final)), [_short(text) for text in final], rotation=60, fontsize=7)
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], **numbers)

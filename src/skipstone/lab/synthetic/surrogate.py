@@ -1,18 +1,17 @@
-"""Synthetic models, and their benchmark: random weights of a wanted shape, of which a part agrees with the whole at a wanted
-rate: the first E layers, or what a uniform layer set leaves.
+"""Synthetic models and their benchmark: random weights of a given shape; a part agrees with the whole at a given rate.
 
-They show how much of an expected speed-up the engine delivers on this machine, without a trained model. Nothing they give is a
-result about a language model, and every output says so.
+The part is the first E layers, or all sublayers outside a uniform skip set. Such models show how much of an expected speed-up
+the engine delivers on this machine, without a trained model. No result is about a language model, and every output says so.
 
-Construction: a Llama with weights of spread GAIN / sqrt(fan-in) (attention sharp enough that the next token depends on the
-context, so greedy text does not fall into loops at once) and a head whose logits have a spread of SHARPNESS (some four nats of
-entropy). The output projections of the other sublayers are multiplied by one factor, found by bisection: at 0 those are the
-identity and the part always agrees with the model, at 1 hardly ever.
+Construction: a Llama with weights of spread GAIN / sqrt(fan-in), so that attention is sharp enough for the next token to depend
+on the context and greedy text does not loop at once. The head's logits have a spread of SHARPNESS (about four nats of entropy).
+The output projections of all sublayers outside the part are multiplied by one factor, found by bisection. At 0 these sublayers
+are the identity and the part always agrees with the model; at 1 it hardly ever does.
 
-The two largest of 128,000 such logits lie close together, closer than a language model's; in bfloat16 a pass of one row and one
-of several then often choose differently, whatever was skipped. So with `sure` a share of the vocabulary gets a successor that
-is nearly certain: the embeddings are as strong as what half of the layers write, and the successor's row of the head, which is
-none of the embeddings' then, has a part along the embedding (SURENESS). In a text that share may be another.
+The two largest of 128,000 such logits lie closer together than a language model's. In bfloat16, passes over one row and over
+several then often choose differently. So with `sure`, a share of the vocabulary gets a successor that is nearly certain: the
+embeddings are as large as the output of half of the layers, and the successor's row of the (untied) head has a part along the
+embedding (SURENESS). The share of such tokens in a text may be another one.
 """
 
 import json
@@ -43,17 +42,17 @@ from skipstone.models.passes import SkipSet
 
 GAIN = 2.0  # spread of the weights, times the square root of the fan-in
 SHARPNESS = 3.0  # spread of the logits
-BISECTIONS = 12  # at most
-LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
-TOLERANCE = 0.003  # by which an agreement may miss the wanted one
-NEARLY = 0.05  # by which the interval of the agreement found at last may miss the wanted one
-FEW = 8  # contexts whose distributions are held at once
-OPENING = 4  # random tokens that a sampled context begins with
-WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
-SURENESS = 32.0  # logits that a sure successor gets, were the last hidden state the embedding alone
-ROWS = 16_384  # of the head, changed at once
+MAX_BISECTIONS = 12
+MIN_FACTOR = 1e-7  # the bisection, by ratio, is between it and 1
+TOLERANCE = 0.003  # allowed difference from the target agreement while calibrating
+FINAL_TOLERANCE = 0.05  # allowed difference between the target and the interval of the final agreement
+BATCH = 8  # contexts whose distributions exist at once
+OPENING = 4  # random tokens at the beginning of a sampled context
+LAYER_SPREAD = 6.0  # spread of a layer's output at this GAIN, measured at 8B shape
+SURENESS = 32.0  # logit of a sure successor if the last hidden state were the embedding alone
+HEAD_ROWS = 16_384  # rows of the head changed at once
 CONTEXTS = 128  # sampled texts of a measurement while calibrating
-ALONE = 2  # contexts that are also decoded token by token
+TOKEN_BY_TOKEN = 2  # contexts that are also decoded token by token
 HEAD_DIM = 64  # of shapes given by layers and hidden size
 _LLAMA_3 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
@@ -81,16 +80,16 @@ NAMED: dict[str, dict[str, Any]] = {  # shapes of real models
 
 @dataclass(frozen=True)
 class SurrogateShape:
-    """A surrogate."""
+    """The shape of a synthetic model and its target agreement."""
 
-    name: str  # as it was asked for
+    name: str  # the user's
     config: dict[str, Any]  # of a Llama
-    exit_layer: int | None = None  # E, of the part that is to agree
+    exit_layer: int | None = None  # E, if the part is layers[:E]
     agreement: float | None = None
-    """P(argmax of that part is the model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain
-    decoding only."""
-    skip_ratio: float | None = None  # of a uniform layer set, instead of an exit layer
-    sure: float = 0.0  # share of the tokens whose successor is nearly certain, as in most of a real text
+    """Target probability that the part's argmax is the model's, per token of contexts sampled at T = 1. None calibrates nothing
+    and allows plain decoding only."""
+    skip_ratio: float | None = None  # of a uniform skip set, instead of an exit layer
+    sure: float = 0.0  # share of the tokens with a nearly certain successor, as in most of a real text
 
     def __post_init__(self) -> None:
         depth = self.config["num_hidden_layers"]
@@ -111,18 +110,17 @@ class SurrogateShape:
 
     @property
     def rest(self) -> SkipSet:
-        """The sublayers that are no part of what is to agree."""
+        """The sublayers outside the part that agrees."""
         depth = self.config["num_hidden_layers"]
-        if self.exit_layer is not None:
-            deeper = frozenset(range(self.exit_layer, depth))
-            return SkipSet(deeper, deeper)
-        assert self.skip_ratio is not None
-        space = LayerSetSpace(depth)
-        return space.to_skip_set(space.uniform(space.count(self.skip_ratio)))
+        if self.skip_ratio is not None:
+            space = LayerSetSpace(depth)
+            return space.to_skip_set(space.uniform(space.count(self.skip_ratio)))
+        deeper = frozenset(range(self.exit_layer or depth, depth))
+        return SkipSet(deeper, deeper)
 
     @property
     def part(self) -> str:
-        """What is to agree, in words."""
+        """The part that agrees, in words."""
         return f"layers[:{self.exit_layer}]" if self.exit_layer is not None else f"all but a share of {self.skip_ratio}"
 
     @property
@@ -136,36 +134,43 @@ class SurrogateShape:
 def parse(
     text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None, sure: float = 0.0
 ) -> SurrogateShape:
-    """A name, with `,layers=16` for fewer layers of it; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
-    ValueError names the wrong or missing key."""
-    asked = (exit_layer, agreement, skip_ratio, sure)
+    """A shape from a text. ValueError names the wrong or missing key.
+
+    text: a known name, with `,layers=16` for fewer layers; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
+    """
     named, comma, layers = text.partition(",layers=")
     if named in NAMED and (not comma or (layers.isdecimal() and int(layers) > 0)):
-        return SurrogateShape(text, NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {}), *asked)
-    if text.endswith(".json"):
-        return SurrogateShape(text, _from_file(Path(text)), *asked)
-    values = {"vocab": 4096}
+        config = NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {})
+    elif text.endswith(".json"):
+        config = _read_config(Path(text))
+    else:
+        config = _config_of_sizes(text)
+    return SurrogateShape(text, config, exit_layer, agreement, skip_ratio, sure)
+
+
+def _config_of_sizes(text: str) -> dict[str, Any]:
+    """The config of a text such as layers=24,hidden=192,vocab=4096."""
+    sizes = {"vocab": 4096}
     for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if not equals or key.strip() not in ("layers", "hidden", "vocab"):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key not in ("layers", "hidden", "vocab"):
             raise ValueError(
                 f"a surrogate is one of {', '.join(NAMED)}, a config.json, or layers=24,hidden=192[,vocab=4096]; found {text!r}"
             )
-        if not value.strip().isdecimal() or int(value) < 1:
-            raise ValueError(f"{key.strip()} must be a whole number of at least 1, found {value!r}")
-        values[key.strip()] = int(value)
-    if missing := [name for name in ("layers", "hidden") if name not in values]:
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, found {value!r}")
+        sizes[key] = int(value)
+    if missing := [name for name in ("layers", "hidden") if name not in sizes]:
         raise ValueError(f"the surrogate lacks {missing[0]}, for example {missing[0]}=24")
-    if values["hidden"] % HEAD_DIM:
-        raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {values['hidden']}")
-    layers, hidden, vocab = values["layers"], values["hidden"], values["vocab"]
+    hidden = sizes["hidden"]
+    if hidden % HEAD_DIM:
+        raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {hidden}")
     more = {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": 2048}
-    config = _llama(vocab, hidden, round(8 / 3 * hidden), layers, hidden // HEAD_DIM, **more)
-    return SurrogateShape(text, config, *asked)
+    return _llama(sizes["vocab"], hidden, round(8 / 3 * hidden), sizes["layers"], hidden // HEAD_DIM, **more)
 
 
-def _from_file(path: Path) -> dict[str, Any]:
-    """What a Llama's config.json says of its shape."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """The shape in a Llama's config.json, without dtype, model type and token ids."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -175,31 +180,28 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: the config of a Llama has {missing[0]}")
     if config.get("model_type") != "llama":
         raise ValueError(f"{path}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
-    known, ours = LlamaConfig(), ("dtype", "torch_dtype", "model_type")  # ours: the surrogate's own say
-    return {
-        key: one for key, one in config.items() if hasattr(known, key) and key not in ours and not key.endswith("_token_id")
-    }
+    known, ours = LlamaConfig(), ("dtype", "torch_dtype", "model_type")
+    return {key: x for key, x in config.items() if hasattr(known, key) and key not in ours and not key.endswith("_token_id")}
 
 
 @dataclass(frozen=True)
 class CalibratedSurrogate:
-    """A surrogate, and what it measures like on contexts that the calibration did not see; intervals are over contexts."""
+    """A synthetic model and its measurements on contexts that the calibration did not see. Intervals are over contexts."""
 
     model: LlamaForCausalLM
     shape: SurrogateShape
-    factor: float  # of the output projections that are no part of what agrees
+    factor: float  # of the output projections outside the part that agrees
     agreement: IntervalEstimate  # realised
-    overlap: IntervalEstimate  # mean of sum(min(p, q)), the acceptance that sampling at T = 1 would have
+    overlap: IntervalEstimate  # mean of sum(min(p, q)), the acceptance rate of sampling at T = 1
     alone: IntervalEstimate
-    """How often the whole chooses in passes of one token what it chooses in one pass over all: about as often as a draft can be
-    expected to agree in this dtype on this machine."""
+    """Share of tokens that the whole chooses alike in passes of one token and in one pass over all. No draft can be expected to
+    agree more often in this dtype on this machine."""
 
     def report(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
-        asked = {name: getattr(self.shape, name) for name in ("exit_layer", "skip_ratio", "part", "agreement", "sure")}
         return {
             "shape": self.shape.name,
-            **asked,
+            **{name: getattr(self.shape, name) for name in ("exit_layer", "skip_ratio", "part", "agreement", "sure")},
             "factor": self.factor,
             "realised_agreement": asdict(self.agreement),
             "overlap_at_temperature_1": asdict(self.overlap),
@@ -218,17 +220,17 @@ def calibrate(
     device: str | torch.device = "cpu",
     say: Say = lambda text: None,
 ) -> CalibratedSurrogate:
-    """Build a surrogate and scale the rest of its sublayers until its part agrees with the whole at the wanted rate.
+    """Build a synthetic model and scale the sublayers outside its part until the part reaches the target agreement.
 
-    sequences, length: contexts of each measurement; the one reported uses twice as many, from other seeds. ValueError
-    where the wanted agreement cannot be had.
+    sequences, length: contexts of each measurement; the reported one uses twice as many, from other seeds. ValueError if the
+    target cannot be reached.
     """
     assert shape.agreement is not None
     model = build(shape, seed, dtype, device)
     weights = [module.weight for module in _outputs(model, shape.rest)]
     full = [weight.detach().clone() for weight in weights]
-    low, high, factor = LEAST, 1.0, 1.0
-    for _ in range(BISECTIONS):
+    low, high, factor = MIN_FACTOR, 1.0, 1.0
+    for _ in range(MAX_BISECTIONS):
         factor = (low * high) ** 0.5
         _scale(weights, full, factor)
         agree, _ = measure_agreement(model, shape.rest, contexts(model, sequences, length, seed))
@@ -238,17 +240,17 @@ def calibrate(
         low, high = (factor, high) if agree.value > shape.agreement else (low, factor)
     fresh = contexts(model, 2 * sequences, length, seed + 1_000_000)
     agreement, overlap = measure_agreement(model, shape.rest, fresh)
-    if not agreement.low - NEARLY <= shape.agreement <= agreement.high + NEARLY:
+    if not agreement.low - FINAL_TOLERANCE <= shape.agreement <= agreement.high + FINAL_TOLERANCE:
         raise ValueError(
             f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
         )
-    return CalibratedSurrogate(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
+    return CalibratedSurrogate(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:TOKEN_BY_TOKEN]))
 
 
 def build(
     shape: SurrogateShape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LlamaForCausalLM:
-    """A random Llama whose logits are those of a model that is neither sure nor clueless, drawn on the CPU in its dtype."""
+    """A random Llama with logits of a moderate entropy, drawn on the CPU in its dtype."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config.tie_word_embeddings = config.tie_word_embeddings and not shape.sure
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -264,20 +266,19 @@ def build(
 
 
 def _make_sure(model: Any, share: float) -> None:
-    """Give that share of the tokens a successor that is nearly certain. Every successor has one predecessor: short loops are
-    few, and rarely entered."""
+    """Give a share of the tokens a nearly certain successor. Every successor has one predecessor, so short loops are rare."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if not (count := round(share * len(head))):
         return
-    embedding.mul_(WRITTEN * (model.config.num_hidden_layers / 2) ** 0.5)
+    embedding.mul_(LAYER_SPREAD * (model.config.num_hidden_layers / 2) ** 0.5)
     sure, successors = torch.randperm(len(head))[:count], torch.randperm(len(head))[:count]
-    for tokens, following in zip(sure.split(ROWS), successors.split(ROWS), strict=True):
+    for tokens, following in zip(sure.split(HEAD_ROWS), successors.split(HEAD_ROWS), strict=True):
         along = torch.nn.functional.normalize(embedding[tokens].float(), dim=-1)
         head[following] = (head[following].float() + SURENESS / along.shape[-1] ** 0.5 * along).to(head.dtype)
 
 
 def plain(shape: SurrogateShape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
-    """Random weights of a shape as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
+    """Random weights as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -286,10 +287,9 @@ def plain(shape: SurrogateShape, seed: int, dtype: torch.dtype, device: str | to
 
 
 def _outputs(model: Any, rest: SkipSet) -> list[torch.nn.Linear]:
-    """The projections through which those sublayers write to the residual stream."""
+    """The output projections of sublayers."""
     layers = model.model.layers
-    attentions, mlps = sorted(rest.attention), sorted(rest.mlp)
-    return [layers[i].self_attn.o_proj for i in attentions] + [layers[i].mlp.down_proj for i in mlps]
+    return [layers[i].self_attn.o_proj for i in sorted(rest.attention)] + [layers[i].mlp.down_proj for i in sorted(rest.mlp)]
 
 
 @torch.no_grad()
@@ -311,20 +311,22 @@ def _mean(sums: list[float], tokens: int) -> IntervalEstimate:
     return rate(sums, [float(tokens)] * len(sums)).estimate()
 
 
-def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
+def _zero_output(_module: Any, _inputs: Any, output: Any) -> Tensor:
     return torch.zeros_like(output)
 
 
 @torch.inference_mode()
 def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[IntervalEstimate, IntervalEstimate]:
-    """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
-    the tokens that follow the random start; bootstrap over contexts."""
+    """(agreement, overlap) of a model without some sublayers with the whole model, teacher-forced.
+
+    ids: sampled contexts [S, T]. Their random openings do not count. Intervals are bootstraps over contexts.
+    """
     same, overlap, count = [], [], ids.shape[1] - OPENING
-    for part in ids.split(FEW):  # distributions are large
+    for part in ids.split(BATCH):  # distributions are large
         late = model(part, use_cache=False).logits[:, OPENING:].float()
-        with ExitStack() as silent:
+        with ExitStack() as hooks:
             for module in _outputs(model, rest):
-                silent.enter_context(module.register_forward_hook(_silence))
+                hooks.enter_context(module.register_forward_hook(_zero_output))
             early = model(part, use_cache=False).logits[:, OPENING:].float()
         same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
         overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
@@ -333,8 +335,7 @@ def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[IntervalE
 
 @torch.inference_mode()
 def measure_alone(model: Any, ids: Tensor) -> IntervalEstimate:
-    """How often a model chooses for contexts [S, T] in passes of one token what it chooses in one pass over each, after the
-    random start."""
+    """Share of tokens that a model chooses alike in passes of one token and in one pass. ids: contexts [S, T]."""
     same = []
     for row in ids:
         together = model(row[None], use_cache=False).logits[0, OPENING:].argmax(-1)
@@ -345,7 +346,7 @@ def measure_alone(model: Any, ids: Tensor) -> IntervalEstimate:
 
 
 def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[TaskConversation]:
-    """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
+    """Contexts that the model samples. ValueError if even sampled text loops, because no measurement on it means anything."""
     rows = contexts(model, count, length, seed).cpu()
     shares = [repeated_share(row[:OPENING].tolist(), row[OPENING:].tolist()) for row in rows]
     if (mean := sum(shares) / len(shares)) >= LOOPING:
@@ -354,9 +355,8 @@ def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Task
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[TaskConversation]:
-    """`count` prompts of uniformly random ids."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(vocab, (count, length), generator=generator)
+    """Prompts of uniformly random ids."""
+    rows = torch.randint(vocab, (count, length), generator=torch.Generator().manual_seed(seed))
     return [TaskConversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 
 
@@ -369,20 +369,23 @@ def run_surrogate(
     fresh: bool = False,
     contexts: int = CONTEXTS,
 ) -> Path:
-    """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
-    calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
+    """Measure what the file does not hold yet. The method that drafts with the calibrated part is the model's default.
+
+    contexts: of each measurement while calibrating. ValueError if the file holds another run, or the target agreement cannot be
+    reached.
+    """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     ((_, settings),) = resolved(plan)
     assert settings.num_prompts is not None
     assert settings.prompt_tokens is not None
-    wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    header: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
     counted = shape.agreement is not None and contexts != CONTEXTS
     more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
-    wanted |= {name: value for name, value in more.items() if value is not None}
-    kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
+    header |= {name: value for name, value in more.items() if value is not None}  # as in files from before these settings
+    kept = {**plan.model_dump(mode="json"), "surrogate": header}
     with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
-        model, about = _made(journal, shape, plan, say, contexts)
+        model, about = _load_or_calibrate(journal, shape, plan, say, contexts)
         attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
         count = plan.tune_prompts + settings.num_prompts
         if shape.agreement is None:
@@ -396,8 +399,10 @@ def run_surrogate(
     return path
 
 
-def _made(journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
-    """(the model, what is said of it): calibrated, as the file says or now."""
+def _load_or_calibrate(
+    journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int
+) -> tuple[Any, dict[str, Any]]:
+    """(the model, its report). The file's calibration is taken if it has one."""
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
     device = usable_device(plan.device)
     if shape.agreement is None:

@@ -1,7 +1,7 @@
-"""The data sets that methods are measured on: where each lies, what its records hold, how it asks and how it is scored.
+"""The data sets that methods are measured on: their source, schema, prompts and scores.
 
-Records come from the hub or, with a data folder, from files of JSON lines in the hub's own schema. None of it is part of this
-package but SELF.
+Records come from the hub or, with a data folder, from files of JSON lines in the hub's schema. Only SELF is part of this
+package.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from skipstone.lab.tasks.task import DatasetLocation, Record, ScoreRule, Task
 from skipstone.utils.records import HubRecords
 from skipstone.utils.settings_files import did_you_mean
 
-SELF = "self"  # the task of the prompts that come with this package
-BEGINNING = 32  # words of a story that are given; the rest is to be told
+SELF = "self"  # the prompts of this package
+BEGINNING = 32  # words of a story in the prompt
 
 
 def _filled(template: str) -> Callable[[Record], list[str]]:
@@ -54,7 +54,7 @@ def _rest_of_story(record: Record) -> str:
 
 
 def _one(name: str, good: Callable[[Record, str], bool], executes: bool = False) -> ScoreRule:
-    """A score of one figure, 1 or 0."""
+    """A score of 1 or 0."""
     return ScoreRule(lambda record, output: {name: float(good(record, output))}, executes)
 
 
@@ -177,8 +177,10 @@ TASKS = {
 
 
 def named(name: str) -> Task:
-    """A task of the table, "self" for the few prompts that come with this package, or any file of JSON lines with prompts: the
-    keys prompt (or text, or turns) and, to be scored by exact match, reference. ValueError for an unknown name."""
+    """A task by its name, "self" for the prompts of this package, or a file of prompts. ValueError for an unknown name.
+
+    The file has JSON lines with the key prompt (or text, or turns) and optionally reference, for exact match.
+    """
     if name in TASKS:
         return TASKS[name]
     if name == SELF:

@@ -1,4 +1,4 @@
-"""Conversations: what is asked, turn by turn, as the ids that a model reads."""
+"""Conversations of users' turns, and the prompts that they become."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-"""Stands before the turns where a chat is asked for and the model has no template: Vicuna's, as in Spec-Bench."""
+"""The system prompt of chats with a model that has no template: Vicuna's, as in Spec-Bench."""
 
 Said = tuple[str, str]  # a turn and its answer
 
@@ -29,12 +29,12 @@ def digest(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class TaskConversation:
-    """What is asked: the user's turns, or ids as they are."""
+    """The user's turns, or token ids for models without a tokenizer."""
 
-    source: str  # where it comes from
-    turns: tuple[str, ...] = ()  # what the user says
-    ids: Tensor | None = None  # [T] int64, instead of turns, for models without words
-    record: Record = field(default_factory=dict)  # what it was made of, for scores
+    source: str  # name and number in its data set
+    turns: tuple[str, ...] = ()  # the user's
+    ids: Tensor | None = None  # [T] int64, instead of turns
+    record: Record = field(default_factory=dict)  # the data set's, for scores
 
     def __len__(self) -> int:
         return 1 if self.ids is not None else len(self.turns)
@@ -45,18 +45,18 @@ class TaskConversation:
 
     @property
     def digest(self) -> str:
-        """A short hash, to tell whether two runs asked the same."""
+        """A short hash, to recognise equal prompts in two runs."""
         return digest(self.ids.tolist() if self.ids is not None else list("\0".join(self.turns).encode()))
 
 
 class PromptBuilder:
-    """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: turns stand in the model's template."""
+    """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: use the model's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, chat: bool, limit: int) -> None:
         self.tokenizer, self.chat, self.limit = tokenizer, chat, limit
 
     def ids(self, one: TaskConversation, said: Sequence[Said] = ()) -> Tensor:
-        """[T] int64: the next turn after what was said. ValueError for a prompt without a token."""
+        """[T] int64: the prompt of the next turn. said: earlier turns with answers. ValueError for an empty prompt."""
         if one.ids is not None:
             return one.ids[-self.limit :]
         assert self.tokenizer is not None
@@ -69,7 +69,7 @@ class PromptBuilder:
         return torch.tensor(found)
 
     def cuts(self, one: TaskConversation, said: Sequence[Said] = ()) -> bool:
-        """Whether `ids` leaves out a beginning."""
+        """Whether `ids` cuts the beginning."""
         return len(one.ids if one.ids is not None else self._whole(one, said)) > self.limit
 
     def _whole(self, one: TaskConversation, said: Sequence[Said]) -> list[int]:
@@ -88,12 +88,12 @@ class PromptBuilder:
         return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
 
     def continuation(self, text: str) -> Tensor:
-        """[A] int64: a text that goes on after a prompt, tokenised by itself."""
+        """[A] int64: a text that follows a prompt, tokenised by itself."""
         assert self.tokenizer is not None
         return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What new tokens say, up to an end; nothing for models without words."""
+        """The text of new tokens up to an end of sequence; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
         kept = list(tokens)

@@ -1,6 +1,6 @@
-"""How each paper measures: prompts, lengths, counts and sampling of its tasks.
+"""The protocol of each paper: prompts, lengths, counts and sampling of its tasks.
 
-What a paper does not state is marked `ours`, with what is taken instead.
+`ours` names the settings that a paper does not state and that we chose.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from skipstone.utils.settings_files import did_you_mean
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How one task is asked, everything decided."""
+    """All settings of one task."""
 
     shots: int = 0  # solved examples before the question
-    num_prompts: int | None = None  # how many are reported; None takes all
-    skip_looping: bool = False  # prompts on which plain greedy decoding repeats itself are left out, others take their place
+    num_prompts: int | None = None  # prompts to report; None takes all
+    skip_looping: bool = False  # replace prompts on which plain greedy decoding repeats itself
     prompt_tokens: int | None = None  # longer prompts lose their beginning
     max_new_tokens: int = 512  # of every turn
     temperature: float = 0.0  # 0 is greedy
@@ -24,7 +24,7 @@ class TaskSettings:
     tabs: bool = False  # code is indented by tabs
     rouge: bool = False  # outputs are scored by ROUGE
     protocol: str | None = None  # the paper whose settings these are
-    ours: str = ""  # what the paper does not state, and what is taken instead
+    ours: str = ""  # settings that the paper does not state
 
 
 USUAL = TaskSettings(max_new_tokens=128)  # without a protocol
@@ -69,7 +69,7 @@ PROTOCOLS: dict[str, dict[str, TaskSettings]] = {
 
 
 def settings(protocol: str, task: str) -> TaskSettings:
-    """How a paper asks a task. ValueError for a protocol that does not exist, or does not have the task."""
+    """A paper's settings of a task. ValueError for an unknown protocol or a task that it does not have."""
     if protocol not in PROTOCOLS:
         raise ValueError(f"unknown protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}; there are {', '.join(PROTOCOLS)}")
     if task not in PROTOCOLS[protocol]:

@@ -1,8 +1,8 @@
-"""What runs inside: `python -I sandboxed.py FOLDER LIMITS`, the program on stdin, one JSON line of verdict on stdout.
+"""The inside of the sandbox: `python -I sandboxed.py FOLDER LIMITS`, the program on stdin, one JSON line of verdict on stdout.
 
-Standard library only, and nothing of skipstone: the interpreter is isolated. On Linux, where the system allows it, the program
-gets namespaces of its own: every file system read-only but for its own empty one, no network, no sight of other processes.
-Everywhere it gets resource limits and a supervisor that kills all of it.
+It uses the standard library only, because the interpreter is isolated. On Linux, if the system allows it, the program gets its
+own namespaces: all file systems are read-only except its own empty one, there is no network, and other processes are invisible.
+Everywhere it gets resource limits and a supervisor that kills all of its processes.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ READ_ONLY = 1  # MOUNT_ATTR_RDONLY
 PRIVATE = 1 << 18  # MS_PRIVATE: mounts are not passed on to other namespaces
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-POLL = 0.05  # seconds between two looks at the program
+POLL = 0.05  # seconds between two checks of the program
 MEBIBYTE = 1 << 20  # bytes
 
 
@@ -35,7 +35,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def isolate(folder: str, limits: dict[str, Any]) -> bool:
-    """Leave the system's namespaces. False where this system does not allow it; the limits hold all the same."""
+    """Enter new namespaces. False if this system does not allow it; the limits hold in any case."""
     if not sys.platform.startswith("linux"):
         return False
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
@@ -56,7 +56,7 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
 
 
 def limit(limits: dict[str, Any]) -> None:
-    """The program's resource limits; they pass on to whatever it starts."""
+    """Set the resource limits. Child processes inherit them."""
     memory, file = limits["memory_mb"] * MEBIBYTE, limits["disk_mb"] * MEBIBYTE
     seconds = int(limits["seconds"]) + 1
     for kind, value in (
@@ -73,12 +73,12 @@ def limit(limits: dict[str, Any]) -> None:
 
 
 def execute(program: str, folder: str, limits: dict[str, Any], said: int) -> NoReturn:
-    """The program itself, in a process of its own. Writes to `said` what became of it: nothing where it left early."""
+    """Run the program in this process. Writes its result to the pipe `said`, or nothing if it exits early."""
     own, nothing = os.getpid(), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     os.chdir(folder)
-    os.nice(19)  # a fork bomb shall not starve its supervisor
+    os.nice(19)  # a fork bomb must not starve its supervisor
     try:
         limit(limits)
         exec(compile(program, "program", "exec"), {"__name__": "__main__"})
@@ -91,7 +91,7 @@ def execute(program: str, folder: str, limits: dict[str, Any], said: int) -> NoR
 
 
 def supervise(program: str, folder: str, limits: dict[str, Any], isolated: bool) -> str:
-    """Run the program and end it, with all that it started, when it ends, takes too long or becomes too many."""
+    """Run the program. Kill it and its children when it ends, takes too long or has too many processes. Returns the reason."""
     heard, said = os.pipe()
     child = os.fork()
     if not child:
@@ -116,7 +116,7 @@ def supervise(program: str, folder: str, limits: dict[str, Any], isolated: bool)
 
 
 def started(isolated: bool) -> list[int]:
-    """The program's processes: all others of the namespace, or all descendants; none where there is no /proc to tell."""
+    """The program's processes: all others of the namespace, or all descendants. Empty without /proc."""
     own = os.getpid()
     names = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc/self") else []
     if isolated:
@@ -138,7 +138,7 @@ def started(isolated: bool) -> list[int]:
 
 
 def kill(child: int, isolated: bool) -> None:
-    """End everything that the program is."""
+    """Kill all processes of the program."""
     for _ in range(100):
         for process in {-1} if isolated else {child, *started(False)}:
             try:
@@ -150,13 +150,13 @@ def kill(child: int, isolated: bool) -> None:
 
 
 def main() -> None:
-    """Isolate, supervise, tell."""
+    """Isolate and supervise the program, and print the verdict."""
     folder, limits = sys.argv[1], json.loads(sys.argv[2])
     program = sys.stdin.read()
     isolated = limits["namespaces"] and isolate(folder, limits)
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform.startswith("linux"):
-        libc.prctl(SUBREAPER, 1)  # what loses its parent becomes ours, and is found
+        libc.prctl(SUBREAPER, 1)  # orphans become our children, so that they are found
     if isolated:
         first = os.fork()  # the first process of the namespace: when it ends, the kernel ends all others there
         if first:

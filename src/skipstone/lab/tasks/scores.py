@@ -1,4 +1,4 @@
-"""What an output is worth: final answers, choices, overlap with references, and the programs that test a completion."""
+"""Scores of an output: final answers, choices, overlap with references, and the programs that test a completion."""
 
 import math
 import re
@@ -7,13 +7,15 @@ from typing import Any
 from skipstone.utils.extras import installed
 
 CODE_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\nassert ", "\n```", "\n@")
-"""Where a completion of a function ends at the latest (HumanEval's stop sequences and their kin)."""
+"""Texts that end a completion of a function (HumanEval's stop sequences and similar ones)."""
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
 
 def final_number(text: str) -> float | None:
-    """The answer of a worked sum: the number after the first `####` (GSM8K, arXiv 2110.14168), else the last number; None where
-    there is none. What a model goes on with, another question, does not count."""
+    """The final number of a worked sum: the one after the first `####` (GSM8K, arXiv 2110.14168), else the last, else None.
+
+    Text after a further "Question:" does not count.
+    """
     text = text.partition("Question:")[0]
     marked = text.partition("####")[2]
     found = _NUMBER.findall(marked)[:1] or _NUMBER.findall(text)[-1:]
@@ -29,8 +31,7 @@ def same_number(output: str, reference: str) -> bool:
 
 
 def choice(text: str) -> str | None:
-    """The letter that answers a question with choices A to D: the one after "answer is" or "answer:", else the first that
-    stands alone."""
+    """The chosen letter, A to D: the one after "answer is" or "answer:", else the first letter that stands alone."""
     told = re.search(r"(?i:answer(?:\s+is)?)\s*[:\-]?\s*(?:\(([A-Da-d])\)|([A-D])\b)", text)
     if told:
         return (told[1] or told[2]).upper()
@@ -39,7 +40,7 @@ def choice(text: str) -> str | None:
 
 
 def exact(output: str, reference: str) -> bool:
-    """The same text, but for white space around it."""
+    """Whether two texts are equal up to surrounding white space."""
     return output.strip() == reference.strip()
 
 
@@ -74,8 +75,10 @@ def fenced(output: str) -> str:
 
 
 def human_eval_program(record: dict[str, Any], output: str) -> str:
-    """HumanEval's test of one completion: prompt, completion, test, call. A chat answer that repeats the function stands for
-    itself."""
+    """HumanEval's test of one completion: prompt, completion, test, call.
+
+    A chat answer that repeats the function replaces the prompt's function.
+    """
     whole = fenced(output)
     continues = output.lstrip("\n").startswith((" ", "\t"))
     told = f"def {record['entry_point']}(" in whole and not continues
@@ -84,5 +87,5 @@ def human_eval_program(record: dict[str, Any], output: str) -> str:
 
 
 def mbpp_program(record: dict[str, Any], output: str) -> str:
-    """MBPP's test of one answer: program, set-up (which uses the program's classes), its asserts."""
+    """MBPP's test of one answer: program, set-up (which may use the program's classes), asserts."""
     return "\n".join([fenced(output), record.get("test_setup_code") or "", *record["test_list"]]) + "\n"

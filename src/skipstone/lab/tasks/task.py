@@ -1,4 +1,4 @@
-"""A data set as something to answer: where its records lie, how one asks, how an answer is scored."""
+"""A data set as a task: where its records are, how they become prompts, and how outputs are scored."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from skipstone.utils.records import HubRecords, json_lines
 
 Record = dict[str, Any]  # one record of a data set, in the data set's own schema
-INDENT = " " * 4  # what one tab stands for in a program
+INDENT = " " * 4  # replaces one tab in a program
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """Where records lie."""
+    """Where records come from."""
 
-    hub: HubRecords | None  # None where the hub has none
-    file: str  # of JSON lines, in a data folder; an absolute path stands for itself
+    hub: HubRecords | None  # None if the hub does not have them
+    file: str  # JSON lines, relative to the data folder, or an absolute path
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,17 @@ class Task:
     ask: Callable[[Record], list[str]]  # record -> the user's turns
     score: ScoreRule | None = None
     answer: Callable[[Record], str | None] | None = None
-    """Record -> what stands after the prompt in an example that is shown, and whose perplexity is measured; None for a record
-    without an answer."""
-    examples_source: DatasetLocation | None = None  # where solved examples come from; None shows none
-    keep: Callable[[Record], bool] | None = None  # which records are asked
-    fault: Callable[[Record], str | None] = lambda record: None  # what is wrong with a record
-    category: Callable[[Record], str | None] = lambda record: None  # the kind of its question, for tables of their own
+    """Record -> its answer, for solved examples and for the perplexity of exits; None for a record without one."""
+    examples_source: DatasetLocation | None = None  # of solved examples; None if the task has none
+    keep: Callable[[Record], bool] | None = None  # filter of the records
+    fault: Callable[[Record], str | None] = lambda record: None  # first fault of a record
+    category: Callable[[Record], str | None] = lambda record: None  # category of a record, for tables by category
     rouge: str | None = None
-    """The field against which an output's ROUGE is measured where a protocol wants that instead of the score."""
-    obtain: str = ""  # how to get it without the hub
+    """The reference field for protocols that use ROUGE instead of the score."""
+    obtain: str = ""  # how to get the records without the hub
 
     def records(self, data_dir: Path | None, limit: int | None = None) -> list[Record]:
-        """Its records in their order. FileNotFoundError or OSError that says how to get them, ValueError for another schema."""
+        """The records in order. FileNotFoundError or OSError say how to get them; ValueError for another schema."""
         taken = filter(self.keep, self._read(self.source, data_dir, limit is not None))
         found = list(islice(taken, limit))
         if not found:
@@ -60,7 +59,7 @@ class Task:
         return found
 
     def examples(self, count: int, data_dir: Path | None) -> list[Record]:
-        """The first `count` records to show before the question. ValueError for a task that shows none."""
+        """The first `count` solved examples. ValueError for a task without any."""
         if not count:
             return []
         if self.examples_source is None:
@@ -101,7 +100,7 @@ class Task:
 
 
 def prompt_of(task: Task, record: Record, shown: Sequence[Record]) -> list[str]:
-    """The turns of a record, with solved examples before the first."""
+    """The turns of a record, with solved examples before the first turn."""
     turns = task.ask(record)
     if task.answer is None or not shown:
         return turns
@@ -110,10 +109,10 @@ def prompt_of(task: Task, record: Record, shown: Sequence[Record]) -> list[str]:
 
 
 def tabbed(text: str) -> str:
-    """Indented by tabs, as SWIFT's code and Draft & Verify's give programs to a model."""
+    """Indent with tabs, as the code of SWIFT and of Draft & Verify does in prompts."""
     return text.replace(INDENT, "\t")
 
 
 def untabbed(text: str) -> str:
-    """Indented by spaces again."""
+    """Indent with spaces again."""
     return text.replace("\t", INDENT)

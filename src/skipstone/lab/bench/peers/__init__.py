@@ -1,4 +1,4 @@
-"""What people use today, to measure beside: transformers' own decoding, llama.cpp, a draft model by itself."""
+"""Peers to compare with: transformers' own decoding, llama.cpp, a draft model by itself."""
 
 from skipstone.lab.bench.peers.ggml import LlamaCpp
 from skipstone.lab.bench.peers.hf import DraftAlone, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup

@@ -1,6 +1,7 @@
-"""llama.cpp as a method of the benchmark, on a GGUF file of the model's weights. It runs in a process of its own, in any Python
-that has llama-cpp-python. So neither library meets the other one's threads. This file is not called llama_cpp, because its
-worker would find it in the place of the library.
+"""llama.cpp as a method of the benchmark, on a GGUF file of the model's weights.
+
+It runs in a process of its own, in any Python that has llama-cpp-python, so the libraries do not share threads. This file is
+not called llama_cpp, because its worker would import it instead of the library.
 """
 
 import json
@@ -20,15 +21,15 @@ from skipstone.lab.bench.peers.peer import Peer
 from skipstone.lab.timing.measure import GeneratedOutput
 
 WORKER = Path(__file__).with_name("ggml_worker.py")
-SETTLES = 0.05  # seconds in which its threads stop waiting for work in a loop, before anybody else's turn; they are not counted
-MOST_DRAFTS = 511  # a scoring pass has at most 512 rows
+SETTLES = 0.05  # seconds, not counted, until its threads stop spinning, before another method runs
+MAX_DRAFTS = 511  # a scoring pass has at most 512 rows
 FULL = {0: "F32", 1: "F16", 32: "BF16"}  # llama_ftype of files whose weights are not quantised
 
 
 class LlamaCppProcess:
-    """The process. ValueError for what it cannot load or do.
+    """A process of ggml_worker.py. ValueError if it cannot load or do something.
 
-    command: the arguments of ggml_worker.py. known: its first line.
+    command: the arguments of ggml_worker.py. known: its first line, parsed.
     """
 
     def __init__(self, python: str, *command: str) -> None:
@@ -45,11 +46,11 @@ class LlamaCppProcess:
         return self._process.poll() is None
 
     def __call__(self, **question: Any) -> dict[str, Any]:
-        """Its answer to one question (ggml_worker.py)."""
+        """The answer to one request (ggml_worker.py)."""
         assert self._process.stdin is not None
         try:
             print(json.dumps(question), file=self._process.stdin, flush=True)
-        except OSError:  # the process has ended; its last words are the error
+        except OSError:  # the process has ended; its last output is the error
             return self._answer()
         return self._answer()
 
@@ -67,11 +68,11 @@ class LlamaCppProcess:
 
 
 _WORKERS: dict[tuple[str, ...], LlamaCppProcess] = {}
-"""The process of every command, as long as it lives."""
+"""Command -> its running process."""
 
 
 def worker(*command: str) -> LlamaCppProcess:
-    """The process of a command; started where it is not there or has ended."""
+    """The process of a command, started if it is not running."""
     if command not in _WORKERS or not _WORKERS[command].alive:
         _WORKERS[command] = LlamaCppProcess(*command)
     return _WORKERS[command]
@@ -82,7 +83,7 @@ class LlamaCpp(Peer):
     """llama.cpp, greedily, on the CPU.
 
     file: the GGUF file. python: the Python that has llama-cpp-python, by default this one. drafts: None for plain decoding,
-    "prompt-lookup" for llama-cpp-python's own, or the GGUF file of a draft model. num_draft_tokens: most drafts a step.
+    "prompt-lookup" for llama-cpp-python's own, or the GGUF file of a draft model. num_draft_tokens: draft tokens per step.
     confidence_threshold: drafting with a model stops before a token whose probability is below it. llama.cpp's own defaults of
     both have changed from release to release; these are those of 2025.
     """
@@ -99,7 +100,7 @@ class LlamaCpp(Peer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """With llama-cpp-python's version."""
+        """The settings with llama-cpp-python's version."""
         return asdict(self) | {"version": self._worker().known["version"]}
 
     @property
@@ -116,14 +117,14 @@ class LlamaCpp(Peer):
             if not isinstance(value, str) and (name != "drafts" or value is not None):
                 raise ValueError(f"llama-cpp: {name} must be a path, found {value!r}")
         super().check(model)
-        if self.num_draft_tokens > MOST_DRAFTS:
-            raise ValueError(f"llama-cpp: num_draft_tokens must be at most {MOST_DRAFTS}, found {self.num_draft_tokens}")
+        if self.num_draft_tokens > MAX_DRAFTS:
+            raise ValueError(f"llama-cpp: num_draft_tokens must be at most {MAX_DRAFTS}, found {self.num_draft_tokens}")
         head: Any = model.get_output_embeddings()
         if (found := self._worker().known["vocabulary"]) != head.weight.shape[0]:
             raise ValueError(f"llama-cpp: {self.file} has {found} tokens, the model {head.weight.shape[0]}")
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
-        """As `Engine.generate`. The time has the pipe to the other process in it."""
+        """As `GenerationBackend.generate`. The time includes the pipe to the process."""
         eos: Any = model.generation_config.eos_token_id
         stop = [] if eos is None else [int(one) for one in torch.as_tensor(eos, dtype=torch.int64, device="cpu").flatten()]
         asked = {"ids": prompt[0].tolist(), "new": options["max_new_tokens"], "stop": stop}

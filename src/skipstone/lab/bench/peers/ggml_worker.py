@@ -24,16 +24,15 @@ from typing import Any
 cpp: Any = import_module("llama_cpp")
 numpy: Any = import_module("numpy")
 
-MOST_POSITIONS = 8192  # tokens of prompt and text together, where the model has as many
-MOST_ROWS = 512  # tokens of one pass
-DRAFTED_FROM = 10  # the likeliest tokens among which llama.cpp's drafter draws, and over which it counts their probabilities
+MAX_POSITIONS = 8192  # tokens of prompt and text together, where the model has as many
+MAX_ROWS = 512  # tokens of one pass
+CANDIDATES = 10  # most likely tokens over which llama.cpp's drafter normalises probabilities
 ALL_FLOAT32 = 0  # llama_ftype of a file of float32 weights
 FLOAT32, DISABLED = 0, 0  # ggml's type of a float32 cache; no flash attention
 
 
 class LlamaContext:
-    """A model's text so far and the passes over it. text: the ids whose keys and values it holds. sys.exit where the file
-    cannot be loaded."""
+    """A model with its KV cache. text: the ids in the cache. sys.exit if the file cannot be loaded."""
 
     def __init__(self, path: str, threads: int) -> None:
         wanted = cpp.llama_model_default_params()
@@ -41,10 +40,10 @@ class LlamaContext:
         self._model = cpp.llama_model_load_from_file(path.encode(), wanted)
         if not self._model:
             sys.exit(f"llama.cpp cannot load {path}")
-        self.positions = min(cpp.llama_model_n_ctx_train(self._model), MOST_POSITIONS)
+        self.positions = min(cpp.llama_model_n_ctx_train(self._model), MAX_POSITIONS)
         self.type = self._file_type()
         settings = cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch = self.positions, MOST_ROWS
+        settings.n_ctx, settings.n_batch = self.positions, MAX_ROWS
         settings.n_threads = settings.n_threads_batch = threads
         settings.no_perf = True
         if self.type == ALL_FLOAT32:
@@ -54,28 +53,28 @@ class LlamaContext:
         if not self._context:
             sys.exit(f"llama.cpp has no room for {self.positions} tokens of {path}")
         self._memory, self._greedy = cpp.llama_get_memory(self._context), cpp.llama_sampler_init_greedy()
-        self._batch = cpp.llama_batch_init(MOST_ROWS, 0, 1)
+        self._batch = cpp.llama_batch_init(MAX_ROWS, 0, 1)
         self.vocabulary: int = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self._model))
         self.text: list[int] = []
 
     def _file_type(self) -> int:
-        """What the file says of its weights; -1 where it says nothing."""
+        """The file's llama_ftype, or -1 if it has none."""
         said = ctypes.create_string_buffer(16)
         length = cpp.llama_model_meta_val_str(self._model, b"general.file_type", said, len(said))
         return int(said.value) if length > 0 else -1
 
     def cut(self, length: int) -> None:
-        """Forget all but the first tokens of the text. RuntimeError for a model that cannot."""
+        """Cut the text to its first tokens. RuntimeError for a model that cannot."""
         if length < len(self.text):
             if not cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
                 raise RuntimeError("llama.cpp cannot take back drafts of this model")
             del self.text[length:]
 
     def add(self, ids: Sequence[int], last: int = 1) -> None:
-        """Add ids to the text. last: behind so many of the last ones a token may be chosen. RuntimeError where a pass fails."""
+        """Append ids to the text. last: number of final ids with logits. RuntimeError if a pass fails."""
         batch = self._batch
         while ids:
-            some, ids = ids[:MOST_ROWS], ids[MOST_ROWS:]
+            some, ids = ids[:MAX_ROWS], ids[MAX_ROWS:]
             for row, token in enumerate(some):
                 batch.token[row], batch.pos[row] = token, len(self.text) + row
                 batch.n_seq_id[row], batch.seq_id[row][0] = 1, 0
@@ -86,13 +85,13 @@ class LlamaContext:
             self.text += some
 
     def choice(self, row: int = -1) -> int:
-        """The likeliest token behind a row of the latest pass, counted from its end."""
+        """The most likely token after a row of the latest pass, counted from its end."""
         return int(cpp.llama_sampler_sample(self._greedy, self._context, row))
 
     def probability(self, token: int) -> float:
-        """Of the likeliest token behind the text, among the DRAFTED_FROM likeliest ones."""
+        """The probability of a token after the text, among the CANDIDATES most likely ones."""
         logits = numpy.ctypeslib.as_array(cpp.llama_get_logits_ith(self._context, -1), (self.vocabulary,))
-        few = numpy.partition(logits, -DRAFTED_FROM)[-DRAFTED_FROM:]
+        few = numpy.partition(logits, -CANDIDATES)[-CANDIDATES:]
         return float(1.0 / numpy.exp(few - logits[token]).sum())
 
 
@@ -100,22 +99,22 @@ class LlamaPromptLookup:
     """llama-cpp-python's own drafts without a model."""
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
-        """At most so many drafts behind a text; no threshold is asked for."""
+        """At most `count` drafts after a text; the threshold is not used."""
         drafter = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=count)
         return [int(token) for token in drafter(numpy.array(text, dtype=numpy.intc))]
 
     def forget(self) -> None:
-        """Nothing is held between questions."""
+        """Nothing is kept between requests."""
 
 
 class LlamaDraftModel:
-    """Drafts of a smaller model, as llama.cpp's speculative decoding makes them: greedily, while the model is sure."""
+    """Drafts of a smaller model, as in llama.cpp's speculative decoding: greedy, up to a probability below the threshold."""
 
     def __init__(self, path: str, threads: int) -> None:
         self.context = LlamaContext(path, threads)
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
-        """At most so many drafts behind a text."""
+        """At most `count` drafts after a text."""
         held = self.context.text
         same = next((n for n, (a, b) in enumerate(zip(held, text, strict=False)) if a != b), min(len(held), len(text)))
         self.context.cut(min(same, len(text) - 1))
@@ -130,12 +129,12 @@ class LlamaDraftModel:
         return drafts
 
     def forget(self) -> None:
-        """The text of the question before."""
+        """Drop the text of the last request."""
         self.context.cut(0)
 
 
 def written(target: LlamaContext, drafter: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one question. drafter: None, PromptLookup or DraftModel."""
+    """The answer to one request. drafter: None, LlamaPromptLookup or LlamaDraftModel."""
     most = len(asked["ids"]) + asked["new"]
     if most > target.positions:
         return {"error": f"prompt and text have {most} tokens, and there is room for {target.positions}"}
@@ -160,7 +159,7 @@ def written(target: LlamaContext, drafter: Any, asked: dict[str, Any]) -> dict[s
 
 
 def main() -> None:
-    """Answer the questions on standard input until it ends. sys.exit where the command line cannot be."""
+    """Answer the requests on standard input until it ends. sys.exit for an impossible command line."""
     path, threads, *drafts = sys.argv[1:]
     quiet = cpp.llama_log_callback(lambda level, text, user: None)
     cpp.llama_log_set(quiet, ctypes.c_void_p(0))

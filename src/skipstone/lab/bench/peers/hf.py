@@ -35,11 +35,11 @@ class Transformers(Peer):
     """Base of transformers' ways of decoding."""
 
     def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
-        """What `model.generate` is told besides. tokens: most that the text may have, the prompt's included."""
+        """Further options of `model.generate`. tokens: the maximum of the text, prompt included."""
         return {}
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
-        """As `Engine.generate`."""
+        """As `GenerationBackend.generate`."""
         kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
         clock, width = _FirstTokenTimer(), prompt.shape[1]
         own = self.options(model, width + options["max_new_tokens"])
@@ -55,15 +55,15 @@ class HFGenerate(Transformers):
 
 
 _CACHE_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
-"""Model -> tokens that its latest static cache holds."""
+"""Model -> size of its latest static cache in tokens."""
 
 
 @dataclass(frozen=True)
 class HFGenerateStatic(Transformers):
     """`model.generate` with a static cache, whose decoding steps transformers compiles (torch.compile) on a GPU.
 
-    The cache holds the next power of two of tokens and never becomes smaller for a model, so that hardly anything is compiled
-    after the warm-up, which therefore asks for as many tokens as the task.
+    The cache holds the next power of two of tokens and never shrinks for a model. So hardly anything is compiled after a
+    warm-up with as many tokens as the task has.
     """
 
     name: ClassVar[str] = "hf-generate-static"
@@ -94,8 +94,7 @@ class HFEarlyExit(Transformers):
 
     @torch.inference_mode()
     def refusal(self, model: PreTrainedModel) -> str | None:
-        """Transformers sets `config.num_hidden_layers`; whether that cuts the stack is tried out with a forward over one
-        token."""
+        """Transformers sets `config.num_hidden_layers`. A forward over one token shows whether that cuts the stack."""
         layers, ran = ModelRunner(model).layers, []
         wanted = len(layers) - 1
         if not wanted:
@@ -153,7 +152,7 @@ class HFAssisted(Transformers):
 
 @dataclass(frozen=True)
 class DraftAlone(Peer):
-    """The draft model without its target, decoded plainly by skipstone: how fast it is, and what its text is worth."""
+    """The draft model without its target, decoded plainly by skipstone, for its speed and its scores."""
 
     name: ClassVar[str] = "draft-alone"
 
@@ -187,7 +186,7 @@ class HFPromptLookup(Transformers):
 
 
 class _FirstTokenTimer(StoppingCriteria):
-    """Notes when the first new tokens are there. Stops nothing."""
+    """Records the time of the first new tokens. Stops nothing."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -201,7 +200,7 @@ class _FirstTokenTimer(StoppingCriteria):
 
 @contextmanager
 def changed(owner: Any, **wanted: Any) -> Iterator[None]:
-    """Attributes of an object; they are put back afterwards, whatever happens inside."""
+    """Change attributes of an object and restore them afterwards."""
     before = {name: getattr(owner, name) for name in wanted}
     try:
         for name, value in wanted.items():

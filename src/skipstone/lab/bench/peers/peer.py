@@ -1,4 +1,4 @@
-"""What every peer is: a way of decoding that people use today, as a method of the benchmark."""
+"""The base class of peers: other implementations of decoding, as methods of the benchmark."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -18,8 +18,8 @@ class Peer:
     """Base of the peers; fields of subclasses are what can be set."""
 
     name: ClassVar[str]
-    sampled: ClassVar[bool] = True  # it may sample too
-    long_warm_up: ClassVar[bool] = False  # it is to be warmed up with as many tokens as will be asked for
+    sampled: ClassVar[bool] = True  # it can sample
+    long_warm_up: ClassVar[bool] = False  # warm it up with as many tokens as the task has
     elsewhere: ClassVar[bool] = False  # it runs in another process, whose memory is not counted
 
     @property
@@ -42,9 +42,9 @@ class Peer:
                     raise ValueError(f"{self.name}: {name} must be a number in [0, 1], found {value!r}")
 
     def refusal(self, model: PreTrainedModel) -> str | None:
-        """Why this model cannot be decoded so, None where it can."""
+        """The reason why this model cannot be decoded so, or None."""
         return None
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
-        """As `Engine.generate`."""
+        """As `GenerationBackend.generate`."""
         raise NotImplementedError
