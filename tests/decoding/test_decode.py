@@ -30,7 +30,7 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.engines import host_transfer
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.chain import LOOK_EVERY
+from skipstone.methods.drafting.chain import CHECK_EVERY
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
 from tests.helpers.pairwise import pairwise
@@ -279,7 +279,7 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
         assert listed.count("verdict") == 1
         asked = (session.drafter.tallies.tests - tested) if isinstance(method, AdaDecode) else 0
         assert (asked > 0) == isinstance(method, AdaDecode)
-        looks = (method.window - 1) // LOOK_EVERY if isinstance(method, AdaSD) else 0
+        looks = (method.window - 1) // CHECK_EVERY if isinstance(method, AdaSD) else 0
         assert listed.count("tensor") == 1 + asked + looks
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.decoding.method import Method
 from skipstone.methods import METHODS, resolve
-from skipstone.methods.drafting.chain import LOOK_EVERY
+from skipstone.methods.drafting.chain import CHECK_EVERY
 from tests.helpers import families
 from tests.helpers.pairwise import round_robin
 from tests.helpers.pretended import Pretended, pretended
@@ -42,9 +42,9 @@ METHOD_TEXTS = [
 
 
 def looks(step: skipstone.Step, tests: int) -> int:
-    """A draft model's passes are long: where an unsure token ends a draft, the host asks after every LOOK_EVERY tokens whether
+    """A draft model's passes are long: where an unsure token ends a draft, the host asks after every CHECK_EVERY tokens whether
     any row still drafts."""
-    return max(step.draft_steps) // LOOK_EVERY
+    return max(step.draft_steps) // CHECK_EVERY
 
 
 def exits(step: skipstone.Step, tests: int) -> int:

@@ -23,8 +23,8 @@ from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.confidence import ConfidenceRule, SurvivalRule, Threshold
 from skipstone.models.passes import SkipSet
 
-LOOK_EVERY = 4
-"""Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
+CHECK_EVERY = 4
+"""Drafted tokens between two checks of whether every row has stopped. On an accelerator each check waits for the device."""
 
 
 class DraftChain:
@@ -38,7 +38,7 @@ class DraftChain:
         self.max_drafts = [count if live else 0 for count, live in zip(max_drafts, alive, strict=True)]
         self.width = max(self.max_drafts)
         self._all_valid_below = min((count for count, live in zip(max_drafts, alive, strict=True) if live), default=0)
-        self._most = on_device(self.max_drafts, device)  # [B]
+        self._limits = on_device(self.max_drafts, device)  # [B]
         self._going: Tensor | None = None  # [B] bool, rows that have not stopped; None while all go on
         self._tokens: list[Tensor] = []  # one [B] per place, and so are the next three
         self._valid: list[Tensor | None] = []
@@ -67,7 +67,7 @@ class DraftChain:
     def add(self, token: Tensor, q: Tensor | None, confidence: Tensor | None = None) -> None:
         """Take a drawn token [B], the distribution q [B, V] that it was drawn from, and its confidence [B]."""
         place = len(self)
-        valid = self._most > place if place >= self._all_valid_below else None
+        valid = self._limits > place if place >= self._all_valid_below else None
         if self._going is not None:
             valid = self._going if valid is None else valid & self._going
         self._tokens.append(token)
@@ -79,7 +79,7 @@ class DraftChain:
     @property
     def going(self) -> Tensor:
         """Rows [B] bool that have not stopped and have room for another token."""
-        room = self._most > len(self)
+        room = self._limits > len(self)
         return room if self._going is None else room & self._going
 
     def open_rows(self) -> list[bool]:
@@ -91,8 +91,8 @@ class DraftChain:
         """Stop the rows that one of `may_go_on` ([B] bool, None for all rows) does not let draft on. Returns whether all have
         stopped, as far as that is known.
 
-        Asking an accelerator waits for it: it is done after every LOOK_EVERY tokens where `look` is set, else never. Until then
-        rows that have stopped draft tokens that are not valid.
+        To ask an accelerator is to wait for it. If `look` is set, it is asked after every CHECK_EVERY tokens, otherwise never.
+        Until then rows that have stopped draft tokens that are not valid.
         """
         reasons = [rows for rows in may_go_on if rows is not None]
         if not reasons:
@@ -103,8 +103,8 @@ class DraftChain:
             return False
         self._going = going if self._going is None else self._going & going
         if readable:
-            return not bool((self._going & (self._most > len(self))).any())
-        return look and len(self) % LOOK_EVERY == 0 and not any(self.open_rows())
+            return not bool((self._going & (self._limits > len(self))).any())
+        return look and len(self) % CHECK_EVERY == 0 and not any(self.open_rows())
 
     def draft(self, forward: PartialForward, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""

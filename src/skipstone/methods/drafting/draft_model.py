@@ -1,5 +1,4 @@
-"""Drafting with a second model: which one it is and whether it fits the target, its own keys and values, and chains of what it
-would say."""
+"""Drafts of a second, smaller model: how it is chosen and checked, its KV cache, and the chains that it drafts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,18 +62,17 @@ class DraftModel(ModelRunner):
 
 
 def name_of(model: Any) -> str:
-    """What a model is called in an error."""
+    """The name of a model in error messages."""
     return _folder_or_hub_id(model) or type(model).__name__
 
 
 def _folder_or_hub_id(model: Any) -> str:
-    """Where a model was loaded from; empty for one that was not."""
+    """The folder or hub id that a model was loaded from; empty if there is none."""
     return str(getattr(model.config, "name_or_path", "") or "")
 
 
 def _vocabulary_of(model: Any) -> dict[str, int] | None:
-    """Token -> id of a model's tokenizer, of the commit that the model was loaded from; None where it is not on this
-    machine."""
+    """Token -> id of a model's tokenizer at the model's own commit; None if it is not on this machine."""
     return vocabulary(_folder_or_hub_id(model), getattr(model.config, COMMIT, None))
 
 
@@ -139,7 +137,7 @@ def _loaded(given: str | None, target: ModelRunner, device: str | None, dtype: s
 
 
 def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftModel:
-    """The model as a draft model. ValueError where it cannot draft for the target, or skipstone cannot decode it."""
+    """The model as a draft model. ValueError if it cannot draft for the target, or if skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"the draft model {name} for {name_of(target.model)} has no LM head ({type(model).__name__}): load it with "
@@ -159,7 +157,7 @@ def _bundled_name(target: ModelRunner) -> str | None:
 
 
 def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) -> None:
-    """ValueError where the two models do not mean the same by the same number, as far as their tokenizers can be found."""
+    """ValueError if an id is another token in each of the two models. Without both tokenizers only the sizes are compared."""
     own, targets = _vocabulary_of(model), _vocabulary_of(target.model)
     head: Any = model.get_output_embeddings()
     own_size, target_size = int(head.weight.shape[0]), int(target.head.weight.shape[0])
@@ -285,10 +283,10 @@ class DraftModelDrafter(ChainDrafter):
         return self.draft_model.depth, None
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
-        """What the draft model says once it has read the newest token. The last token of a chain is never read."""
+        """Logits of the draft model after the newest token. It never reads the last token of a chain."""
         device = self.draft_model.device
         if not len(chain):
-            self._ahead = self._ahead or self._what_is_lacking(chain.max_drafts)
+            self._ahead = self._ahead or self._start_catching_up(chain.max_drafts)
             self._path = forward.tokens.new_empty((self.view.rows, chain.width))
         else:
             assert self._ahead is not None
@@ -301,7 +299,7 @@ class DraftModelDrafter(ChainDrafter):
         """The greedy chain of the draft model in one call of its engine."""
         if self.one_call() is None or not self.sampler.picks_only or not any(max_drafts):
             return None
-        self._ahead = self._what_is_lacking(
+        self._ahead = self._start_catching_up(
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         )
         thresholds = self.rule.thresholds if self.rule.active else None
@@ -316,12 +314,12 @@ class DraftModelDrafter(ChainDrafter):
         confidence = None if chain.confidence is None else to_device(chain.confidence, self.model.device)
         return Draft(tokens, valid, forward, confidence=confidence)
 
-    def _what_is_lacking(self, max_drafts: list[int]) -> PartialForward:
-        """What every live row lacks, one token or two, with room for a draft of at most `max_drafts` tokens a row."""
+    def _start_catching_up(self, max_drafts: list[int]) -> PartialForward:
+        """A forward over the one or two committed tokens that were not read yet, with room for `max_drafts` tokens a row."""
         lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
         for row in live:
             if len(self.text[row]) - lengths[row] > 2:
-                self._read_behind(row, self.text[row][lengths[row] : -1])  # all but its last token
+                self._read_tokens(row, self.text[row][lengths[row] : -1])  # all but its last token
         lacking = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
         for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
             lengths[row] = len(self.text[row]) - lacking
@@ -333,8 +331,8 @@ class DraftModelDrafter(ChainDrafter):
             ahead.append(columns[:, 1:])
         return ahead
 
-    def _read_behind(self, row: int, tokens: list[int]) -> None:
-        """Run tokens of a row that stand behind those in the store."""
+    def _read_tokens(self, row: int, tokens: list[int]) -> None:
+        """Run the draft model over tokens of a row that follow those in its KV cache."""
         self.prompts.add(row, on_device(tokens, self.draft_model.device).clamp_(max=self.last_id))
         while self.prompts.waiting:
             self.prompts.run(PREFILL_CHUNK)
@@ -366,12 +364,12 @@ class DraftModelDrafter(ChainDrafter):
         return max(len(self.text[row]) - 1 - self.store.length[row], wanted)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """The draft model reads the tokens that it has not read yet. The last of them are the replay."""
+        """Logits of the draft model at the last tokens, in one pass over the tokens that it has not read."""
         store, wanted, text, device = self.store, len(tokens) - 1, self.text[row], self.draft_model.device
         if len(text) - 1 - store.length[row] < wanted:
             return None
         if before := text[store.length[row] : -1 - wanted]:
-            self._read_behind(row, before)
+            self._read_tokens(row, before)
         self.prompts.remove(row)
         known, end = store.length[row], len(text) - 1
         read = on_device([text[known:end]], device).clamp_(max=self.last_id)  # [1, wanted]

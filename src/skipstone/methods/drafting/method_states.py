@@ -1,4 +1,4 @@
-"""What methods learn across requests, for as long as the model lives."""
+"""State that methods keep across requests, for as long as the model lives."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -16,11 +16,11 @@ class MethodState(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """About what it takes of memory."""
+        """Approximate size in memory."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """What there is to say, as plain JSON values."""
+        """Figures for users, as plain JSON values."""
         ...
 
 
@@ -32,22 +32,18 @@ _STATES: PerModelCache[Any] = PerModelCache(MAX_METHOD_STATES, METHOD_STATE_BYTE
 def method_state(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
-    return _STATES.get(model.model, (_itself(method), rows, str(model.device), str(model.dtype), _engine(model), more), make)
+    engine = model.engine.name, model.engine.quantize
+    return _STATES.get(model.model, (_unguarded(method), rows, str(model.device), str(model.dtype), engine, more), make)
 
 
-def _itself(method: Method) -> Method:
+def _unguarded(method: Method) -> Method:
     """A method with a guard learns as it does without."""
     return method.unguarded if isinstance(method, DraftingMethod) else method
 
 
-def _engine(model: ModelRunner) -> tuple[str, str | None]:
-    """What tells engines apart that compute different numbers."""
-    return model.engine.name, model.engine.quantize
-
-
 def method_report(method: Method, more: Any, model: Any) -> dict[str, Any]:
-    """What there is to say of a method's busiest state on a model; empty before its first request.
+    """The report of the method's state with the most steps on a model; empty before its first request.
     more: as in `method_state`, None for any."""
     found = _STATES.known(unwrapped(model)).items()
-    states = [state for key, state in found if key[0] == _itself(method) and (more is None or key[-1] == more)]
+    states = [state for key, state in found if key[0] == _unguarded(method) and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}
