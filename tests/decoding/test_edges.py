@@ -58,13 +58,6 @@ class TestEndOfSequence:
         output = decode(model, [prompt], SKIP, eos_token_id=[never, later, text[place]], max_new_tokens=40)
         assert output.new_tokens == [text[: place + 1]]
 
-    def test_eos_as_the_very_first_token_needs_no_decoding_step(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        first = alone(model, batch[0], max_new_tokens=1)
-        output = decode(model, batch[:1], SKIP, eos_token_id=first)
-        assert output.new_tokens == [first]
-        assert output.stats is not None
-        assert output.stats.steps == 0
-
     def test_rows_end_at_different_times_and_are_padded(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
         eos = sorted({free[0][12], free[1][4]})
@@ -174,17 +167,3 @@ class TestPadding:
         unmasked = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], pad_token_id=9, max_new_tokens=16)
         assert not torch.equal(expected, unmasked)
         assert torch.equal(skipstone.generate(model, prompt, SKIP, pad_token_id=9, max_new_tokens=16).sequences, expected)
-
-    def test_token_0_is_a_token_like_any_other(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        prompts = [torch.cat([prompt.new_zeros(2), prompt[2:], prompt.new_zeros(1)]) for prompt in batch]
-        options: dict[str, Any] = {"max_new_tokens": 24, "sequence_bias": {(0,): 4.0}, "eos_token_id": 1}
-        expected = [alone(model, p, attention_mask=torch.ones_like(p)[None], **options) for p in prompts]
-        assert any(0 in text for text in expected)
-        assert decode(model, prompts, SKIP, **options).new_tokens == expected
-
-    def test_heavy_left_padding_changes_nothing(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        ids = torch.cat([torch.zeros(40, dtype=torch.long), batch[0]])[None]
-        mask = torch.cat([torch.zeros(40, dtype=torch.long), torch.ones_like(batch[0])])[None]
-        output = skipstone.generate(model, ids, SKIP, attention_mask=mask, max_new_tokens=24)
-        assert output.new_tokens == [alone(model, batch[0], max_new_tokens=24)]
-        assert torch.equal(output.sequences[:, : ids.shape[1]], ids)

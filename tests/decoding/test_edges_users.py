@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import skipstone
 from skipstone.engines.eager.patches import take_off
@@ -88,12 +88,6 @@ class TestUsersObjects:
         expected = [alone(model, prompt, stopping_criteria=criteria, max_new_tokens=30) for prompt in batch]
         assert any(len(text) < 30 for text in expected)
         assert decode(model, batch, SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == expected
-
-    def test_a_users_own_length_criterion(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        criteria = StoppingCriteriaList([MaxLengthCriteria(len(batch[0]) + 9)])
-        expected = alone(model, batch[0], stopping_criteria=criteria, max_new_tokens=30)
-        assert len(expected) == 9
-        assert decode(model, batch[:1], SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == [expected]
 
 
 class TestMaxTime:

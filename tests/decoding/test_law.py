@@ -13,7 +13,6 @@ from scipy import stats
 from torch import Tensor
 
 from skipstone import Autoregressive, LayerSkip, Request, Sampling
-from skipstone.decoding.noise import TARGET, Noise
 from skipstone.engines.model_runner import ModelRunner
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
@@ -71,18 +70,6 @@ def bound(p: Tensor, q: Tensor) -> Tensor:
 def within(count: int, chances: Tensor) -> bool:
     """Whether a count of independent events lies within 5 standard deviations of what is expected."""
     return abs(count - float(chances.sum())) < 5 * float((chances * (1 - chances)).sum().sqrt())
-
-
-def test_shared_noise_couples_two_draws_as_it_should() -> None:
-    rows = 20_000
-    generator = np.random.default_rng(0)
-    p = torch.tensor(generator.dirichlet([0.4] * 6, rows)).clamp_min(1e-12)
-    q = 0.6 * p + 0.4 * torch.tensor(generator.dirichlet([0.4] * 6, rows)).clamp_min(1e-12)
-    source, position = Noise(torch.arange(rows)), torch.full((rows,), 3)
-    same = source.draw(p, position, TARGET) == source.draw(q, position, TARGET)
-    chances = coupled_acceptance(p, q)
-    assert bool((chances >= bound(p, q) - 1e-12).all())
-    assert within(int(same.sum()), chances)
 
 
 def test_coupled_acceptance_of_the_loop_is_what_theory_says(model: ModelRunner) -> None:

@@ -92,15 +92,6 @@ def test_numbers_are_uniform_along_every_axis(axis: str) -> None:
         assert stats.chisquare(np.bincount(low_bits, minlength=256)).pvalue > ALPHA
 
 
-def test_consecutive_numbers_fill_the_square_evenly() -> None:
-    """Pairs along every axis in a 16 x 16 grid: sees serial dependence that a one-dimensional test misses."""
-    for axis in ("seeds", "positions", "size"):
-        numbers = spread(**{axis: 40_001}).ravel()
-        cell = (numbers[:-1] * 16).astype(int) * 16 + (numbers[1:] * 16).astype(int)
-        for start in (0, 1):  # disjoint pairs, so that counts are independent
-            assert stats.chisquare(np.bincount(cell[start::2], minlength=256)).pvalue > ALPHA
-
-
 def test_streams_positions_and_seeds_are_uncorrelated() -> None:
     """|r| of two independent series of N is under 5.5 / sqrt(N) but for a chance of 4e-8 each."""
     count = 30_000
@@ -181,10 +172,6 @@ class TestRowSeeds:
         for seed, row in [(0, 1), (5, 1), (5, 2), (-3, 9), ((1 << 63) - 1, 4095)]:
             inner = mixed((seed + golden) % (1 << 64))
             assert row_seed(seed, row) == mixed((inner + row * golden) % (1 << 64)) % (1 << 63)
-
-    def test_no_two_of_many_neighbouring_seeds_and_rows_are_alike(self) -> None:
-        seeds = {row_seed(seed, row) for seed in range(64) for row in range(64)}
-        assert len(seeds) == 64 * 64
 
 
 @planted.found_by(

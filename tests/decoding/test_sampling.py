@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from skipstone import LayerSkip, Request, Sampling
+from skipstone import Request, Sampling
 from skipstone.decoding.noise import Noise
 from skipstone.decoding.sampling import NUCLEUS, Sampler, WarperSettings, warp
 from skipstone.engines.model_runner import ModelRunner
@@ -216,19 +215,6 @@ def test_processors_are_called_at_the_nodes_the_walk_reaches_and_nowhere_else(te
     for row, request in enumerate(requests):
         whole = reference(request.prompt, texts[row])
         assert eyes[row].texts == [whole[: len(request.prompt) + place] for place in range(len(texts[row]))]
-
-
-def test_a_row_with_warpers_samples_alone_and_in_company() -> None:
-    """Its temperature is theirs: the default 0 beside them must not make it greedy when all its neighbours are."""
-    runner = ModelRunner(llama())
-    warpers: list[Any] = [TemperatureLogitsWarper(1.5)]
-    request = Request(prompt(6), 12, sampling=Sampling(seed=4, warpers=warpers))
-    method = LayerSkip(exit_layer=2, num_speculative_tokens=3)
-    (alone,), _, _ = decode(method, runner, [request])
-    together, _, _ = decode(method, runner, [request, Request(prompt(4), 14, sampling=Sampling(1.0))])
-    (sampled,), _, _ = decode(method, runner, [replace(request, sampling=Sampling(1.5, seed=4))])
-    assert alone == together[0] == sampled
-    assert alone != decode(method, runner, [Request(prompt(6), 12)])[0][0]
 
 
 @pytest.mark.parametrize(

@@ -164,21 +164,6 @@ def test_what_follows_the_accepted_tokens_is_named() -> None:
     assert [row.final for row in verdict.tolist(tree)] == ["recovered", "recovered", "recovered", "bonus"]
 
 
-def test_nodes_that_may_not_be_accepted_are_no_drafts() -> None:
-    """Lookahead's window is scored but never offered: a step with nothing else in it is plain decoding."""
-    draft = Draft(
-        torch.tensor([[5, 6], [5, 6]]),
-        torch.tensor([[True, True], [True, True]]),
-        None,
-        parents=torch.tensor([[-1, -1], [-1, -1]]),
-        candidate=torch.tensor([[False, False], [True, False]]),
-    )
-    verdict = Verdict(torch.zeros(2, 2, dtype=torch.long), torch.full((2, 3), 9), torch.zeros(2, dtype=torch.long))
-    window, mixed = verdict.tolist(draft)
-    assert (window.drafted, window.nodes, window.final) == (0, 2, "bonus")
-    assert (mixed.drafted, mixed.nodes, mixed.final) == (1, 2, "recovered")
-
-
 @planted.found_by(
     (planted.one_draft_too_many, lambda: test_match_greedy_equals_match_at_temperature_zero(chain=True, barred=False)),
     (planted.barred_nodes_accepted, lambda: test_match_equals_a_plain_python_walk(chain=False)),

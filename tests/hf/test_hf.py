@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import skipstone
@@ -59,11 +58,6 @@ class TestReturnTypes:
         assert output.stats.accepted > 0
         assert (output.method, output.lossless) == ("layerskip", True)
         assert (output.scores, output.logits) == (None, None)
-
-    def test_a_lossy_method_says_so_in_its_output(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        skipstone.enable(model, EarlyExit(exit_layer=2))
-        output: Any = model.generate(prompt[None], max_new_tokens=4, return_dict_in_generate=True)
-        assert (output.method, output.lossless) == ("early_exit", False)
 
     def test_arguments_may_be_given_by_place_as_in_transformers(self, model: PreTrainedModel, prompt: Tensor) -> None:
         config = GenerationConfig(max_new_tokens=9)
@@ -195,16 +189,6 @@ class TestStreamers:
         assert capsys.readouterr().out == expected
         assert len(expected) > 20
 
-    def test_a_text_iterator_streamer_in_another_thread(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        expected = tokenizer().decode(alone(model, prompt, max_new_tokens=20))
-        skipstone.enable(model, SKIP)
-        streamer = TextIteratorStreamer(tokenizer(), skip_prompt=True, timeout=20.0)
-        options = {"streamer": streamer, "max_new_tokens": 20}
-        thread = threading.Thread(target=model.generate, args=(prompt[None],), kwargs=options)
-        thread.start()
-        assert "".join(streamer) == expected
-        thread.join()
-
     def test_a_batch_has_no_streamer(self, model: PreTrainedModel) -> None:
         inputs = families.padded(families.prompts(2))
         with forwards(model) as count, pytest.raises(ValueError, match="streamers take one row, found a batch of 2"):
@@ -221,11 +205,6 @@ class TestAssistants:
         assert count == [0]
         skipstone.disable(assistant)
         model.generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
-
-    def test_an_enabled_assistant_of_a_model_that_is_not_is_named_with_what_to_do(self, prompt: Tensor) -> None:
-        assistant = skipstone.enable(families.build("llama", layers=2), "autoregressive")
-        with pytest.raises(ValueError, match=r"assistant_model.*skipstone\.disable"):
-            families.build("llama").generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
 
     @pytest.mark.parametrize("name", ["assistant_model", "assistant_tokenizer"])
     def test_without_enable_the_method_that_does_it_is_named(self, model: PreTrainedModel, prompt: Tensor, name: str) -> None:

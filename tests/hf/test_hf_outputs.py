@@ -144,11 +144,3 @@ class TestWrappers:
         wrapper: Any = peft.get_peft_model(families.build("llama"), settings).eval()
         with pytest.raises(ValueError, match=r"PROMPT_TUNING.* virtual tokens"):
             wrapper.generate(input_ids=prompt[None], custom_generate=skipstone.custom_generate(SKIP), max_new_tokens=3)
-
-    def test_a_device_map_on_one_device(self, prompt: Tensor, tmp_path: Path) -> None:
-        families.cached("llama").save_pretrained(tmp_path)
-        mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
-        whole = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-        for loaded in (mapped, whole):
-            output = skipstone.generate(loaded, prompt, SKIP, max_new_tokens=12)
-            assert output.new_tokens == [alone(families.cached("llama"), prompt, max_new_tokens=12)]

@@ -100,17 +100,6 @@ def test_renormalised_scores_are_log_probabilities_as_in_transformers(more: dict
     torch.testing.assert_close(mine.scores[0].exp().sum(-1), torch.ones(1))
 
 
-def test_the_pad_id_fills_finished_rows(model: PreTrainedModel) -> None:
-    prompts = families.prompts(2)
-    free = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
-    for pad in (96, 0):
-        output = generate(model, prompts, eos_token_id=free[0][2], pad_token_id=pad, max_new_tokens=12)
-        lengths = list(map(len, output.new_tokens))
-        assert min(lengths) < max(lengths)
-        short = lengths.index(min(lengths))
-        assert output.sequences[short, len(prompts[0]) + min(lengths) :].tolist() == [pad] * (max(lengths) - min(lengths))
-
-
 def test_a_prompt_left_out_is_the_bos_token() -> None:
     model = families.build("llama")
     expected = model.generate(bos_token_id=44, max_new_tokens=8)

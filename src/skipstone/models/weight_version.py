@@ -80,7 +80,7 @@ class TensorValues:
         else:  # inference tensors count no writes, and tensors of other packages have no address
             counted = [one for one in tensors if not one.is_inference()]
             addressed = [one for one in tensors if type(one) in _PLAIN]
-        return [[one.data_ptr() for one in addressed], [one.stride() for one in tensors], [one._version for one in counted]]
+        return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [one._version for one in counted]]
 
 
 class _VersionRecord:
