@@ -106,17 +106,22 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_are_what_generate_writes_for_the_same_messages(folder: Path, method: str) -> None:
     lines = ["hi there", "and who are you?", "so"]
-    result = succeed("chat", folder, "--method", method, *SHORT, stdin="\n".join(lines))
+    typed = "\n".join(["hi there", "/stats", *lines[1:]]).encode() + b"\nabc\xff\r\n"
+    result = run("chat", folder, "--method", method, *SHORT, stdin=typed)
+    assert result.exit_code == 0
     assert result.stdout == piped(answered(folder, lines, method=method))
     assert "\x1b" not in result.stdout + result.stderr
+    assert "A line that is not UTF-8 was left out." in result.stderr
+    if method.startswith("auto "):
+        assert re.search(r"^turns by what drafted: \w+ \d+", result.stderr, flags=re.MULTILINE)
+        assert re.search(r"^last decision: \w+, because \w+", result.stderr, flags=re.MULTILINE)
 
 
 def test_answers_drawn_at_random_are_those_of_the_seed(folder: Path) -> None:
-    lines, drawn = ["hi there", "and who are you?"], ("--temperature", 1, "--top-p", 0.9)
-    common = ("chat", folder, "--method", "autoregressive", *SHORT, *drawn)
-    one, two = (succeed(*common, "--seed", seed, stdin=piped(lines)).stdout for seed in (1, 2))
+    common = ("chat", folder, "--method", "autoregressive", *SHORT, "--temperature", 1, "--top-p", 0.9)
+    one, two = (succeed(*common, "--seed", seed, stdin="hi there").stdout for seed in (1, 2))
     options = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "seed": 1}
-    assert one == piped(answered(folder, lines, method="autoregressive", **options)) != two
+    assert one == piped(answered(folder, ["hi there"], method="autoregressive", **options)) != two
     said = succeed(*common, stdin="hi there\n/stats\nhi there\n/stats\n").stderr
     assert len(set(re.findall(r"^seed (\d+)$", said, flags=re.MULTILINE))) == 2
 
@@ -309,16 +314,11 @@ def test_stats_are_those_of_the_last_answer(folder: Path) -> None:
     said = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines)).stderr
     heads = re.findall(r"^(\w+) ?.*: (\d+) prompt tokens, (\d+) new in .* tokens/s, ended by (\w+)$", said, flags=re.MULTILINE)
     assert [head[0] for head in heads] == ["layerskip", "layerskip", "autoregressive"]
+    assert "autoregressive writes from the next answer on, which reads the conversation once more." in said
     assert heads[0][1:] == heads[1][1:] == (str(len("[user] hi there\n[assistant] ")), "12", "length")
     assert len(re.findall(r"M \d\.\d\d tokens a step, alpha \d\.\d\d", said)) == 2
     assert said.count("0 of ") >= 3
     assert "The answer was cut after 12 tokens; --max-new-tokens allows more." in said
-
-
-def test_stats_say_what_auto_chose(folder: Path) -> None:
-    said = succeed("chat", folder, "--method", METHODS[2], "--max-new-tokens", 40, stdin="hi there\n/stats\n").stderr
-    assert re.search(r"^turns by what drafted: \w+ \d+", said, flags=re.MULTILINE)
-    assert re.search(r"^last decision: \w+, because \w+", said, flags=re.MULTILINE)
 
 
 def test_a_method_that_cannot_be_changes_nothing(folder: Path) -> None:
@@ -357,13 +357,6 @@ def test_what_the_template_refuses_is_not_taken_into_the_conversation(variant: C
 
 
 # pipes, terminals, refusals
-
-
-def test_a_line_that_is_no_text_is_left_out(folder: Path) -> None:
-    result = run("chat", folder, *LAYERSKIP, *SHORT, stdin=b"abc\xff\nhi there\r\n")
-    assert result.exit_code == 0
-    assert "A line that is not UTF-8 was left out." in result.stderr
-    assert result.stdout == piped(answered(folder, ["hi there"]))
 
 
 @pytest.mark.parametrize("flag", ["--top-p", "--seed"])

@@ -179,10 +179,6 @@ def test_a_method_is_explained_setting_by_setting(name: str) -> None:
     assert found["paper"] is None or found["paper"] in said
 
 
-def test_a_method_that_does_not_exist_is_not_explained() -> None:
-    assert_refused(run("methods", "medusa"), "unknown method 'medusa'; there are auto, autoregressive, early_exit")
-
-
 def test_env_tells_versions_and_nothing_about_the_user() -> None:
     facts = json.loads(succeed("env", "--json").stdout)
     assert facts["torch"] == torch.__version__
@@ -195,11 +191,6 @@ def test_env_tells_versions_and_nothing_about_the_user() -> None:
     assert all(name in said for name in facts)
     assert str(Path.home()) not in said
     assert os.uname().nodename not in said
-
-
-def test_version_and_bare_help() -> None:
-    assert succeed("--version").stdout == f"skipstone {skipstone.__version__}\n"
-    assert "generate" in succeed().stdout
 
 
 @pytest.mark.parametrize("default", ["autoregressive", {"exit_layer": 2}])

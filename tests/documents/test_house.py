@@ -1,4 +1,4 @@
-"""The shape of the code: how long files and functions are, what is public and documented, what tests may import.
+"""The shape of the code: what is public and documented, what tests may import.
 
 Which module of the package may import which is import-linter's business: `make lint`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,8 @@ PACKAGE = ROOT / "src" / "skipstone"
 TESTS = ROOT / "tests"
 PUBLIC = {
     *("Autoregressive", "EarlyExit", "LayerSkip", "SelfSpeculative", "Swift", "AdaDecode", "AdaSD", "Auto", "ExitHeads"),
-    *(
-        "Speculative",
-        "PromptLookup",
-        "Recycle",
-        "RowError",
-        "refresh",
-        "Jacobi",
-        "Lookahead",
-        "METHODS",
-        "Method",
-        "Draft",
-        "Session",
-        "Step",
-        "Stats",
-    ),
+    *("Speculative", "PromptLookup", "Recycle", "RowError", "refresh", "Jacobi", "Lookahead", "METHODS", "Method", "Draft"),
+    *("Session", "Step", "Stats"),
     *("generate", "stream", "load", "push", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
     *("Decoder", "DecodingLoop", "ModelRunner", "Request", "Sampling"),
 }
@@ -58,19 +44,6 @@ def test_every_file_documents_itself_and_everything_public() -> None:
     ]
     assert undocumented == []
     assert [path for path, (_, tree) in files().items() if tree.body and not ast.get_docstring(tree)] == []
-
-
-def test_no_errors_are_caught_wholesale_and_nothing_is_left_to_do() -> None:
-    handlers = [
-        f"{path}:{node.lineno}"
-        for path, (_, tree) in files().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    ]
-    assert handlers == []
-    assert {
-        path: found for path, (text, _) in files().items() if (found := re.findall(r"\b(TODO|FIXME|XXX|HACK)\b", text))
-    } == {}
 
 
 def test_the_public_names_are_these() -> None:

@@ -57,25 +57,20 @@ def executed(checkpoint) -> tuple[dict[str, Any], str]:
     return run, printed.getvalue()
 
 
-def test_python_runs_and_drafting_leaves_the_text_alone(executed):
-    run, _ = executed
-    model, tokenizer, out = run["model"], run["tokenizer"], run["out"]
-    plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", tokenizer=tokenizer, max_new_tokens=TOKENS)
-    assert out.text == plain.text
-    assert out.lossless
-    assert out.stats.accepted > 0
-    assert torch.equal(run["ids"], plain.sequences), "custom_generate"
+def test_python_runs_and_drafting_leaves_the_text_alone(executed, checkpoint):
+    for run in (executed[0], run_python(README, checkpoint)):
+        model, out = run["model"], run["out"]
+        options = {"tokenizer": run["tokenizer"], "max_new_tokens": TOKENS}
+        plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", **options)
+        assert out.text == plain.text
+        assert out.lossless
+        assert out.stats.accepted > 0
+        assert torch.equal(run["ids"], plain.sequences), "custom_generate, and enable"
+    run = executed[0]
+    model, options = run["model"], {"tokenizer": run["tokenizer"], "max_new_tokens": TOKENS}
+    plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", **options)
     assert torch.equal(run["stopped"][0], plain.sequences[0, : run["stopped"].shape[1]]), "enable"
     assert "generate" not in vars(model), "disable gives model.generate back"
-
-
-def test_readme_python_runs_and_drafting_leaves_the_text_alone(checkpoint):
-    run = run_python(README, checkpoint)
-    model, tokenizer, out = run["model"], run["tokenizer"], run["out"]
-    plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", tokenizer=tokenizer, max_new_tokens=TOKENS)
-    assert out.text == plain.text
-    assert out.stats.accepted > 0
-    assert torch.equal(run["ids"], plain.sequences), "enable"
 
 
 def test_quick_start_shows_the_bundled_models_answer():

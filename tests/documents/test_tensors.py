@@ -58,13 +58,8 @@ def test_addresses_are_taken_in_one_place() -> None:
 
 def test_process_wide_state_is_left_alone() -> None:
     """Nothing but the measuring of whole runs, and a process that was just forked, sets torch's defaults or threads."""
-    setters = (
-        "set_default_dtype",
-        "set_default_device",
-        "set_flush_denormal",
-        "set_num_threads",
-        "use_deterministic_algorithms",
-    )
+    setters = ("set_default_dtype", "set_default_device", "set_flush_denormal", "set_num_threads")
+    setters += ("use_deterministic_algorithms",)
     found = [
         (str(path), node.attr)
         for path, text in sources()

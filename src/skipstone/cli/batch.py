@@ -13,7 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.method_options import MethodOptions, check_method_values
 from skipstone.cli.model_options import GenerationModelOptions, expect_model
 from skipstone.cli.options import OptionGroup, flag, option
-from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions
+from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions, expect_packages
 
 if TYPE_CHECKING:
     from skipstone.serving.batch_files.batch import Chosen
@@ -67,7 +67,7 @@ def batch(
     if not actors.ray:  # actors may lie on machines that have other folders
         expect_model(model.model)
     check_method_values(chosen_method)
-    _expect_packages()
+    expect_packages("a batch", "fastapi", "prometheus_client", "sse_starlette")
     from skipstone.serving.batch_files.batch import Chosen
 
     began = time.monotonic()
@@ -81,14 +81,6 @@ def batch(
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)
-
-
-def _expect_packages() -> None:
-    """ImportError without the packages of a server, which answers here as well."""
-    from skipstone.utils.extras import installed
-
-    for module in ("fastapi", "prometheus_client", "sse_starlette"):
-        installed(module, f"a batch needs {module.replace('_', '-')}", "serve")
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from skipstone.cli import terminal
 from skipstone.cli.errors import report_error
 from skipstone.cli.files import expect_parent_folder
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.method_options import MethodOptions
+from skipstone.cli.model_options import GenerationModelOptions
 from skipstone.cli.options import flag, option
 from skipstone.cli.sampling_options import SamplingOptions
 from skipstone.utils.files import write_whole
@@ -53,9 +53,7 @@ def chat(
     color: Annotated[bool | None, option("Mark accepted drafts. Default: on terminals.", panel="Output")] = None,
 ) -> None:
     """Talk with a model. A line is a message; /help lists the commands; earlier turns are not read again."""
-    chosen = method.parse()
-    expect_model(model.model)
-    check_method_values(chosen)
+    chosen = method.parse_for(model.model)
     loaded, tokenizer = model.load()
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skipstone.cli.errors import DEFECT, one_line
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.method_options import MethodOptions
+from skipstone.cli.model_options import ModelOptions
 from skipstone.cli.options import AsJson, option
 from skipstone.cli.prompt_options import expect_prompt_files
 
@@ -38,9 +38,7 @@ def check(
     rows = task.records(None)
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
-    chosen = method.parse()
-    expect_model(model.model)
-    check_method_values(chosen)
+    chosen = method.parse_for(model.model)
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
     from skipstone.lab.check.check import Checker, CheckScale

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipstone.cli.method_table import known_methods
+from skipstone.cli.model_options import expect_model
 from skipstone.cli.options import OptionGroup, flag
 from skipstone.decoding import method_text
 from skipstone.decoding.method_text import Known, MethodMissing
@@ -34,6 +35,13 @@ class MethodOptions(OptionGroup, panel="Method"):
         with suppress(MethodMissing):
             method_text.check_names(merged, known)
         return merged
+
+    def parse_for(self, model: str | None) -> Any:
+        """As `parse`. The model must exist, and values that are wrong for any model are ValueErrors. It imports torch."""
+        method = self.parse()
+        expect_model(model)
+        check_method_values(method)
+        return method
 
 
 def check_method_text(text: str, known: Known, labels: tuple[str, ...] = (), several: bool = False) -> None:

@@ -20,8 +20,8 @@ class SamplingOptions(OptionGroup, panel="Decoding"):
             if self.temperature == 0 and getattr(self, name, None) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
 
-    def generation_options(self, **more: Any) -> dict[str, Any]:
-        """These options and more as keyword arguments of `skipstone.generate`. The model's own values are left out."""
+    def generation_options(self) -> dict[str, Any]:
+        """These options as keyword arguments of `skipstone.generate`. An option that was not given is left to the model."""
         from skipstone.decoding.request import generation_options
 
-        return generation_options(**{one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"}, **more)
+        return generation_options(**{one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"})

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from skipstone.cli.errors import DEFECT, USER_ERROR
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.method_options import MethodOptions
+from skipstone.cli.model_options import GenerationModelOptions
 from skipstone.cli.options import OptionGroup, flag, one_of
+from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:
     from skipstone.serving.settings import ServerSettings
@@ -100,11 +101,8 @@ def serve(
     model: GenerationModelOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    chosen = method.parse()
-    if not replicas.ray:  # replicas may have other folders
-        expect_model(model.model)
-    check_method_values(chosen)
-    _expect_packages()
+    chosen = method.parse_for(None if replicas.ray else model.model)  # replicas may have other folders
+    expect_packages("a server", "uvicorn", "fastapi", "sse_starlette")
     from skipstone.serving.settings import ServerSettings
 
     settings = ServerSettings(server.served_model_name or model.name, chosen, *astuple(scheduling))
@@ -114,20 +112,16 @@ def serve(
         _serve_here(model.load, settings, server)
 
 
-def _expect_packages() -> None:
-    """ImportError without the packages of a server."""
-    from skipstone.utils.extras import installed
-
-    for module in ("uvicorn", "fastapi", "sse_starlette"):
-        installed(module, f"a server needs {module.replace('_', '-')}", "serve")
+def expect_packages(what: str, *modules: str) -> None:
+    """ImportError without the packages that something is made of."""
+    for module in modules:
+        installed(module, f"{what} needs {module.replace('_', '-')}", "serve")
 
 
 def _serve_replicas(
     model: GenerationModelOptions, settings: "ServerSettings", server: ServerOptions, replicas: ReplicaOptions
 ) -> None:
     """Serve by replicas on Ray Serve, until somebody ends them."""
-    from skipstone.utils.extras import installed
-
     if server.port == 0:
         raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
     installed("ray.serve", "--ray needs Ray Serve", "ray")

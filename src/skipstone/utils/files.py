@@ -1,7 +1,7 @@
-"""Writing to a disk: files and folders that are whole or not there, files of JSON lines that only grow, hashes of contents.
+"""Atomic writes of files and folders, files of JSON lines that only grow, cache folders, hashes of contents.
 
-A killed process or a full disk leaves either what was there before or all of what was to be there: everything is written under
-a hidden name beside its place, flushed to the disk, and renamed.
+After a crash or on a full disk there is either the old content or all of the new one. Everything is written under a hidden name
+next to its place, flushed to the disk, and renamed.
 """
 
 import hashlib
@@ -14,18 +14,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 DISCARDED = ".discarded"  # the name of a folder that is being removed
-
-
 CACHE = "SKIPSTONE_CACHE"  # the environment variable that names the folder for what can be made again
 
 
 def cache_place(*names: str) -> Path | None:
-    """Where a file lies that can be made again: below what SKIPSTONE_CACHE says, else below `skipstone` in the user's cache
-    folder (that of XDG_CACHE_HOME, else ~/.cache). It need not be there. None where the user has no home."""
+    """The path of a file that can be made again. It lies in the folder SKIPSTONE_CACHE, or else in `skipstone` in the user's
+    cache folder (XDG_CACHE_HOME, or else ~/.cache). It need not exist. None if the user has no home."""
     if own := os.environ.get(CACHE):
         return Path(own, *names)
     users = os.environ.get("XDG_CACHE_HOME", "")
@@ -36,7 +33,7 @@ def cache_place(*names: str) -> Path | None:
 
 
 def plain(value: Any) -> Any:
-    """The same in what JSON has: tuples as lists, keys as texts, and None for a number that is not finite."""
+    """The value in JSON's types: tuples as lists, keys as texts, and None for a number that is not finite."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -52,7 +49,7 @@ def json_line(value: Any) -> str:
 
 
 def digest(value: Any, length: int = 16) -> str:
-    """A hash of what JSON can hold, in `length` hexadecimal digits. The order of a mapping's keys does not matter."""
+    """A hash of a JSON value, in `length` hexadecimal digits. The order of a mapping's keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:length]
 
 
@@ -63,7 +60,7 @@ def file_digest(path: Path) -> str:
 
 
 def _flush(*paths: Path) -> None:
-    """Return when the contents of files, and the lists of what is in folders, are on the disk."""
+    """Return when the contents of files and the entries of folders are on the disk."""
     for path in paths:
         if path.is_dir() and os.name == "nt":
             continue  # Windows opens no folder
@@ -75,7 +72,7 @@ def _flush(*paths: Path) -> None:
 
 
 def publish(written: Path, place: Path) -> None:
-    """Give a file or folder that was written under another name its own, all at once, in the place of what bears it."""
+    """Rename a file or folder that was written under another name, atomically. It replaces what has the name."""
     _flush(*written.rglob("*"), written)
     if place.is_dir():
         discard(place)
@@ -84,10 +81,10 @@ def publish(written: Path, place: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: until all of it is on the disk, what was there before stays. A text is UTF-8.
+    """Write a file, whole or not at all. Until all of it is on the disk, the old content stays. A text is UTF-8.
 
-    Missing folders on the way are made. One process at a time. What is no plain file (/dev/stdout, a pipe) is written to as it
-    is. OSError where the disk is full or the place is not to be written to.
+    Missing folders are made. One process at a time. A device or pipe such as /dev/stdout is written to directly. OSError if the
+    disk is full or the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(os.path.realpath(path))  # a link stays one
@@ -104,7 +101,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write what JSON can hold as a file that people can read, whole or not at all."""
+    """Write a JSON value, indented, whole or not at all."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -112,9 +109,9 @@ _failed: set[Path] = set()  # cache folders that this process has warned of
 
 
 def write_cache(path: Path | None, value: Any) -> bool:
-    """Write what can be made again, as `write_json` does, and return whether that worked. None is a place that there is not.
+    """Write a cache file as `write_json` does, and return whether that worked. path: None if there is no place for it.
 
-    Work goes on without it. A warning, once a process and folder, says that it is done again every time, and why.
+    A failure is a warning, once per process and folder.
     """
     if path is None:
         reason, folder = "there is no home folder", Path()
@@ -137,8 +134,9 @@ def write_cache(path: Path | None, value: Any) -> bool:
 
 @contextmanager
 def hidden_folder(folder: Path, name: str | None = None) -> Iterator[Path]:
-    """An empty folder beside `folder` for the block to write into, removed with what is left in it when the block ends. What a
-    killed process left under its name goes. name: the hidden folder's own, .NAME of `folder` by default."""
+    """An empty folder next to `folder` for the block to write into. It is removed when the block ends.
+
+    What a killed process left under its name is removed first. name: of the hidden folder, .NAME of `folder` by default."""
     hidden = folder.with_name(name or f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
@@ -150,7 +148,7 @@ def hidden_folder(folder: Path, name: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder that takes the place of `folder`, and of all that was in it, when the block ends without an error."""
+    """A hidden folder that replaces `folder` and its content when the block ends without an error."""
     with hidden_folder(folder) as hidden:
         yield hidden
         publish(hidden, folder)
@@ -158,8 +156,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def first_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` when the block ends without an error. Several processes may do so at once: the
-    folder is that of the first one to end, the others' are removed."""
+    """A hidden folder that becomes `folder` when the block ends without an error. If several processes do so at once, the first
+    one to end wins, and the others' folders are removed."""
     with hidden_folder(folder, f".{folder.name}-{uuid.uuid4().hex}") as hidden:
         yield hidden
         _flush(*hidden.rglob("*"), hidden)
@@ -172,8 +170,8 @@ def first_folder(folder: Path) -> Iterator[Path]:
 
 
 def install(hidden: Path, folder: Path, names: Sequence[str]) -> None:
-    """Move finished files from a hidden folder to `folder`, which keeps whatever else it holds. The last of them is what tells
-    readers that all are there: it is the first to be removed and the last to come."""
+    """Move finished files from a hidden folder to `folder`, which keeps its other files. The last file tells readers that all
+    are there: it is removed first and moved last."""
     _flush(*hidden.rglob("*"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[-1]).unlink(missing_ok=True)
@@ -183,7 +181,7 @@ def install(hidden: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder if it is there: its name first, so that nothing half removed bears it."""
+    """Remove a folder if it exists. It is renamed first, so that no folder of this name is ever half removed."""
     hidden = folder.with_name(DISCARDED)
     shutil.rmtree(hidden, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -192,7 +190,7 @@ def discard(folder: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """What stands on every whole line of a file of JSON lines. A last line without its end is left out: whoever wrote it was
+    """The values of all whole lines of a file of JSON lines. A last line without its end is left out, because its writer was
     killed. ValueError with the number of a line that is damaged."""
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
@@ -204,14 +202,14 @@ def read_lines(path: Path) -> list[Any]:
 
 
 class LineFile:
-    """A file of JSON lines that only grows, each on the disk before the next begins, so that a killed run loses nothing but the
-    line that it was writing. Its first line says what it is about. One process writes at a time. `with` closes it.
+    """A file of JSON lines that only grows. Each line is on the disk before the next begins, so a killed run loses only the
+    line that it was writing. The first line describes the file. One process writes at a time. `with` closes it.
 
-    Whoever opens it reads its lines (`read_lines`) and then either begins it or goes on with it.
+    After opening it, read its lines (`read_lines`), and then either begin it or go on with it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, made if it is not there. ValueError where another process writes it."""
+        """Open a file; a missing one is made. ValueError if another process writes it."""
         import fcntl  # not on Windows, where methods that write no such file run as well
 
         self.path = path
@@ -226,8 +224,8 @@ class LineFile:
             raise
 
     def begin(self, head: dict[str, Any], refusal: str | None) -> None:
-        """Write the first line in the place of all that was there. refusal: the ValueError's text where that does not look like
-        the beginning of such a line, None to begin anew in any case."""
+        """Write the first line instead of the old content. refusal: text of the ValueError if the old content does not look
+        like the beginning of such a line; None to begin anew in any case."""
         name, value = next(iter(head.items()))
         beginning = json_line({name: value}).rstrip("}\n").encode()
         there = self.path.read_bytes()[: len(beginning)]
@@ -242,17 +240,17 @@ class LineFile:
         self._file.truncate(data.rfind(b"\n") + 1)
 
     def add(self, *lines: Any) -> None:
-        """Write lines; when this returns, they are on the disk. OSError where the disk is full: what was there stays whole."""
+        """Write lines; when this returns, they are on the disk. OSError if the disk is full; the old lines stay whole."""
         self._file.write("".join(map(json_line, lines)).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the file, so that other processes may write it."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

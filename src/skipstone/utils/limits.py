@@ -1,4 +1,4 @@
-"""Limits of the memory that a server's clients can make it take. Whatever a request creates and leaves behind has one here."""
+"""Limits of the memory that the clients of a server can make it use. Everything that a request creates and leaves has one."""
 
 import os
 from pathlib import Path
@@ -6,29 +6,29 @@ from pathlib import Path
 import torch
 
 MAX_BATCH_GROUPS = 4
-"""Methods that have rows at a time. Every group takes a step of its own, so more of them are slow whatever memory there is."""
+"""Number of methods that have rows at a time. Each takes steps of its own, so more of them would be slow."""
 KV_CACHE_SHARE = 0.25
-"""Share of the memory of the model's device that the keys and values of all batch groups may take, unless a server is told."""
+"""Share of the memory of the model's device for keys and values of all batch groups. It is the default of a server."""
 MAX_METHOD_STATES = 64
 """Number of method settings per model that keep what they have learnt."""
 METHOD_STATE_BYTES = 256 << 20
-"""What these states may take together. The one that is in use is kept in any case."""
+"""Limit of these states together. The one in use always stays."""
 SMALL_STATE_BYTES = 1 << 16
-"""What a state counts as that has a few hundred numbers."""
+"""Assumed size of a state of a few hundred numbers."""
 WEIGHT_COPIES_SHARE = 0.5
-"""Share of the machine's memory that a model's weights in fewer bits may take, which drafting reads."""
+"""Share of the machine's memory for copies of a model's weights in fewer bits, which drafting reads."""
 GRAMMAR_BYTES = 512 << 20
-"""What the compiled grammars of all requests may take together."""
+"""Limit of the compiled grammars of all requests together."""
 SMALL_GRAMMAR_BYTES = 1 << 20
-"""What a grammar counts as at least that is compiled once."""
+"""Smallest assumed size of a compiled grammar."""
 MAX_LEXER_STATES = 50_000
 """States that llguidance may add to one compiled grammar while a text is written. They take about 700 bytes each."""
 UNREAD_BYTES = 64 << 20
-"""What all events may take together that clients have not read yet."""
+"""Limit of all events together that clients have not read yet."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Where Linux says how much memory a container has."""
 ASSUMED_MEMORY_BYTES = 8 << 30
-"""Of a machine that does not say how much it has."""
+"""Assumed memory of a machine that does not say how much it has."""
 
 
 def device_memory_bytes(device: torch.device) -> int:
@@ -37,6 +37,6 @@ def device_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if not hasattr(os, "sysconf"):
         return ASSUMED_MEMORY_BYTES
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else ""
-    return min(found, int(limit)) if limit.isdigit() else found
+    return min(machine, int(limit)) if limit.isdigit() else machine

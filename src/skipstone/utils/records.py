@@ -1,13 +1,14 @@
-"""Records with their places: JSON lines on the disk, data sets of the Hugging Face hub, and what can go wrong with them."""
+"""Records with their places, for error messages: JSON lines on the disk, and data sets of the Hugging Face hub."""
 
-import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Placed = Iterator[tuple[str, Any]]  # (place, record): where a record stands, for messages, and what was read there
+from skipstone.utils.extras import installed
+
+Placed = Iterator[tuple[str, Any]]  # (place, record); the place is for messages
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,16 @@ class HubRecords:
     extra: str = "train"
 
     def read(self, who: str, otherwise: str, streaming: bool = False) -> Placed:
-        """Its records in their order. streaming: without fetching the whole.
+        """The records in their order. streaming: without fetching the whole.
 
-        who, otherwise: for messages, who asks and what else can be done. ImportError that says what to install where `datasets`
-        is missing, OSError where the hub does not have it or cannot be reached.
+        who, otherwise: for messages, who asks and what else can be done. ImportError without the package `datasets`; OSError if
+        the hub does not have the data set or cannot be reached.
         """
+        need = f"{who}: the data set {self.path} of the hub is read with the package datasets, which is not installed"
+        datasets = installed("datasets", need, self.extra)
         try:
-            datasets = importlib.import_module("datasets")
-        except ImportError as error:
-            raise ImportError(
-                f"{who}: the data set {self.path} of the hub is read with the package datasets, which is not installed: "
-                f'pip install "skipstone[{self.extra}]"'
-            ) from error
-        try:
-            wanted = {"name": self.config, "split": self.split, "revision": self.revision}
-            records = datasets.load_dataset(self.path, **wanted, streaming=streaming)
+            place = {"name": self.config, "split": self.split, "revision": self.revision}
+            records = datasets.load_dataset(self.path, **place, streaming=streaming)
         except OSError as error:  # unknown names, no network
             raise OSError(
                 f"{who}: the data set {self.path} could not be had from the hub ({error}): check the name and the network, "
@@ -45,7 +41,7 @@ class HubRecords:
 
 
 def json_lines(path: Path) -> Placed:
-    """What stands on every line that is not blank. ValueError with the number of a line that is no JSON."""
+    """The record of every line that is not blank. ValueError with the number of a line that is no JSON."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
@@ -60,7 +56,7 @@ def json_lines(path: Path) -> Placed:
 
 
 def decoded(data: bytes, place: str, advice: str) -> str:
-    """UTF-8. ValueError that names the place and ends in advice."""
+    """Decode UTF-8. ValueError that names the place and ends in advice."""
     try:
         return data.decode("utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
@@ -68,7 +64,7 @@ def decoded(data: bytes, place: str, advice: str) -> str:
 
 
 def value(record: dict[str, Any], key: str, place: str, asked_by: str) -> Any:
-    """What stands under a key. ValueError with the keys that are there."""
+    """The value of a key. ValueError with the keys that exist."""
     if key not in record:
         raise ValueError(f"{place}: the {asked_by} asks for the key {key!r}, found {', '.join(map(str, record)) or 'none'}")
     return record[key]

@@ -1,4 +1,4 @@
-"""Checked settings, as files of YAML hold them: what is unknown, given twice or of the wrong type is an error that says so."""
+"""Settings in YAML and JSON files. A setting that is unknown, given twice or of the wrong type is an error."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 
 class SettingsPart(BaseModel):
-    """A part of a file. ValueError for settings that it does not have."""
+    """Base class of a part of a settings file. ValueError for unknown settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,7 +28,7 @@ Form = TypeVar("Form", bound=SettingsPart)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML without keys that are given twice, of which the last would count."""
+    """YAML that refuses keys that are given twice. PyYAML would take the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -38,7 +38,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def mapping(path: Path) -> dict[str, Any]:
-    """What a file says. ValueError where it is no YAML or no mapping."""
+    """The settings of a file. ValueError if it is no YAML or no mapping."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -49,9 +49,9 @@ def mapping(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, form: type[Form], version: int, what: str, source: object = None) -> Form:
-    """A file of JSON, checked. what: what it describes; source: what a user called it.
+    """A file of JSON, checked. what: the thing it describes; source: the user's name for it.
 
-    OSError where there is no file; ValueError for one that is damaged, says something else, or is of another version.
+    OSError if there is no file; ValueError for one that is damaged, has other content, or has another version.
     """
     source = path if source is None else source
     try:
@@ -67,7 +67,7 @@ def read_json(path: Path, form: type[Form], version: int, what: str, source: obj
 
 
 def first_fault(error: ValidationError) -> str:
-    """One line about the first thing that is wrong."""
+    """One line about the first error."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":
@@ -78,7 +78,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A clause that names the known word most like an unknown one; nothing where none is like it."""
+    """A clause with the known word that is most like an unknown one; empty if there is none."""
     plain = {one.lower().replace("_", "-"): one for one in known}
     close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1, cutoff=0.65)
     return f" (did you mean {plain[close[0]]!r}?)" if close else ""
