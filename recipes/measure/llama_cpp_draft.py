@@ -34,7 +34,7 @@ import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.threads import cores
 from skipstone.export.draft import write_draft
-from skipstone.export.draft_layers import kept
+from skipstone.export.draft_layers import select_draft_layers
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.lab.tasks.data_sets import named
@@ -153,7 +153,7 @@ def main() -> None:
     end: Any = tokenizer.eos_token_id
     defaults.eos_token_id = None  # all texts are equally long
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, keeps = Path(name), kept(runner)
+        folder, keeps = Path(name), select_draft_layers(runner)
         write_pair(runner, vocabulary_of(tokenizer, model, "gpt-2"), keeps, folder / "pair", "F32", "nano")
         write_draft(runner, tokenizer, keeps, folder / "draft")
         plain = ["-m", str(folder / "pair" / TARGET), *EXACT]

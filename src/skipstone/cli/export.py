@@ -61,11 +61,11 @@ def export(
     from skipstone.engines.loading import load_model, load_tokenizer
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.export import commands
-    from skipstone.export.draft_layers import kept
+    from skipstone.export.draft_layers import select_draft_layers
 
     source = str(NANO) if model == BUNDLED else model  # other engines find the bundled model by its folder
     runner = ModelRunner(load_model(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype)), "eager")
-    tokenizer, layers = load_tokenizer(source), kept(runner, chosen, exit_layer)
+    tokenizer, layers = load_tokenizer(source), select_draft_layers(runner, chosen, exit_layer)
     if to == "draft":
         _write_draft(runner, tokenizer, layers, out)
         lines = commands.for_draft(source, out, layers)

@@ -34,15 +34,15 @@ def push(
     expect_repository(repo_id)
     from skipstone.export.hub.push import card_of
     from skipstone.export.hub.push import push as upload
-    from skipstone.export.hub.upload_contents import parcel_of
+    from skipstone.export.hub.upload_contents import collect_upload
 
     if dry_run:
-        parcel = parcel_of(path)
-        typer.echo(f"{parcel.kind}, to {repo_id}:")
-        for name, (size, sha) in parcel.digests.items():
+        contents = collect_upload(path)
+        typer.echo(f"{contents.kind}, to {repo_id}:")
+        for name, (size, sha) in contents.digests.items():
             typer.echo(f"  {name}  {size:,} bytes  {sha}")
-        if parcel.left_out:
-            typer.echo(f"stays here: {', '.join(parcel.left_out)}")
-        typer.echo(f"\nREADME.md:\n\n{terminal.harmless(card_of(parcel, repo_id, revision))}", nl=False)
+        if contents.left_out:
+            typer.echo(f"stays here: {', '.join(contents.left_out)}")
+        typer.echo(f"\nREADME.md:\n\n{terminal.harmless(card_of(contents, repo_id, revision))}", nl=False)
         return
     typer.echo(upload(path, repo_id, private=private, revision=revision, say=lambda text: typer.echo(text, err=True)))

@@ -1,1 +1,1 @@
-"""What LayerSkip and the layer search learnt, as files for engines that know no early exits: draft models and GGUF files."""
+"""Exports the layers that LayerSkip or a layer search drafts with, as files for engines without early exits."""

@@ -1,4 +1,4 @@
-"""The commands with which other engines take an export. docs/export.md says which of them were run."""
+"""Commands that load an export in other engines. docs/export.md says which of them were run."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from skipstone.export.gguf.file import DRAFT, TARGET
 
 
 def for_draft(target: str, folder: Path, kept: DraftLayers) -> dict[str, str]:
-    """Engines and what to type there for a draft checkpoint. target: the folder or hub id of the model."""
+    """Engine -> command for a draft checkpoint. target: the folder or hub id of the model."""
     model, draft, count = shlex.quote(target), shlex.quote(str(folder)), kept.drafts
     speculative = json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": count})
     return {
@@ -26,9 +26,7 @@ def for_draft(target: str, folder: Path, kept: DraftLayers) -> dict[str, str]:
 
 
 def for_gguf(folder: Path, kept: DraftLayers) -> dict[str, str]:
-    """Engines and what to type there for a pair of GGUF files."""
+    """Engine -> command for a pair of GGUF files."""
     target, draft = (shlex.quote(str(folder / name)) for name in (TARGET, DRAFT))
-    least = "" if kept.threshold is None else f" --spec-draft-p-min {kept.threshold:g}"
-    return {
-        "llama.cpp": f"llama-server -m {target} -md {draft} --spec-type draft-simple --spec-draft-n-max {kept.drafts}{least}"
-    }
+    command = f"llama-server -m {target} -md {draft} --spec-type draft-simple --spec-draft-n-max {kept.drafts}"
+    return {"llama.cpp": command if kept.threshold is None else f"{command} --spec-draft-p-min {kept.threshold:g}"}

@@ -1,6 +1,6 @@
-"""A part of a model's layers, with its norm and head, as an ordinary Hugging Face checkpoint.
+"""Exports some layers of a model, with its norm and head, as an ordinary Hugging Face checkpoint.
 
-Every export is read back and compared with what skipstone itself computes by those layers before it gets its name.
+Every export is read back and compared with skipstone's own computation before it is published.
 """
 
 import copy
@@ -22,19 +22,15 @@ from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.utils.files import hidden_folder, publish, write_json
 
-PROBE = 24  # random ids of the text that an export is compared on
+NUM_PROBE_TOKENS = 24  # random ids that an export is compared on
 NUMBERED = ("mlp_only_layers",)
-"""Fields of a config that list numbers of layers."""
+"""Fields of a config that list layer numbers."""
 COUNTED = ("max_window_layers",)
-"""Fields of a config that count the first layers that are of a kind."""
-ELSEWHERE = ("auto_map",)
-"""Fields of a config that name code which an export does not have."""
-NOT_OF_LAYERS = ("architectures",)
-"""Lists of a config, beside those of token ids, that have no entry for every layer, whatever their length is."""
+"""Fields of a config that count the first layers of some kind."""
 
 
 def refuse(model: ModelRunner) -> None:
-    """ValueError for a model of which a part of the layers, with the norm and the head, is no model of its type."""
+    """ValueError for a model that cannot be shortened: some layers with the norm and the head are no model of its type."""
     family, kind = model.family, model.config.model_type
     if model.config is not model.model.config:
         raise ValueError(
@@ -59,16 +55,16 @@ def refuse(model: ModelRunner) -> None:
 
 
 def shortened(config: Any, layers: tuple[int, ...]) -> Any:
-    """The config of a model with only these layers, numbered anew; fields with an entry for every layer keep theirs. ValueError
-    where the type has no such config."""
+    """The config of a model with only these layers, renumbered. ValueError if the model type has no such config."""
     depth = config.num_hidden_layers
-    known = {name: value for name, value in config.to_dict().items() if name not in ELSEWHERE}
+    known = config.to_dict()
+    known.pop("auto_map", None)  # names code that an export does not have
     for name, value in known.items():
         if name in NUMBERED and value:
             known[name] = [place for place, layer in enumerate(layers) if layer in value]
         elif name in COUNTED and isinstance(value, int):
             known[name] = sum(layer < value for layer in layers)
-        elif isinstance(value, (list, tuple)) and len(value) == depth and not _other(name):
+        elif isinstance(value, (list, tuple)) and len(value) == depth and name != "architectures" and "token_id" not in name:
             known[name] = [value[layer] for layer in layers]
     known[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     try:
@@ -77,13 +73,9 @@ def shortened(config: Any, layers: tuple[int, ...]) -> Any:
         raise ValueError(f"the config of this {config.model_type} model cannot say which layers are left: {error}") from error
 
 
-def _other(name: str) -> bool:
-    return name in NOT_OF_LAYERS or "token_id" in name
-
-
 def cut(model: ModelRunner, layers: tuple[int, ...]) -> Any:
-    """A transformers model with only these layers, which shares its weights with the model. It holds parameters and cannot run:
-    what is no part of a checkpoint was not made. ValueError as in `refuse` and `shortened`."""
+    """A transformers model with only these layers, which shares its weights with the model. It can be saved but not run:
+    buffers that are no part of a checkpoint are missing. ValueError as in `refuse` and `shortened`."""
     refuse(model)
     if model.family.post_norm and layers != tuple(range(len(layers))):
         raise ValueError(
@@ -105,27 +97,27 @@ def cut(model: ModelRunner, layers: tuple[int, ...]) -> Any:
 
 
 def _renumbered(model: ModelRunner, layers: tuple[int, ...]) -> dict[str, Tensor]:
-    """The weights of the layers that are left, under their new numbers, and all that are in no layer."""
+    """The weights of these layers under their new numbers, and all weights outside layers."""
     owned = getattr(model.decoder, model.family.layers)
     (path,) = [name for name, module in model.model.named_modules() if module is owned]
     places = {str(layer): str(place) for place, layer in enumerate(layers)}
-    found = {}
+    weights = {}
     for name, weight in model.model.state_dict().items():
-        if not name.startswith(f"{path}."):
-            found[name] = weight
-            continue
-        number, _, rest = name.removeprefix(f"{path}.").partition(".")
-        if number in places:
-            found[f"{path}.{places[number]}.{rest}"] = weight
-    return found
+        if name.startswith(f"{path}."):
+            number, _, rest = name.removeprefix(f"{path}.").partition(".")
+            if number not in places:
+                continue
+            name = f"{path}.{places[number]}.{rest}"
+        weights[name] = weight
+    return weights
 
 
 def write_draft(model: ModelRunner, tokenizer: Any, kept: DraftLayers, folder: Path) -> int:
-    """Write the layers that are kept, with norm, head and tokenizer, as a checkpoint that is whole or not there. Returns its
+    """Write the kept layers, with norm, head and tokenizer, as a checkpoint, whole or not at all. Returns its number of
     parameters.
 
-    folder: made here. FileExistsError where it is there. ValueError for a model of which this is no model (`cut`), or whose
-    export computes something else than the layers do.
+    folder: must not exist (FileExistsError). ValueError for a model that cannot be cut (`cut`), and for an export that computes
+    something else than the layers do.
     """
     if folder.exists():
         raise FileExistsError(17, "there already, and an export overwrites nothing", str(folder))
@@ -143,23 +135,26 @@ def write_draft(model: ModelRunner, tokenizer: Any, kept: DraftLayers, folder: P
 
 
 def origin(model: ModelRunner, kept: DraftLayers) -> dict[str, Any]:
-    """What an export is a part of, for its card on the hub: "base", the hub id or the name of the folder of the whole model,
-    None for one that was not loaded; "revision", its commit on the hub; "fingerprint" of its weights; "layers" that are kept,
-    "depth" of all."""
+    """The origin of an export, for its card on the hub: "base", the hub id or folder name of the whole model, None for one that
+    was not loaded; "revision", its commit on the hub; "fingerprint" of its weights; kept "layers", "depth" of the whole."""
     name = str(getattr(model.model.config, "name_or_path", "") or "")
-    known = BUNDLED if name == str(NANO) else Path(name).resolve().name if Path(name).exists() else name
-    commit = getattr(model.model.config, COMMIT, None)
-    part = {"layers": list(kept.layers), "depth": kept.depth}
-    return {"base": known if name else None, "revision": commit, "fingerprint": model.fingerprint, **part}
+    public = BUNDLED if name == str(NANO) else Path(name).resolve().name if Path(name).exists() else name
+    return {
+        "base": public if name else None,
+        "revision": getattr(model.model.config, COMMIT, None),
+        "fingerprint": model.fingerprint,
+        "layers": list(kept.layers),
+        "depth": kept.depth,
+    }
 
 
 @torch.inference_mode()
 def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
-    """ValueError where the checkpoint in a folder computes something else than the layers of a model that are kept."""
+    """ValueError if the checkpoint in a folder computes something else than the kept layers of a model."""
     draft = load_model(folder, dtype=model.model.dtype)
     reaches, own = DecoderModel(draft).family.reaches, model.family.reaches
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.embeddings, (1, PROBE), generator=generator, dtype=torch.int64, device="cpu")
+    ids = torch.randint(0, model.embeddings, (1, NUM_PROBE_TOKENS), generator=generator, dtype=torch.int64, device="cpu")
     theirs = draft(ids, use_cache=False).logits.float()
     if reaches != tuple(own[layer] for layer in kept.layers) or not close(theirs, exit_logits(model, kept, ids)):
         raise ValueError(
@@ -170,8 +165,8 @@ def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
 
 @torch.inference_mode()
 def exit_logits(model: ModelRunner, kept: DraftLayers, ids: Tensor) -> Tensor:
-    """What skipstone drafts from behind every token of a text: the layers that are kept, then norm and head. ids: [1, T].
-    Returns [1, T, V] float32."""
+    """Draft logits of skipstone at every position of a text: the kept layers, then norm and head. ids: [1, T]. Returns [1, T,
+    V] float32."""
     length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)
     positions = torch.arange(length, device=model.device, dtype=torch.int64)[None]
     store = KVCache(1, model.depth, length)

@@ -1,11 +1,10 @@
-"""Which layers of a model a method drafts with, where these are whole layers."""
+"""Finds the layers that a method drafts with, if these are whole layers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
-from skipstone.decoding.method import Method
 from skipstone.decoding.settings import layer_in_range
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import MethodLike, resolve
@@ -17,45 +16,44 @@ from skipstone.methods.swift.swift import Swift
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import SkipSet
 
-MOST_DRAFTS = 6  # drafts a step for a method that says nothing of them
+DEFAULT_DRAFTS = 6  # drafts a step for a method without num_speculative_tokens
 
 
 @dataclass(frozen=True)
 class DraftLayers:
-    """The layers that draft. layers: their numbers in the target, from 0, ascending. depth: layers of the target. drafts: most
-    drafts a step. threshold: the probability below which drafting stops; None where the method has no fixed one."""
+    """The layers that draft. layers: their numbers in the target, from 0, ascending. depth: number of the target's layers.
+    drafts: maximum per step. threshold: probability below which drafting stops; None if the method has no fixed one."""
 
     layers: tuple[int, ...]
     depth: int
-    drafts: int = MOST_DRAFTS
+    drafts: int = DEFAULT_DRAFTS
     threshold: float | None = None
 
     @property
     def first(self) -> bool:
-        """Whether they are the first ones, as in an early exit."""
+        """Whether they are the target's first layers, as in an early exit."""
         return self.layers == tuple(range(len(self.layers)))
 
     @property
     def described(self) -> str:
-        """Which they are, for people: "layers 0 to 5 of 24"."""
-        return f"{spelled(self.layers)} of {self.depth}"
+        """Their numbers as text: "layers 0 to 5 of 24"."""
+        return f"{spell_layers(self.layers)} of {self.depth}"
 
 
-def spelled(layers: Collection[int]) -> str:
-    """Layer numbers for people: "layers 0 to 3, 6 and 7"."""
+def spell_layers(layers: Collection[int]) -> str:
+    """Layer numbers as text: "layers 0 to 3, 6 and 7"."""
     numbers = sorted(layers)
-    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
-    ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
-    runs = [f"{start}" if start == end else f"{start} to {end}" for start, end in zip(starts, ends, strict=True)]
-    told = runs[0] if len(runs) == 1 else f"{', '.join(runs[:-1])} and {runs[-1]}"
-    return f"{'layer' if len(numbers) == 1 else 'layers'} {told}"
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])]
+    *others, last = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{'layer' if len(numbers) == 1 else 'layers'} {listed}"
 
 
-def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None = None) -> DraftLayers:
+def select_draft_layers(model: ModelRunner, method: MethodLike = None, exit_layer: int | None = None) -> DraftLayers:
     """The layers that a method drafts with, those of the model's own method by default.
 
-    exit_layer: E, the first E layers, instead of a method. ValueError where nothing says which layers draft, where two things
-    say it, for a method that drafts with anything else than whole layers, and for layers that the model does not have.
+    exit_layer: E, for the first E layers, instead of a method. ValueError if both or none are given and the model has no method
+    of its own, for a method that does not draft with whole layers, and for layers that the model does not have.
     """
     own = getattr(model.model.generation_config, OWN_FIELD, None)
     if exit_layer is not None:
@@ -68,24 +66,19 @@ def kept(model: ModelRunner, method: MethodLike = None, exit_layer: int | None =
             "this model names no method of its own: say which layers draft by --exit-layer E, or by --method with a layer set; "
             "`skipstone inspect MODEL` shows where an early exit would pay, `skipstone search MODEL` finds a set"
         )
-    found = resolve(method, own)
-    layers = _layers(found, model)
-    drafts = getattr(found, "num_speculative_tokens", MOST_DRAFTS)
-    threshold = getattr(found, "confidence_threshold", None)
+    chosen: Any = resolve(method, own)
+    if isinstance(chosen, (LayerSkip, EarlyExit)):
+        layer_in_range("exit_layer", chosen.exit_layer, model)
+        layers = tuple(range(chosen.exit_layer or 0))
+    else:
+        layers = _remaining_layers(_skip_set(chosen, model), model)
+    drafts = getattr(chosen, "num_speculative_tokens", DEFAULT_DRAFTS)
+    threshold = getattr(chosen, "confidence_threshold", None)
     return DraftLayers(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
 
 
-def _layers(method: Method, model: ModelRunner) -> tuple[int, ...]:
-    """The layers that a method drafts with."""
-    if isinstance(method, (LayerSkip, EarlyExit)):
-        layer_in_range("exit_layer", method.exit_layer, model)
-        assert method.exit_layer is not None
-        return tuple(range(method.exit_layer))
-    return _without(_skip_set(method, model), model)
-
-
 def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
-    """The layer set of a method. ValueError where it has none."""
+    """The layer set of a method. ValueError if it has none."""
     if isinstance(method, SelfSpeculative):
         skip = method.skip_set(model)
         if not skip.attention and not skip.mlp:
@@ -107,11 +100,11 @@ def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
     )
 
 
-def _without(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
-    """The layers that a set leaves. ValueError where it skips a sublayer and keeps the other one of its layer."""
+def _remaining_layers(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
+    """The layers that a set leaves. ValueError if it skips one sublayer of a layer alone."""
     LayerSetSpace.of(model).from_skip_set(skip)
     alone = [
-        f"the {kind} of {spelled(layers)}"
+        f"the {kind} of {spell_layers(layers)}"
         for kind, layers in (("attention", skip.attention - skip.mlp), ("MLP", skip.mlp - skip.attention))
         if layers
     ]

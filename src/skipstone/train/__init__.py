@@ -1,5 +1,4 @@
-"""Training: LayerSkip's recipe, AdaDecode's exit heads, their data, and what every run has: a folder, names in its recipe that
-lead somewhere, and something to say."""
+"""Training: LayerSkip's recipe, AdaDecode's exit heads, their data, and what their runs share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +7,15 @@ Say = Callable[[str], None]  # shows a line to whoever started the run
 
 
 def silent(_: str) -> None:
-    """What processes say but the first."""
+    """Show nothing: every process but the first."""
 
 
-def beside(name: str, base: Path) -> str:
-    """A folder beside the recipe, which stands in `base`, or the name as it is: of another folder or on the hub."""
+def resolve_model(name: str, base: Path) -> str:
+    """The folder `name` next to a recipe in `base` if there is one; else the name itself, another folder or a hub id."""
     return str(base / name) if (base / name).is_dir() else name
 
 
 def refuse_used(folder: Path) -> None:
-    """ValueError where a folder holds something, for a run that is not to go on with another."""
+    """ValueError if a folder holds something and the run must not resume."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: remove it, or let the run resume from it")

@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or not there: written under a hidden name, listed with their hashes, flushed, renamed.
+"""Atomic checkpoints: written under a hidden name, listed with their hashes, flushed, renamed.
 
-transformers' Trainer writes into checkpoint-N directly, so a process killed meanwhile leaves a folder that looks like one.
+transformers' Trainer writes into checkpoint-N directly. A process that is killed then leaves a folder that looks whole.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from contextlib import suppress
-from itertools import takewhile
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from skipstone.utils import files
 MANIFEST = "manifest.json"  # file in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file
 _PREFIX = "checkpoint-"
 PARTIAL = ".partial"  # folder in that of a run: the checkpoint that is being written
-SAMPLE = 16  # how many entries of a frozen parameter tell it from another model's
+SAMPLE = 16  # entries of a frozen parameter that its digest covers
 
 
 def partial_folder(run: Path) -> Path:
-    """An empty folder inside `run` to write a checkpoint into; what an interrupted save left there is removed."""
+    """An empty folder inside `run` to write a checkpoint into."""
     clear(run)
     folder = run / PARTIAL
     folder.mkdir(parents=True)
@@ -31,15 +31,15 @@ def partial_folder(run: Path) -> Path:
 
 
 def clear(run: Path) -> None:
-    """Remove what interrupted saves have left behind."""
+    """Remove leftovers of interrupted saves."""
     for name in (PARTIAL, files.DISCARDED):
         shutil.rmtree(run / name, ignore_errors=True)
 
 
 def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) -> Path:
-    """Give a written checkpoint its name, all at once. fingerprint: what a run must have in common to resume from it."""
-    written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-    digests = {path.relative_to(partial).as_posix(): files.file_digest(path) for path in written}
+    """Give a written checkpoint its name, all at once. fingerprint: what a run must share to resume from it."""
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    digests = {path.relative_to(partial).as_posix(): files.file_digest(path) for path in paths}
     manifest = {"step": step, "fingerprint": fingerprint, "files": digests}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     final = run / f"{_PREFIX}{step}"
@@ -49,13 +49,13 @@ def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) ->
 
 
 def keep_latest(run: Path, count: int) -> None:
-    """Remove all but the latest `count` checkpoints; none where count is 0."""
+    """Remove all but the latest `count` checkpoints; 0 keeps all."""
     for _, folder in _numbered(run)[:-count]:
         files.discard(folder)
 
 
 def latest(run: Path) -> Path | None:
-    """The checkpoint with the highest step, None where there is none."""
+    """The checkpoint with the highest step; None if there is none."""
     return next((folder for _, folder in reversed(_numbered(run))), None)
 
 
@@ -69,7 +69,7 @@ def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
 
 
 def fingerprint_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run, unverified; {} where it says nothing."""
+    """The fingerprint that a checkpoint holds, unverified; {} if it holds none."""
     try:
         return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -77,7 +77,7 @@ def fingerprint_of(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
-    """The step of a checkpoint. ValueError where a file is missing or damaged, or where it belongs to another run."""
+    """The step of a checkpoint. ValueError if a file is missing or damaged, or if another run wrote it."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         step, saved, listed = int(manifest["step"]), dict(manifest["fingerprint"]), dict(manifest["files"])
@@ -85,10 +85,10 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
         raise ValueError(f"{folder} is no checkpoint of skipstone: its {MANIFEST} is missing or unreadable") from error
     for name, digest in listed.items():
         path = folder / name
-        found = files.file_digest(path) if path.is_file() else "nothing"
-        if found != digest:
+        actual = files.file_digest(path) if path.is_file() else "nothing"
+        if actual != digest:
             raise ValueError(
-                f"{path} is damaged: expected SHA-256 {digest:.12}, found {found:.12}; "
+                f"{path} is damaged: expected SHA-256 {digest:.12}, found {actual:.12}; "
                 f"remove {folder.name} to resume from the one before it"
             )
     if different := _differences(saved, fingerprint):
@@ -101,7 +101,7 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
 
 
 def frozen(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint of adapters does not hold: a digest of a sample of every frozen parameter. Empty where all train."""
+    """A digest of a sample of every frozen parameter, which a checkpoint of adapters does not hold. {} if all train."""
     samples = [
         f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:SAMPLE].tolist()}"
         for name, parameter in model.named_parameters()
@@ -111,31 +111,32 @@ def frozen(model: nn.Module) -> dict[str, str]:
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """What two fingerprints do not have in common: key -> (saved, now), shortened to where they part."""
+    """Entries that differ between two fingerprints: key -> (saved, now), shortened to the first difference."""
     old, new = _flat(saved), _flat(json.loads(json.dumps(now)))
     return {key: _contrast(old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Mappings as entries of their own. The version of transformers that wrote a config is no difference."""
+    """A fingerprint with its inner mappings flattened, without the version of transformers that wrote a config."""
     flat: dict[str, Any] = {}
     for key, value in fingerprint.items():
         if isinstance(value, dict):
-            flat |= {f"{key}.{name}": one for name, one in value.items()}
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             flat[key] = re.sub(r'"transformers_version": "[^"]*",?\s*', "", value) if isinstance(value, str) else value
     return flat
 
 
 def _contrast(old: Any, new: Any) -> tuple[str, str]:
-    """Two different values as text; of long ones only what follows the place where they part, with what led to it."""
-    one, other = (" ".join(value.split()) if isinstance(value, str) else repr(value) for value in (old, new))
-    start = max(0, len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))) - 30)
-    cut = start if max(len(one), len(other)) > 80 else 0
-    return one[cut : cut + 80], other[cut : cut + 80]
+    """Two different values as text. Long ones are cut to the surroundings of their first difference."""
+    before, after = (" ".join(value.split()) if isinstance(value, str) else repr(value) for value in (old, new))
+    if max(len(before), len(after)) <= 80:
+        return before, after
+    start = max(0, next(at for at, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]) - 30)
+    return before[start : start + 80], after[start : start + 80]
 
 
 def _numbered(run: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a run by step."""
-    found = [(path.name.removeprefix(_PREFIX), path) for path in run.glob(f"{_PREFIX}*") if path.is_dir()]
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    folders = [(path.name.removeprefix(_PREFIX), path) for path in run.glob(f"{_PREFIX}*") if path.is_dir()]
+    return sorted((int(number), path) for number, path in folders if number.isdecimal())

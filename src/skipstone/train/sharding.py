@@ -1,10 +1,8 @@
-"""FSDP2: weights, gradients and optimiser states cut over the processes of a run, and checkpoints that any number of them can
-read.
+"""FSDP2: shards weights, gradients and optimiser states over processes; any number of processes reads the checkpoints.
 
-`accelerate launch --use_fsdp --fsdp_version 2` asks for it. Every layer is a group, gathered when it runs. The root's
-group is embeddings, final norm and LM head: they are gathered once a pass and stay until its gradients are there, because every
-exit reads the norm and the head, in the forward pass and once more when its logits are computed again. accelerate would cut
-them into groups of their own, whose gathering follows one call of the norm and one of the head.
+`accelerate launch --use_fsdp --fsdp_version 2` turns it on. Every layer is a group, gathered when it runs. The root group holds
+embeddings, final norm and LM head. It stays gathered from the forward pass to the gradients, because every exit reads norm and
+head, in both passes. accelerate would make groups of their own of them, which are gathered for one call each.
 """
 
 import os
@@ -37,18 +35,18 @@ WHOLE_OPTIMIZER = "optimizer.pt"  # file in a checkpoint of whole weights: trans
 _FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def wanted() -> bool:
-    """Whether the launch asked for FSDP."""
+def is_requested() -> bool:
+    """Whether the launch asks for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def disable() -> None:
-    """Let what is trained be copied to every process in a launch that asked for FSDP: exit heads are small."""
+    """Train a copy in every process although the launch asks for FSDP: exit heads are small."""
     os.environ["ACCELERATE_USE_FSDP"] = "false"
 
 
 def enable_on_cpu(accelerator: Accelerator) -> None:
-    """Let accelerate know that processes on the CPU are sharded, too: it leaves its FSDP plugin out there (1.15)."""
+    """Turn FSDP on for processes on the CPU, where accelerate 1.15 leaves its plugin out."""
     state: Any = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -56,7 +54,7 @@ def enable_on_cpu(accelerator: Accelerator) -> None:
 
 
 def check(model: nn.Module, accelerator: Accelerator, muon: bool) -> None:
-    """ValueError for what cannot be cut. muon: whether Muon is to train the layers' matrices."""
+    """ValueError for a model or settings that FSDP cannot shard. muon: whether Muon trains the layers' matrices."""
     plugin: Any = accelerator.state.fsdp_plugin
     config: Any = getattr(model, "config", None)
     if plugin.fsdp_version != 2:
@@ -79,8 +77,8 @@ def check(model: nn.Module, accelerator: Accelerator, muon: bool) -> None:
 
 
 def shard(model: Any, accelerator: Accelerator) -> None:
-    """Cut a model in place, before its optimiser is made. With bf16 weights are gathered in bfloat16, and gradients are summed
-    in float32."""
+    """Shard a model in place, before its optimiser is made. With bf16, weights are gathered in bfloat16 and gradients summed in
+    float32."""
     plugin: Any = accelerator.state.fsdp_plugin
     half = accelerator.mixed_precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -91,13 +89,13 @@ def shard(model: Any, accelerator: Accelerator) -> None:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether `shard` has cut a model."""
+    """Whether `shard` was called on a model."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """After the block, the root's group is cut again: a forward without a backward leaves it whole."""
+    """Shard the root group again after the block: a forward without a backward leaves it gathered."""
     try:
         yield
     finally:
@@ -106,7 +104,7 @@ def gathered(model: Any) -> Iterator[None]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
+    """This process's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -116,8 +114,8 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write weights and optimiser states, every process its own part. Every process must call it. OSError in all of them where
-    one cannot write."""
+    """Write weights and optimiser states, every process its own part. Every process must call it. OSError in all of them if one
+    cannot write."""
     weights, optimised = states.get_state_dict(model, optimizer, options=_FLAT)
     try:
         save_shards({"weights": weights, "optimizer": optimised}, storage_writer=FileSystemWriter(folder))
@@ -126,38 +124,38 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         raise OSError(f"process {process}: {reason}") from error
 
 
-def _read(wanted: dict[str, Any], reader: FileSystemReader, planner: DefaultLoadPlanner | None = None) -> None:
-    """Fill tensors in place with what was saved under their names; one process may do it alone."""
+def _read(tensors: dict[str, Any], reader: FileSystemReader, planner: DefaultLoadPlanner | None = None) -> None:
+    """Fill tensors in place with the values saved under their names. A single process may do it, too."""
     alone = not dist.is_initialized()
     with warnings.catch_warnings():
         if alone:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(wanted, storage_reader=reader, planner=planner, no_dist=alone)
+        load(tensors, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Weights of a checkpoint into a model, whether either of them is whole or cut, by whatever number of processes."""
+    """Load a checkpoint's weights into a model; either may be whole or sharded, over any number of processes."""
     shards = checkpoint / SHARDS
     if shards.is_dir():
         weights: dict[str, Any] = {"weights": states.get_model_state_dict(model)}
         _read(weights, FileSystemReader(shards))
         states.set_model_state_dict(model, weights["weights"])
         return
-    whole: dict[str, Any] = {
-        name: value for file in sorted(checkpoint.glob("model*.safetensors")) for name, value in load_file(file).items()
-    }
+    whole: dict[str, Any] = {}
+    for file in checkpoint.glob("model*.safetensors"):
+        whole |= load_file(file)
     options = states.StateDictOptions(full_state_dict=True, strict=False)  # tied weights are saved once
     states.set_model_state_dict(model, whole, options=options)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Optimiser states of a checkpoint, as `load_weights` does. Parameters that had none when it was written have none."""
+    """Load a checkpoint's optimiser states, as `load_weights` does. Parameters without saved states get none."""
     shards = checkpoint / SHARDS
     if shards.is_dir():
         reader = FileSystemReader(shards)
-        found: dict[str, Any] = {"optimizer": states.get_optimizer_state_dict(model, optimizer, options=_FLAT)}
-        _read(found, reader, DefaultLoadPlanner(allow_partial_load=True))
-        states.set_optimizer_state_dict(model, optimizer, found["optimizer"], options=_FLAT)
+        tensors: dict[str, Any] = {"optimizer": states.get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+        _read(tensors, reader, DefaultLoadPlanner(allow_partial_load=True))
+        states.set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=_FLAT)
         keys = {key.rpartition(".")[0] for key in reader.read_metadata().state_dict_metadata}
         known = {name for name, _ in model.named_parameters() if f"optimizer.state.{name}" in keys}
     else:
@@ -168,7 +166,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
 
 
 def _load_whole_optimizer(file: Path, model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """States that one process wrote, by number of parameter; cut as the model is. Returns the names that have some."""
+    """Load states that one process wrote by number of parameter, sharded as the model is. Returns the parameters' names."""
     saved = torch.load(file, weights_only=True, map_location="cpu")
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     names = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]

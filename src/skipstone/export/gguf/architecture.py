@@ -1,6 +1,6 @@
-"""What a model is to llama.cpp: the name of its architecture, its hyper-parameters, its tensors.
+"""Describes a model to llama.cpp: the name of its architecture, its hyper-parameters, its tensors.
 
-What llama.cpp computes otherwise than transformers, or is not known to compute at all, is refused by name.
+Models that llama.cpp computes differently from transformers, or is not known to compute, are refused by name.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth la
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp has one of transformers' model types.
+    """llama.cpp's architecture for one of transformers' model types.
 
-    name: llama.cpp's. interleaved: the two halves of a rotated head lie side by side in its files. biases: ends of the names of
-    biases that it has. rope_factors: it reads factors of the rotary frequencies (Llama 3).
+    name: llama.cpp's. interleaved: the two halves of a rotated head alternate in its files. biases: suffixes of its biases'
+    names. rope_factors: it reads factors of the rotary frequencies (Llama 3).
     """
 
     name: str
@@ -41,8 +41,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(config: Any) -> Architecture:
-    """The architecture of a model with a config. ValueError, which names what it is, for one that llama.cpp does not compute as
-    transformers does."""
+    """The architecture of a config. ValueError names the part that llama.cpp does not compute as transformers does."""
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f"no GGUF files of {kind} models are written here, expected one of {', '.join(ARCHITECTURES)}")
@@ -53,7 +52,7 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def _unknown(config: Any, found: Architecture) -> str | None:
-    """What a config asks for that is not known here; None where all is."""
+    """The unsupported part of a config; None if all is supported."""
     rope = config.rope_parameters
     rope_type = rope.get("rope_type", "default")
     if config.hidden_act != "silu":
@@ -74,12 +73,12 @@ def _unknown(config: Any, found: Architecture) -> str | None:
 
 
 def head_size(config: Any) -> int:
-    """Numbers of a head of a model with a config."""
+    """The size of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def write_hyperparameters(writer: Any, config: Any) -> None:
-    """Give a GGUFWriter what a config says."""
+    """Write a config's hyper-parameters with a GGUFWriter."""
     size = head_size(config)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -96,35 +95,35 @@ def write_hyperparameters(writer: Any, config: Any) -> None:
 
 
 def tensors(model: Any, found: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """llama.cpp's names of a model's weights, and these as its files have them, in the model's dtype. model: a transformers
-    model. ValueError for a weight that the architecture does not have."""
+    """Yield llama.cpp's name and layout of every weight of a transformers model, in the model's dtype. ValueError for a weight
+    that the architecture does not have."""
     gguf, config = installed("gguf", "GGUF files need gguf", "export"), model.config
     number = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == found.name)
     titles = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads_of = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         title = titles.get_name(name, try_suffixes=(".weight", ".bias"))
         if title is None or (name.endswith(".bias") and not name.endswith(found.biases or ("none",))):
             raise ValueError(f"llama.cpp's {found.name} models have no {name}")
-        if found.interleaved and "self_attn.q_proj" in name:
-            weight = interleaved(weight, config.num_attention_heads)
-        elif found.interleaved and "self_attn.k_proj" in name:
-            weight = interleaved(weight, config.num_key_value_heads)
+        for projection, heads in heads_of.items() if found.interleaved else ():
+            if projection in name:
+                weight = interleaved(weight, heads)
         yield title, weight
     if config.rope_parameters.get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(config)
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """The rows of a query or key projection in the order of llama.cpp's rotary phases, where halves of a head lie side by side.
-    weight: [heads * h, d]. Returns the same shape."""
+    """Reorder the rows of a query or key projection for llama.cpp's rotary phases: the halves of a head alternate. weight:
+    [heads * h, d]. Returns the same shape."""
     size = weight.shape[0] // heads
     return weight.reshape(heads, 2, size // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def rope_factors(config: Any) -> Tensor:
-    """What llama.cpp divides the rotary frequencies by, [h / 2] float32: those of the base over those of the model."""
+    """llama.cpp's divisors of the rotary frequencies, [h / 2] float32: the base's frequencies over the model's."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [h / 2]
     size = head_size(config)
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size

@@ -1,12 +1,10 @@
-"""GGUF files of a target and of its draft, tokenizer included."""
+"""Writes GGUF files of a target and of its draft, tokenizer included."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import cut
@@ -23,20 +21,20 @@ LARGEST_F16 = 65504.0  # the largest number of float16
 TARGET, DRAFT = "target.gguf", "draft.gguf"
 
 
-def stored_type(model: Any, asked: str | None) -> str:
-    """The type that a model's matrices are stored in. asked: None for the model's own. ValueError for one that is none of
+def stored_type(model: Any, requested: str | None) -> str:
+    """The type that a model's matrices are stored in. requested: None for the model's own. ValueError for a type that is not in
     TYPES."""
-    kind = TYPE_OF.get(model.dtype) if asked is None else asked
+    kind = TYPE_OF.get(model.dtype) if requested is None else requested
     if kind not in TYPES:
-        raise ValueError(f"weights are stored as {', '.join(TYPES)}, found {asked or model.dtype}")
+        raise ValueError(f"weights are stored as {', '.join(TYPES)}, found {requested or model.dtype}")
     return kind
 
 
 def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: DraftLayers, folder: Path, kind: str, name: str) -> None:
-    """Write a model and the draft of the layers that are kept as TARGET and DRAFT in a folder that is whole or not there.
+    """Write a model and the draft of its kept layers as TARGET and DRAFT in a folder, whole or not at all.
 
-    kind: one of TYPES. name: what the model is called. FileExistsError where the folder is there. ValueError for a model that
-    llama.cpp does not compute as transformers does, or that cannot be cut (`draft.cut`).
+    kind: one of TYPES. name: the model's. FileExistsError if the folder exists. ValueError for a model that llama.cpp does not
+    compute as transformers does, or that cannot be cut (`draft.cut`).
     """
     if folder.exists():
         raise FileExistsError(17, "there already, and an export overwrites nothing", str(folder))
@@ -47,43 +45,31 @@ def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: DraftLayers, fo
         publish(hidden, folder)
 
 
-def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, name: str) -> None:
-    """Write a transformers model as a GGUF file, one weight after the other. The rest is as in `write_pair`. What fails leaves
-    a part of a file."""
-    gguf, found = installed("gguf", "GGUF files need gguf", "export"), architecture_of(model.config)
-    writer = gguf.GGUFWriter(path, found.name)
+def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title: str) -> None:
+    """Write a transformers model as a GGUF file, one weight after the other; `write_pair` has the arguments. An error leaves a
+    part of a file."""
+    gguf, architecture = installed("gguf", "GGUF files need gguf", "export"), architecture_of(model.config)
+    writer = gguf.GGUFWriter(path, architecture.name)
     try:
         writer.add_type("model")
-        writer.add_name(name)
+        writer.add_name(title)
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         write_hyperparameters(writer, model.config)
         vocabulary.write(writer)
-        for title, weight in tensors(model, found):
-            stored = _stored(weight, kind)
+        weights = [(name, weight, "F32" if weight.ndim == 1 else kind) for name, weight in tensors(model, architecture)]
+        for name, weight, stored in weights:
             number = gguf.GGMLQuantizationType[stored]
-            writer.add_tensor_info(title, tuple(weight.shape), np.dtype(np.float32), weight.numel() * TYPES[stored], number)
+            writer.add_tensor_info(name, tuple(weight.shape), np.dtype(np.float32), weight.numel() * TYPES[stored], number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for values in _arrays(gguf, model, kind):
-            writer.write_tensor_data(values)
+        for name, weight, stored in weights:
+            values = weight.detach().float().contiguous().numpy()
+            if stored == "F16" and np.abs(values).max() > LARGEST_F16:
+                raise ValueError(
+                    f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: store the weights as BF16 or F32"
+                )
+            writer.write_tensor_data(gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored]))
     finally:
         writer.close()
-
-
-def _stored(weight: Tensor, kind: str) -> str:
-    """The type that a weight is stored in."""
-    return "F32" if weight.ndim == 1 else kind
-
-
-def _arrays(gguf: Any, model: Any, kind: str) -> Iterator[Any]:
-    """The weights as they are stored. ValueError for one that its type has no numbers for."""
-    for title, weight in tensors(model, architecture_of(model.config)):
-        values = weight.detach().float().contiguous().numpy()
-        stored = _stored(weight, kind)
-        if stored == "F16" and np.abs(values).max() > LARGEST_F16:
-            raise ValueError(
-                f"{title} has numbers beyond {LARGEST_F16:g}, the largest of F16: store the weights as BF16 or F32"
-            )
-        yield gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored])

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer as the fields of a GGUF file."""
+"""Converts a byte-level BPE tokenizer to the fields of a GGUF file."""
 
 import json
 from dataclasses import dataclass
@@ -11,24 +11,23 @@ LLAMA3_SPLIT = (
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 Rule = tuple[tuple[str, Any], ...]
-"""How a text is cut into words: (kind, what it says) of every step."""
+"""A pre-tokenizer, which splits texts into words: (kind, parameter) of every step."""
 RULES: dict[str, tuple[Rule, bool]] = {
     "llama-bpe": ((("split", LLAMA3_SPLIT), ("bytes", False)), True),
     "qwen2": ((("split", QWEN2_SPLIT), ("bytes", False)), False),
     "smollm": ((("digits", True), ("bytes", True)), False),
     "gpt-2": ((("bytes", True),), False),
 }
-"""llama.cpp's names of rules, the rules, and whether a word that is a token itself is looked up before any merge."""
+"""llama.cpp's name -> (rule, whether a word that is itself a token is looked up before any merge)."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file says of a tokenizer.
+    """A tokenizer's fields in a GGUF file.
 
-    tokens: of every id, spelled as in the tokenizer; a byte is a letter there. types: llama.cpp's type of every id. merges: the
-    parts of each with a space between. rule: llama.cpp's name of how a text is cut into words. known: it is the
-    tokenizer's own. ids: names of special tokens and their ids. adds: "bos" and "eos", and whether a text gets one.
-    template: of a chat.
+    tokens: of every id, spelled as in the tokenizer, with a letter for each byte. types: llama.cpp's type of every id. merges:
+    the two parts of each, separated by a space. rule: llama.cpp's name of the pre-tokenizer. known: whether it is the
+    tokenizer's own. ids: name of a special token -> id. adds: "bos" and "eos" -> whether a text gets one. template: of chats.
     """
 
     tokens: list[str]
@@ -41,7 +40,7 @@ class Vocabulary:
     template: str | None
 
     def write(self, writer: Any) -> None:
-        """Give a GGUFWriter all of it."""
+        """Write the fields with a GGUFWriter."""
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(self.rule)
         writer.add_token_list(self.tokens)
@@ -56,10 +55,10 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabulary:
-    """The vocabulary of a tokenizer for a model, which says how many ids there are and which end a text.
+    """The vocabulary of a tokenizer for a model, which defines the number of ids and the ids that end a text.
 
-    rule: one of RULES, where the tokenizer's own is none of them; prompts that are texts are then cut into other tokens.
-    ValueError for a tokenizer that is no byte-level BPE, or that does what a GGUF file cannot say.
+    rule: one of RULES, used if the tokenizer's own is none of them; texts then become other tokens. ValueError for a tokenizer
+    that is no byte-level BPE, or that has features a GGUF file cannot express.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -76,12 +75,11 @@ def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabu
             "token ids; as texts they become other tokens"
         )
     tokens, types = _tokens(said, model.get_input_embeddings().weight.shape[0])
-    merges = [one if isinstance(one, str) else " ".join(one) for one in said["model"]["merges"]]
     template = tokenizer.chat_template
     return Vocabulary(
         tokens=tokens,
         types=types,
-        merges=merges,
+        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in said["model"]["merges"]],
         rule=own or str(rule),
         known=own is not None,
         ids=_special(tokenizer, model),
@@ -142,21 +140,18 @@ def _special(tokenizer: Any, model: Any) -> dict[str, int]:
     """Names and ids of the tokens that begin, end, pad a text. Where several end it, the second is the end of a turn and the
     third that of a message."""
     ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    ends = list(dict.fromkeys([one for one in [tokenizer.eos_token_id, *ends] if one is not None]))
-    found: dict[str, int] = dict(zip(("eos", "eot", "eom"), ends, strict=False))
-    for name in ("bos", "unk", "pad"):
-        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
-            found[name] = number
-    return found
+    ends = dict.fromkeys([tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])])
+    ends.pop(None, None)
+    others = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "unk", "pad")}
+    ids = dict(zip(("eos", "eot", "eom"), ends, strict=False)) | others
+    return {name: number for name, number in ids.items() if number is not None}
 
 
 def _added(tokenizer: Any) -> dict[str, bool]:
     """Whether a text gets a token of the beginning, and one of the end. ValueError where it gets others."""
     bare, whole = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
-    begins, ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     for bos, eos in ((False, False), (True, False), (False, True), (True, True)):
-        if whole == begins * bos + bare + ends * eos:
+        if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
             return {"bos": bos, "eos": eos}
     raise ValueError(
         f"the tokenizer makes {whole} of a text of {bare}, expected its own tokens of the beginning and the end at most"

@@ -1,4 +1,4 @@
-"""The card of a repository, README.md: what was recorded, the hash of every file, and how to use it in three lines."""
+"""Writes the card of a repository, README.md: the records, the hash of every file, and three lines of Python to use it."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,9 +17,9 @@ README = "README.md"
 MARK = "<!-- `skipstone push` wrote this card and writes it anew. Without this line it leaves your card as it is. -->"
 
 
-def written(about: Provenance, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
-    """A card. repo: ORG/NAME, or ORG/NAME@BRANCH. digests: file -> (bytes, SHA-256). licence: that somebody has chosen for the
-    repository; None for that of the base model, where a card of it lies on this machine."""
+def write_card(about: Provenance, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
+    """A card. repo: ORG/NAME, or ORG/NAME@BRANCH. digests: file -> (bytes, SHA-256). licence: the repository's; None for the
+    base model's, if its card is on this machine."""
     base = None if about.base is None else on_hub(about.base)
     licence = licence or (None if about.base is None else licence_of(about.base))
     header = ModelCardData(
@@ -38,30 +38,24 @@ def written(about: Provenance, repo: str, digests: Mapping[str, tuple[int, str]]
         _section("Training", _table({name.replace("_", " "): value for name, value in about.recipe.items()})),
         *(_section(heading, rows) for heading, rows in about.tables.items()),
         _section("Files", [("file", "bytes", "SHA-256"), *((name, f"{size:,}", sha) for name, (size, sha) in digests.items())]),
-        _licence_said(licence, about.base),
+        _licence_section(licence, about.base),
         MARK,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def use(about: Provenance, repo: str) -> str:
-    """Three lines of Python that decode with what is in a repository."""
+    """Three lines of Python that decode with a repository's content."""
     loads, method = about.loads.format(repo=repo), about.method.format(repo=repo)
     given = ", ".join([TEXT, *([f'"{method}"'] if method else []), "tokenizer=tokenizer", "max_new_tokens=64"])
     model = f'"{loads}"' if loads else ""
     note = "  # MODEL: the folder or hub id of the model that it belongs to" if loads == "MODEL" else ""
-    return "\n".join(
-        [
-            "import skipstone",
-            f"model, tokenizer = skipstone.load({model}){note}",
-            f"print(skipstone.generate(model, {given}).text)",
-        ]
-    )
+    return f"import skipstone\nmodel, tokenizer = skipstone.load({model}){note}\nprint(skipstone.generate(model, {given}).text)"
 
 
 def on_hub(name: str) -> HubName | None:
-    """The repository that a model was loaded from, where the hub's cache on this machine knows one of that name. A folder's
-    name may look like a hub id."""
+    """The repository that a model was loaded from, if the hub's cache on this machine has one of that name. A folder's name may
+    look like a hub id."""
     meant = hub_name(name)
     if meant is None or "/" not in meant.repo or Path(name).exists():
         return None
@@ -69,16 +63,16 @@ def on_hub(name: str) -> HubName | None:
 
 
 def licence_of(base: str) -> str | None:
-    """The licence that the card of a base model names, where that lies on this machine."""
+    """The licence in the card of a base model, if the card is on this machine."""
     meant, folder = on_hub(base), NANO if base == BUNDLED else Path(base).expanduser()
     place: Any = folder / README if meant is None else _cached(meant, README)
-    return (
-        None if not isinstance(place, (str, Path)) or not Path(place).is_file() else licence_in(Path(place).read_text("utf-8"))
-    )
+    if not isinstance(place, (str, Path)) or not Path(place).is_file():
+        return None
+    return licence_in(Path(place).read_text("utf-8"))
 
 
 def licence_in(text: str) -> str | None:
-    """The licence that a card names; None where it names none or has no header that can be read."""
+    """The licence that a card names; None if it names none or has no readable header."""
     with suppress(ValueError, TypeError):
         found: Any = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
         return found if isinstance(found, str) else None
@@ -86,7 +80,7 @@ def licence_in(text: str) -> str | None:
 
 
 def _cached(meant: HubName, file: str) -> Any:
-    """Where a file lies in the hub's cache; no text where it does not."""
+    """The path of a file in the hub's cache; no text if it is not there."""
     return try_to_load_from_cache(meant.repo, file, revision=meant.revision)
 
 
@@ -98,7 +92,7 @@ def _facts(about: Provenance, base: HubName | None) -> Table:
     return _table({**of, **about.facts, "pushed by": f"skipstone {__version__}"})
 
 
-def _licence_said(licence: str | None, base: str | None) -> str:
+def _licence_section(licence: str | None, base: str | None) -> str:
     if licence is not None:
         return ""
     of = "" if base is None else " What was trained from a model, or reads its states, may be bound by that model's licence."
@@ -106,17 +100,17 @@ def _licence_said(licence: str | None, base: str | None) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> Table:
-    """A row for each value that there is."""
-    said = [
-        (name, ", ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one))
-        for name, one in values.items()
-        if one is not None
+    """A table with a row for each value that is not None."""
+    rows = [
+        (name, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
+        for name, value in values.items()
+        if value is not None
     ]
-    return [("what", "value"), *said] if said else []
+    return [("what", "value"), *rows] if rows else []
 
 
 def _section(heading: str, rows: Table) -> str:
-    """A heading and a table; nothing where the table has no rows."""
+    """A heading and a table; "" if the table has no rows."""
     if not rows:
         return ""
     titles, *others = [[_cell(one) for one in row] for row in rows]
@@ -125,5 +119,5 @@ def _section(heading: str, rows: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text that ends neither its cell nor its line."""
+    """A text without line breaks or unescaped bars."""
     return " ".join(text.replace("|", "\\|").split())

@@ -1,8 +1,7 @@
-"""What was recorded of a thing that goes to the hub: what it is made of or for, how it was trained, what it was measured at.
+"""Collects the records of an upload: its base model, training and measurements.
 
-Records lie in the thing's own files, and for a finished run in the run's folder, which is the one above. What nobody recorded
-is not guessed.
-"""
+Records lie in the upload's own files, and for a finished run in the run's folder, one level up. Missing records are not
+guessed."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,23 +31,17 @@ TEXT = '"def add(a, b):"'
 UNRECORDED = "not recorded"
 
 
-class PartCounts(BaseModel):
-    """Of a part of a source."""
-
-    tokens: int
-
-
 class SourceCounts(BaseModel):
-    """kept: documents without duplicates. rows: of the training order."""
+    """kept: documents without duplicates. train: their "tokens". rows: of the training order."""
 
     kept: int
-    train: PartCounts
+    train: dict[str, int]
     rows: int
     epochs: float
 
 
 class DataReport(BaseModel):
-    """What a model's `data.json` says that its card repeats. tokens, sha256: of the training order."""
+    """The fields of a model's `data.json` that its card repeats. tokens, sha256: of the training order."""
 
     tokens: int
     sha256: str
@@ -56,7 +49,7 @@ class DataReport(BaseModel):
 
 
 class ExportOrigin(BaseModel):
-    """What an export's `export.json` says: the model that it is a part of, and which part."""
+    """A draft's `export.json`: the model that it is a part of, and which part."""
 
     base: str | None
     revision: str | None
@@ -70,9 +63,9 @@ Form = TypeVar("Form", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Provenance:
-    """summary: a sentence. base: a hub id with or without a revision, a folder's name, or the bundled model's; None where it is
-    not known. facts: name -> value, what is not of training. tables: heading -> table. method: how to decode with it, with
-    {repo} in the place of the repository. loads: what `skipstone.load` is told, likewise; "" for the bundled model."""
+    """summary: a sentence. base: a hub id with or without a revision, a folder's name, or the bundled model's; None if it is
+    unknown. facts: name -> value, except training's. tables: heading -> table. method: how to decode with it; {repo} stands for
+    the repository. loads: the argument of `skipstone.load`, likewise; "" for the bundled model."""
 
     summary: str
     method: str
@@ -87,7 +80,7 @@ class Provenance:
 
 
 def of_heads(card: HeadsCard, folder: Path) -> Provenance:
-    """What a folder of exit heads says of itself, and the run that it lies in."""
+    """The records of a folder of exit heads and of its run."""
     layers = ", ".join(map(str, card.layers))
     facts = {"fingerprint of the model": card.model, "kind": card.kind, "layers": layers}
     manifest = _manifest(folder.parent)
@@ -114,24 +107,36 @@ def of_heads(card: HeadsCard, folder: Path) -> Provenance:
 
 
 def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
-    """What a model in a folder says of itself, and the run that it lies in. drafts: whether it drafts for another one."""
+    """The records of a model's folder and of its run. drafts: whether it drafts for another model."""
     config, own = (json_in(folder / name) for name in ("config.json", "generation_config.json"))
-    data, whole = _read(folder / DATA, DataReport), _read(folder / EXPORT, ExportOrigin)
-    manifest = {} if data is None else _manifest(folder.parent)
-    manifest = manifest if data is not None and manifest.get("data") == data.sha256 else {}  # else of another run, or of none
+    data, origin = _read(folder / DATA, DataReport), _read(folder / EXPORT, ExportOrigin)
     kind, layers = config.get("model_type"), config.get("num_hidden_layers")
     facts = {"model type": f"{kind}, {layers} layers", "dtype": str(config.get("dtype"))}
+    tables: dict[str, Table] = {}
+    base = revision = None
+    manifest: dict[str, Any] = {}
     if own.get(OWN_FIELD) is not None:
-        facts["decodes by default with"] = _method(own[OWN_FIELD], folder)
-    base = _called(manifest["pretrained"]) if "pretrained" in manifest else None if whole is None else whole.base
-    common = {
-        "base": base,
-        "revision": None if whole is None else whole.revision,
-        "facts": {**facts, **_part(whole), **_amount(data)},
-        "recipe": _training(manifest),
-        "tables": {**_sources(data), **(_exits(folder.parent / METRICS) if manifest else {})},
-        "writes_text": True,
-    }
+        facts["decodes by default with"] = _spell_method(own[OWN_FIELD], folder)
+    if origin is not None:
+        base, revision = origin.base, origin.revision
+        facts["layers of the base model"] = f"{', '.join(map(str, origin.layers))} of {origin.depth}, counted from 0"
+        facts["fingerprint of the base model"] = origin.fingerprint
+    if data is not None:
+        facts |= {"tokens of the training order": f"{data.tokens:,}", "SHA-256 of the training order": data.sha256}
+        rows = [
+            (name, f"{one.kept:,}", f"{one.train['tokens']:,}", f"{one.rows:,}", f"{one.epochs:.2f}")
+            for name, one in data.sources.items()
+        ]
+        tables["Data"] = [("source", "documents", "their tokens", "rows", "epochs"), *rows]
+        found = _manifest(folder.parent)
+        if found.get("data") == data.sha256:  # else the folder above is another run, or none
+            manifest = found
+            tables |= _exit_table(folder.parent / METRICS)
+    if "pretrained" in manifest:
+        base = _public_name(manifest["pretrained"])
+    recipe = _training(manifest)
+    common: dict[str, Any] = {"base": base, "revision": revision, "facts": facts, "recipe": recipe, "tables": tables}
+    common["writes_text"] = True
     if drafts:
         said = f"A {kind} model of {layers} layers that drafts for a larger one."
         return Provenance(said, "speculative draft_model={repo}", loads_of(base or ""), tags=("draft-model",), **common)
@@ -142,7 +147,7 @@ def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
 
 
 def of_profile(profile: LayerSetProfile) -> Provenance:
-    """What a layer set says of itself."""
+    """The records of a layer set."""
     facts = {"fingerprint of the model": profile.model}
     facts |= {name: ", ".join(map(str, getattr(profile, name))) or "none" for name in ("attention", "mlp")}
     return Provenance(
@@ -158,7 +163,7 @@ def of_profile(profile: LayerSetProfile) -> Provenance:
 
 
 def of_tuned(held: Mapping[str, Any]) -> Provenance:
-    """What a file of `skipstone tune` says of itself."""
+    """The records of a file of `skipstone tune`."""
     return Provenance(
         "What `auto` has learnt of a model on a kind of machine: costs, calibrations and rates, kept by `skipstone tune`.",
         "auto profile={repo}",
@@ -170,16 +175,16 @@ def of_tuned(held: Mapping[str, Any]) -> Provenance:
 
 
 def loads_of(name: str) -> str:
-    """What `skipstone.load` is told for a model of that name: a hub id, "" for the bundled one, MODEL where only a reader
-    can know."""
+    """The argument of `skipstone.load` for a model of that name: a hub id, "" for the bundled one, MODEL if only the reader
+    knows it."""
     if name == BUNDLED:
         return ""
     meant = hub_name(name)
     return name if meant is not None and "/" in meant.repo else "MODEL"
 
 
-def _method(own: Any, folder: Path) -> str:
-    """A model's own method as text. ValueError for one that is none."""
+def _spell_method(own: Any, folder: Path) -> str:
+    """A model's own method as text. ValueError if it is none."""
     try:
         return resolve(None, own).spelled
     except ValueError as error:
@@ -187,49 +192,44 @@ def _method(own: Any, folder: Path) -> str:
 
 
 def _method_tags(method: Any) -> tuple[str, ...]:
-    """What a model is found by. method: its own."""
+    """Tags of a model on the hub. method: its own."""
     named = method.get("method") if isinstance(method, Mapping) else None
-    return ("speculative-decoding",) if named is None else ("speculative-decoding", str(named))
+    return ("speculative-decoding", *([] if named is None else [str(named)]))
 
 
-def _called(name: str) -> str:
-    """A model for readers elsewhere: a hub id, or the name of a folder without the folders that it lies in."""
+def _public_name(name: str) -> str:
+    """A model's name for other readers: a hub id, or the name of a folder without its path."""
     return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
 
 
 def json_in(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is not there. ValueError where it is damaged."""
+    """The JSON object in a file; {} if there is no file. ValueError if it is damaged."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return found
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, it holds no JSON object: {error}") from error
 
 
 def _manifest(run: Path) -> dict[str, Any]:
-    """What the last checkpoint of a run says that the run was started with, and its step; nothing where there is none."""
+    """The fingerprint and the step of a run's last checkpoint; {} if there is none."""
     last = checkpoint.latest(run)
-    if last is None:
-        return {}
     with suppress(ValueError, KeyError, TypeError):
-        manifest = json_in(last / checkpoint.MANIFEST)
+        manifest = {} if last is None else json_in(last / checkpoint.MANIFEST)
         return {**manifest["fingerprint"], "steps": manifest["step"]}
     return {}
 
 
 def _training(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a LayerSkip run that were set."""
+    """The settings of a LayerSkip run that have a value."""
     names = ("recipe", "steps", "seed", "layers", "lora", "teacher", "distillation_vocabulary")
     found = {name: manifest[name] for name in names if name in manifest}
     return found | {name: value for name, value in manifest.get("training", {}).items() if value not in (None, {}, "")}
 
 
 def _read(path: Path, form: type[Form]) -> Form | None:
-    """A record; None where there is none. ValueError for one that is damaged, or somebody else's."""
+    """A record; None if there is no file. ValueError for a damaged one and for one that skipstone did not write."""
     if not path.is_file():
         return None
     try:
@@ -238,34 +238,8 @@ def _read(path: Path, form: type[Form]) -> Form | None:
         raise ValueError(f"{path} is damaged, or not skipstone's: {first_fault(error)}") from error
 
 
-def _part(whole: ExportOrigin | None) -> dict[str, str]:
-    """Which part of a model an export is."""
-    if whole is None:
-        return {}
-    layers = f"{', '.join(map(str, whole.layers))} of {whole.depth}, counted from 0"
-    return {"layers of the base model": layers, "fingerprint of the base model": whole.fingerprint}
-
-
-def _amount(data: DataReport | None) -> dict[str, str]:
-    """How much a model was trained on, and the hash of that."""
-    if data is None:
-        return {}
-    return {"tokens of the training order": f"{data.tokens:,}", "SHA-256 of the training order": data.sha256}
-
-
-def _sources(data: DataReport | None) -> dict[str, Table]:
-    """A row for each source of a model's data."""
-    if data is None:
-        return {}
-    rows = [
-        (name, f"{one.kept:,}", f"{one.train.tokens:,}", f"{one.rows:,}", f"{one.epochs:.2f}")
-        for name, one in data.sources.items()
-    ]
-    return {"DataReport": [("source", "documents", "their tokens", "rows", "epochs"), *rows]}
-
-
-def _exits(path: Path) -> dict[str, Table]:
-    """A row for each exit: perplexity and agreement with the last layer on every held-out set, by the last evaluation."""
+def _exit_table(path: Path) -> dict[str, Table]:
+    """A row per exit: perplexity and agreement with the last layer on every held-out set, from the last evaluation."""
     found: dict[tuple[str, str, int], float] = {}
     for entry in read_lines(path) if path.is_file() else ():
         for name, value in entry.items():

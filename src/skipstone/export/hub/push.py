@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors, hf_hub_download
 
 from skipstone import __version__
-from skipstone.export.hub.card import MARK, README, licence_in, written
-from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, parcel_of
+from skipstone.export.hub.card import MARK, README, licence_in, write_card
+from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, collect_upload
 from skipstone.models.fetching import HTTP_ERROR, expect_repository, explain_failure
 
 
@@ -22,47 +22,47 @@ def push(
     revision: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Upload a model, exit heads or a profile to a model repository of the hub, made where there is none, with a card.
+    """Upload a model, exit heads or a profile, with a card, to a model repository of the hub in one commit.
 
     path: the folder of a model that skipstone has trained or exported, or of exit heads, or the file of a profile of `skipstone
-    search` or `skipstone tune`. repo_id: ORG/NAME. private: whether only its owners may see it. revision: the branch, made
-    where there is none; None for the main one. say: is told what is left as it was. All files come in one commit, or none does;
-    nothing is written here. The token is that of `hf auth login` or HF_TOKEN, the hub that of HF_ENDPOINT.
+    search` or `skipstone tune`. repo_id: ORG/NAME; a missing repository is made. private: whether only its owners may see it.
+    revision: the branch, made if it is missing; None for the main one. say: shows which files stay unchanged. No local file is
+    written. The token is that of `hf auth login` or HF_TOKEN, the hub that of HF_ENDPOINT.
 
     Returns the address of the commit. ValueError for what skipstone has not made, for what is incomplete or damaged, for a
-    repository that holds something of another kind, and for private where it is public; OSError where the hub refuses or cannot
-    be reached.
+    repository of another kind, and for private if the repository is public; OSError if the hub refuses or cannot be reached.
     """
     expect_repository(repo_id)
-    parcel, made, hub = parcel_of(Path(path).expanduser()), False, HfApi(library_name="skipstone", library_version=__version__)
+    contents, made = collect_upload(Path(path).expanduser()), False
+    hub = HfApi(library_name="skipstone", library_version=__version__)
     try:
-        there = _there(hub, repo_id, revision)
-        _check(there, repo_id, parcel, private)
-        changes = _changes(there, repo_id, parcel, revision, say)
-        if there is None:
+        repository = _find_repository(hub, repo_id, revision)
+        _check(repository, repo_id, contents, private)
+        changes = _changes(repository, repo_id, contents, revision, say)
+        if repository is None:
             hub.create_repo(repo_id, private=private or None)  # an organisation may make all of its own private
             made = True
         if revision is not None:
             hub.create_branch(repo_id, branch=revision, exist_ok=True)
-        message = f"{parcel.kind}, by skipstone {__version__}"
+        message = f"{contents.kind}, by skipstone {__version__}"
         return hub.create_commit(repo_id, changes, commit_message=message, revision=revision).commit_url
     except (HTTP_ERROR, OSError) as error:
         new = "; the repository was made for it" if made else ""
         raise OSError(f"the push to {repo_id} failed: {explain_failure(repo_id, error)}{new}") from error
 
 
-def card_of(parcel: UploadContents, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:
-    """The README.md that goes with a parcel: the user's own where there is one, else one that is written from the records.
+def card_of(contents: UploadContents, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:
+    """The README.md of an upload: the user's own if there is one, else one that is written from the records.
     licence: that the repository has already."""
-    own = parcel.files.get(README)
+    own = contents.files.get(README)
     if isinstance(own, Path):
         return own.read_text(encoding="utf-8")
-    return written(parcel.about, repo_id if revision is None else f"{repo_id}@{revision}", parcel.digests, licence)
+    return write_card(contents.about, repo_id if revision is None else f"{repo_id}@{revision}", contents.digests, licence)
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What a repository holds already. card: its README.md; "" where it has none."""
+    """The present content of a repository. card: its README.md; "" if it has none."""
 
     private: bool
     files: tuple[str, ...]
@@ -70,12 +70,12 @@ class Repository:
 
     @property
     def keeps_card(self) -> bool:
-        """Whether its card says something that skipstone has not written."""
+        """Whether somebody else wrote its card."""
         return MARK not in self.card and bool(ModelCard(self.card, ignore_metadata_errors=True).text.strip())
 
 
-def _there(hub: HfApi, repo_id: str, revision: str | None) -> Repository | None:
-    """What a branch holds, or what it would begin with; None where there is no such repository."""
+def _find_repository(hub: HfApi, repo_id: str, revision: str | None) -> Repository | None:
+    """The content of a branch, or of the main branch if that one is missing; None if there is no such repository."""
     try:
         found = hub.model_info(repo_id, revision=revision)
     except errors.GatedRepoError:
@@ -92,27 +92,27 @@ def _there(hub: HfApi, repo_id: str, revision: str | None) -> Repository | None:
     return Repository(bool(found.private), files, card)
 
 
-def _check(there: Repository | None, repo_id: str, parcel: UploadContents, private: bool) -> None:
-    """ValueError where a repository is not one that these files go to."""
-    if there is None:
+def _check(repository: Repository | None, repo_id: str, contents: UploadContents, private: bool) -> None:
+    """ValueError if these files must not go to a repository."""
+    if repository is None:
         return
-    if private and not there.private:
+    if private and not repository.private:
         raise ValueError(f"{repo_id} is there already and public: make it private in its settings, or push without --private")
-    kinds = {MARKS[name] for name in there.files if name in MARKS}
-    if kinds - {parcel.kind}:
-        raise ValueError(f"{repo_id} holds {' and '.join(sorted(kinds))}: {parcel.kind} needs a repository of its own")
+    kinds = {MARKS[name] for name in repository.files if name in MARKS}
+    if kinds - {contents.kind}:
+        raise ValueError(f"{repo_id} holds {' and '.join(sorted(kinds))}: {contents.kind} needs a repository of its own")
 
 
 def _changes(
-    there: Repository | None, repo_id: str, parcel: UploadContents, revision: str | None, say: Callable[[str], None]
+    repository: Repository | None, repo_id: str, contents: UploadContents, revision: str | None, say: Callable[[str], None]
 ) -> list[Any]:
-    """What the commit changes: files that come, and those of an earlier push that nobody would read but by mistake."""
-    added = {name: content for name, content in parcel.files.items() if name != README}
-    if there is not None and there.keeps_card and README not in parcel.files:
+    """The commit's operations: new files, and the removal of stale weights of an earlier push."""
+    added = {name: content for name, content in contents.files.items() if name != README}
+    if repository is not None and repository.keeps_card and README not in contents.files:
         say(f"{README} of {repo_id} stays as it is: somebody wrote it, so it says nothing new of these files")
     else:
-        added[README] = card_of(parcel, repo_id, revision, licence_in(there.card) if there else None).encode()
-    stale = () if there is None or parcel.kind != MODEL else [name for name in there.files if _is_weights(name)]
+        added[README] = card_of(contents, repo_id, revision, licence_in(repository.card) if repository else None).encode()
+    stale = () if repository is None or contents.kind != MODEL else [name for name in repository.files if _is_weights(name)]
     return [
         *(CommitOperationAdd(name, one if isinstance(one, bytes) else str(one)) for name, one in added.items()),
         *(CommitOperationDelete(name) for name in stale if name not in added),
@@ -120,5 +120,5 @@ def _changes(
 
 
 def _is_weights(name: str) -> bool:
-    """Whether transformers would read a file of a repository as a model's weights, or as a list of them."""
+    """Whether transformers would read a file as a model's weights, or as their index."""
     return name == INDEX or (name.startswith("model") and name.endswith(".safetensors") and "/" not in name)

@@ -1,5 +1,4 @@
-"""What a folder or file is, and which files of it go to the hub: all that its readers need, or an error that says what is
-missing."""
+"""Recognises a folder or file and chooses the files that go to the hub; an error names what is missing."""
 
 import hashlib
 import json
@@ -22,22 +21,20 @@ from skipstone.utils.files import file_digest
 
 MODEL, HEADS, LAYER_SET, TUNED = "a model", "exit heads", "a layer set", "a tuned profile"
 MARKS = {"config.json": MODEL, CARD: HEADS, PROFILE: LAYER_SET, saved_profile.TUNED: TUNED}
-"""The file of a repository that tells what it holds."""
-RUNS = ("model", "heads")  # folders in that of a training run: what it has made
-SINGLE, INDEX = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-)  # a model's weights, and the list of them where these are several
+"""File that identifies a repository -> kind."""
+RUNS = ("model", "heads")  # folders in that of a training run: its results
+SINGLE = "model.safetensors"  # a model's weights in one file
+INDEX = "model.safetensors.index.json"  # lists the weights of several files
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a model's files that are no weights
+TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # suffixes of a model's files other than weights
 LICENCES = ("LICENSE", "LICENSE.md", "NOTICE")
 DRAFTS = "num_assistant_tokens"  # in generation_config.json, as `skipstone export` writes it: this model drafts
 
 
 @dataclass(frozen=True)
 class UploadContents:
-    """kind: one of MARKS' values. files: name in the repository -> the file here, or its content. left_out: names of files that
-    stay here. about: what was recorded of it."""
+    """kind: one of MARKS' values. files: name in the repository -> the local file, or its content. left_out: names of files
+    that are not uploaded. about: the records for its card."""
 
     kind: str
     files: dict[str, Path | bytes]
@@ -46,13 +43,13 @@ class UploadContents:
 
     @property
     def digests(self) -> dict[str, tuple[int, str]]:
-        """file -> (bytes, SHA-256), the card left out."""
+        """file -> (bytes, SHA-256), without the card."""
         return {name: _digest(content) for name, content in self.files.items() if name != README}
 
 
-def parcel_of(path: Path) -> UploadContents:
-    """What lies at a path. OSError where nothing does; ValueError for what skipstone has not made, and for what is incomplete
-    or damaged."""
+def collect_upload(path: Path) -> UploadContents:
+    """The upload of what lies at a path. OSError if nothing does; ValueError for what skipstone has not made, and for what is
+    incomplete or damaged."""
     if path.is_file():
         return _file(path)
     if not path.is_dir():
@@ -73,7 +70,7 @@ def parcel_of(path: Path) -> UploadContents:
 def _heads(folder: Path) -> UploadContents:
     _expect(folder, (CARD, WEIGHTS))
     card = read_heads(folder).card
-    files, left_out = _chosen(folder, {CARD, WEIGHTS, README, *LICENCES})
+    files, left_out = _choose_files(folder, {CARD, WEIGHTS, README, *LICENCES})
     return UploadContents(HEADS, files, left_out, provenance.of_heads(card, folder))
 
 
@@ -89,13 +86,13 @@ def _model(folder: Path) -> UploadContents:
     weights = _weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder} is incomplete: it has no tokenizer ({', '.join(TOKENIZERS)})")
-    beside = {path.name for path in folder.iterdir() if path.suffix in BESIDE and path.name != INDEX}
-    files, left_out = _chosen(folder, {*weights, *beside, README, *LICENCES})
+    texts = {path.name for path in folder.iterdir() if path.suffix in TEXT_FILES and path.name != INDEX}
+    files, left_out = _choose_files(folder, {*weights, *texts, README, *LICENCES})
     return UploadContents(MODEL, files, left_out, provenance.of_checkpoint(folder, drafts))
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files of a model's weights. ValueError where one is missing, damaged or not what their list says."""
+    """Names of the files of a model's weights. ValueError if one is missing, damaged or lacks weights that the index lists."""
     if (folder / SINGLE).is_file():
         _keys(folder / SINGLE)
         return [SINGLE]
@@ -114,7 +111,7 @@ def _weights(folder: Path) -> list[str]:
 
 
 def _keys(path: Path) -> set[str]:
-    """The names of a file's weights; these are not read."""
+    """The names of a file's weights, without reading them."""
     try:
         with safe_open(path, "pt") as file:
             return set(file.keys())
@@ -125,16 +122,16 @@ def _keys(path: Path) -> set[str]:
 def _file(path: Path) -> UploadContents:
     """A file of `skipstone search`, or of `skipstone tune`."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        profile: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no profile: {error}; a model or exit heads are pushed as a folder") from error
-    if not isinstance(found, dict) or not {"state", "attention"} & set(found):
+    if not isinstance(profile, dict) or not {"state", "attention"} & set(profile):
         raise ValueError(f"{path} is neither a profile of `skipstone search` nor one of `skipstone tune`")
-    if "state" in found:
-        held = saved_profile.read(path)
-        held["key"].pop(saved_profile.NODE, None)  # the machine's name is nobody's business
-        content = (json.dumps(held, indent=1) + "\n").encode()
-        return UploadContents(TUNED, {saved_profile.TUNED: content}, (), provenance.of_tuned(held))
+    if "state" in profile:
+        tuned = saved_profile.read(path)
+        tuned["key"].pop(saved_profile.NODE, None)  # the machine's name is private
+        content = (json.dumps(tuned, indent=1) + "\n").encode()
+        return UploadContents(TUNED, {saved_profile.TUNED: content}, (), provenance.of_tuned(tuned))
     return UploadContents(LAYER_SET, {PROFILE: path}, (), provenance.of_profile(read_profile(path)))
 
 
@@ -144,11 +141,11 @@ def _expect(folder: Path, names: Iterable[str]) -> None:
         raise ValueError(f"{folder} is incomplete: it has no {', '.join(missing)}")
 
 
-def _chosen(folder: Path, names: set[str]) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """(the files of a folder that bear these names, the names of all else in it)."""
-    there = sorted(folder.iterdir())
-    taken: dict[str, Path | bytes] = {path.name: path for path in there if path.name in names and path.is_file()}
-    return taken, tuple(path.name for path in there if path.name not in taken)
+def _choose_files(folder: Path, names: set[str]) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+    """(files of a folder with these names, names of all its other entries)."""
+    entries = sorted(folder.iterdir())
+    chosen: dict[str, Path | bytes] = {path.name: path for path in entries if path.name in names and path.is_file()}
+    return chosen, tuple(path.name for path in entries if path.name not in chosen)
 
 
 def _digest(content: Path | bytes) -> tuple[int, str]:

@@ -1,6 +1,6 @@
-"""Documents before they are tokens: collected from sources, without duplicates, split into training and held-out ones.
+"""Collects documents from sources, removes duplicates, splits them into training and held-out ones.
 
-Nothing depends on the order of a folder, and the split of a document depends on that document alone.
+Nothing depends on the order of a folder. The split of a document depends on that document alone.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from skipstone.train.data.sources import Source
 
-SHINGLE = 8  # words that stand next to each other: what two documents are compared by
-FEWEST_WORDS = 50  # a shorter document is compared as a whole only: a handful of shingles says little about it
-NEAR = 0.8  # near duplicates share at least so much of their shingles (Jaccard similarity of the sets)
+SHINGLE = 8  # consecutive words of a shingle, the unit that documents are compared by
+MIN_WORDS = 50  # shorter documents are compared as a whole only: they have too few shingles
+NEAR = 0.8  # Jaccard similarity of the sets of shingles from which documents are near duplicates
 BANDS = 32
 """Bands of a MinHash signature. Two documents of similarity J share none with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at
 J = .5."""
 BAND_ROWS = 4  # entries of the signature in a band
-LIKELY = 0.6  # share of equal signature entries from which a candidate is compared exactly: 5.6 standard deviations below NEAR
+LIKELY = 0.6  # share of equal signature entries from which candidates are compared exactly: 5.6 standard deviations below NEAR
 
 Hashes = NDArray[np.uint64]
 Signature = NDArray[np.uint32]
@@ -37,7 +37,7 @@ class Document:
     given: int = 0
 
     def rank(self, seed: int, purpose: str) -> float:
-        """A number in [0, 1) that is as good as random, the same wherever and among whatever the document stands."""
+        """A pseudo-random number in [0, 1) that depends on the document alone."""
         parts = (str(seed), purpose, self.source, self.name, self.text)
         return int.from_bytes(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
 
@@ -68,8 +68,8 @@ def collect(sources: Sequence[Source], base: Path) -> list[Document]:
 def fingerprint(documents: Iterable[Document]) -> str:
     """A hash of documents in their order, the same wherever they were read from."""
     whole = hashlib.sha256()
-    for one in documents:
-        parts = (one.source, one.name, one.text, str(one.given))
+    for document in documents:
+        parts = (document.source, document.name, document.text, str(document.given))
         whole.update(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest())
     return whole.hexdigest()
 
@@ -89,7 +89,7 @@ def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], dict[str
     """The documents that equal no earlier one, nor nearly, in their order, and source -> {documents, exact, near, kept}.
 
     Equal: the same words, whatever the whitespace. Nearly: a Jaccard similarity of at least NEAR between the sets of
-    SHINGLE-word shingles, of two documents of FEWEST_WORDS words or more. Candidates come from MinHash signatures and locality
+    SHINGLE-word shingles, of two documents of MIN_WORDS words or more. Candidates come from MinHash signatures and locality
     sensitive hashing (Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3), and are compared exactly.
     """
     seen: set[bytes] = set()
@@ -99,12 +99,12 @@ def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], dict[str
     for document in documents:
         words = document.text.split()
         whole = hashlib.sha256(" ".join(words).encode()).digest()
-        fate = "exact" if whole in seen else "near" if near.found(words) else "kept"
+        kind = "exact" if whole in seen else "near" if near.contains(words) else "kept"
         seen.add(whole)
         counts = report.setdefault(document.source, dict.fromkeys(("documents", "exact", "near", "kept"), 0))
         counts["documents"] += 1
-        counts[fate] += 1
-        if fate == "kept":
+        counts[kind] += 1
+        if kind == "kept":
             kept.append(document)
     return kept, report
 
@@ -129,16 +129,16 @@ class _NearDuplicates:
         self._signatures: list[Signature] = []
         self._buckets: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
 
-    def found(self, words: list[str]) -> bool:
-        """Whether an earlier document is nearly the same; if none is, this one is remembered."""
-        if len(words) < FEWEST_WORDS:
+    def contains(self, words: list[str]) -> bool:
+        """Whether an earlier document is nearly the same. If none is, store this one."""
+        if len(words) < MIN_WORDS:
             return False
         shingles = self._hashed(words)
         signature = self._signature(shingles)
         bands = [(band, row.tobytes()) for band, row in enumerate(signature.reshape(BANDS, BAND_ROWS))]
-        candidates = {one for band in bands for one in self._buckets.get(band, ())}
-        likely = [one for one in candidates if (self._signatures[one] == signature).mean() >= LIKELY]
-        if any(jaccard(shingles, self._shingles[one]) >= NEAR for one in likely):
+        candidates = {index for band in bands for index in self._buckets.get(band, ())}
+        likely = [index for index in candidates if (self._signatures[index] == signature).mean() >= LIKELY]
+        if any(jaccard(shingles, self._shingles[index]) >= NEAR for index in likely):
             return True
         for band in bands:
             self._buckets[band].append(len(self._shingles))
@@ -163,7 +163,7 @@ class _NearDuplicates:
         """[BANDS * BAND_ROWS]: the smallest value of every hash function over the shingles, of which 32 bits do."""
         short = shingles.astype(np.uint32)
         smallest = np.full(len(self._multipliers), np.iinfo(np.uint32).max, np.uint32)
-        for start in range(0, len(short), 4096):  # what the processor's cache holds
+        for start in range(0, len(short), 4096):  # parts that fit the processor's cache
             np.minimum(smallest, (self._multipliers * short[start : start + 4096]).min(axis=1), out=smallest)
         return smallest
 

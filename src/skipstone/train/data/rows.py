@@ -1,8 +1,7 @@
-"""The data of a training run: documents -> token ids -> rows of one length -> a mixed training order, kept in a cache.
+"""The data of a training run: documents -> token ids -> rows of one length -> a mixed training order, cached on disk.
 
-Everything follows from the documents, the tokenizer and the seed. Rows are full: documents stand one after the other, each
-ended by the tokenizer's end token, and a row may hold the end of one and the beginning of the next. In a row, ~id (negative)
-stands for a token that is read but not predicted.
+Documents, tokenizer and seed determine everything. Rows are packed: each document ends with the end token, and a row may hold
+the end of one document and the beginning of the next. In a row, ~id (negative) marks a token that is read but not predicted.
 """
 
 import hashlib
@@ -97,18 +96,18 @@ def _tokens(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int
 ) -> NDArray[np.int64]:
     """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
-    ordered = sorted(documents, key=lambda one: one.rank(seed, "order"))
-    first = [token for token in bos_prefix(tokenizer) if token != eos_id]  # else the end of the document before is one
+    ordered = sorted(documents, key=lambda document: document.rank(seed, "order"))
+    first = [token for token in bos_prefix(tokenizer) if token != eos_id]  # an end token before it already begins a document
     parts: list[NDArray[np.int64]] = []
     total = 0
     for start in range(0, len(ordered), BATCH):
         batch = ordered[start : start + BATCH]
-        texts = _encoded([one.text[one.given :] for one in batch], tokenizer)
-        prompts = _encoded([one.text[: one.given] for one in batch], tokenizer)
-        for given, ids in zip(prompts, texts, strict=True):
-            tokens = [*(~i for i in (*first, *given)), *ids, eos_id]
-            if given:
-                tokens = tokens[:length]  # what stands in a later row would be predicted without its prompt
+        texts = _encode([document.text[document.given :] for document in batch], tokenizer)
+        prompts = _encode([document.text[: document.given] for document in batch], tokenizer)
+        for prompt, ids in zip(prompts, texts, strict=True):
+            tokens = [*(~i for i in (*first, *prompt)), *ids, eos_id]
+            if prompt:
+                tokens = tokens[:length]  # tokens of a later row would be predicted without the prompt
                 if (place := total % length) + len(tokens) > length:
                     tokens = [~eos_id] * (length - place) + tokens
             parts.append(np.array(tokens, np.int64))
@@ -116,14 +115,13 @@ def _tokens(
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     plain: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-    batch: Any = tokenizer(texts, **plain, verbose=False)  # else it warns that a document is longer than the context
-    return batch["input_ids"]
+    return tokenizer(texts, **plain, verbose=False)["input_ids"]  # else it warns of documents longer than the context
 
 
 def _cut(tokens: NDArray[np.int64], length: int, what: str) -> Tensor:
-    """Rows, but for those that predict nothing."""
+    """Cut a stream of tokens into rows, without those that predict nothing."""
     count = len(tokens) // length
     rows = tokens[: count * length].reshape(count, length)
     rows = rows[(rows[:, 1:] >= 0).any(axis=1)]
@@ -188,16 +186,15 @@ def prepare(
     if cache is None:
         return _build(documents, weights, tokenizer, plan)
     folder = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
-    if (found := load(folder)) is not None:
-        return found
-    built = _build(documents, weights, tokenizer, plan)
-    save(folder, built)
-    return built
+    if (prepared := load(folder)) is None:
+        prepared = _build(documents, weights, tokenizer, plan)
+        save(folder, prepared)
+    return prepared
 
 
 def save(folder: Path, prepared: TrainingData) -> None:
-    """Write prepared data as a folder that is complete or not there. Where another process was faster, its result stays.
-    OSError (a full disk) leaves nothing behind."""
+    """Write prepared data as a folder, whole or not at all. If another process was faster, its result stays. OSError (a full
+    disk) leaves nothing behind."""
     with first_folder(folder) as made:
         files = {}
         for index, tensor in enumerate((prepared.train, *prepared.held_out.values())):
@@ -208,8 +205,8 @@ def save(folder: Path, prepared: TrainingData) -> None:
 
 
 def load(folder: Path) -> TrainingData | None:
-    """What `save` wrote, arrays mapped from their files, not read; None where there is nothing. What is damaged is removed with
-    a warning, and None."""
+    """Data that `save` wrote, with arrays mapped from their files; None if there are none. Damaged data are removed with a
+    warning."""
     if not folder.is_dir():
         return None
     try:
@@ -230,7 +227,7 @@ def _mapped(path: Path, sha256: str) -> Tensor:
 
 
 def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The name of a result, a hash of all that it depends on. ValueError for a tokenizer that cannot be told from others."""
+    """The name of a result, a hash of everything that it depends on. ValueError for a tokenizer that has no hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
@@ -251,7 +248,7 @@ def _build(
     for name in weights:
         for part, of_part in parts.items():
             own = [document for document in of_part if document.source == name]
-            if not own and part == "held_out":  # none asked for, or a source of one document
+            if not own and part == "held_out":  # held_out is 0, or the source has one document
                 continue
             tokens = _tokens(own, tokenizer, plan.length, plan.seed, eos_id)
             what = f"source {name!r}: the {len(own)} {part} documents (held_out={plan.held_out})"

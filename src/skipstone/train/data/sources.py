@@ -1,8 +1,7 @@
-"""Where documents come from: text files, JSON lines, data sets of the Hugging Face hub, and scripts of a recipe.
+"""Sources of documents: text files, JSON lines, data sets of the Hugging Face hub, and scripts of a recipe.
 
 Every source is a frozen model that refuses unknown keys. `read(base)` yields its texts in an order that does not depend on the
-file system. What has no name of its own (a line, a script's document) is named after its text, so that it keeps its place in a
-split when other documents come or go.
+file system. A line, or a script's document, is named after its text: so a split stays the same when other documents come or go.
 """
 
 import hashlib
@@ -21,11 +20,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from skipstone.utils.records import HubRecords, Placed, decoded, json_lines, value
 from skipstone.utils.settings_files import SettingsPart
 
-STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
+STDLIB = "{stdlib}"  # placeholder in a path for the folder of Python's standard library
 
 
 class SourceText(NamedTuple):
-    """What a source gives. prompt: what stands before the text and is only read, not predicted."""
+    """A text of a source. prompt: text before it that is read, not predicted."""
 
     name: str
     text: str
@@ -37,19 +36,19 @@ def resolve(path: str, base: Path) -> Path:
 
     FileNotFoundError that names what was tried.
     """
-    wanted = Path(path.replace(STDLIB, sysconfig.get_paths()["stdlib"])).expanduser()
-    tried = list(dict.fromkeys(folder.resolve() / wanted for folder in (base, Path.cwd())))  # absolute: its folder is ignored
-    found = next((candidate for candidate in tried if candidate.exists()), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"{path} does not exist: tried {' and '.join(map(str, tried))}; expected a path relative to the recipe's folder or "
-            "to the current directory, or an absolute one"
-        )
-    return found
+    relative = Path(path.replace(STDLIB, sysconfig.get_paths()["stdlib"])).expanduser()
+    tried = list(dict.fromkeys(folder.resolve() / relative for folder in (base, Path.cwd())))  # once if it is absolute
+    for candidate in tried:
+        if candidate.exists():
+            return candidate
+    raise FileNotFoundError(
+        f"{path} does not exist: tried {' and '.join(map(str, tried))}; expected a path relative to the recipe's folder or "
+        "to the current directory, or an absolute one"
+    )
 
 
 class DocumentSource(SettingsPart):
-    """What all sources have. weight: the source's share of the training rows, relative to the others'."""
+    """The fields of all sources. weight: the source's share of the training rows, relative to the others'."""
 
     path: str = Field(min_length=1)
     name: str = ""
@@ -58,7 +57,7 @@ class DocumentSource(SettingsPart):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """Without a name, a source is called after its file, folder or data set."""
+        """Name a source after its file, folder or data set if it has no name."""
         if isinstance(values, dict) and isinstance(values.get("path"), str) and values.get("name") in (None, ""):
             values = {**values, "name": PurePath(values["path"]).stem.strip("{}") or values["path"]}
         return values
@@ -67,7 +66,7 @@ class DocumentSource(SettingsPart):
 class TextFiles(DocumentSource):
     """One document per file: `path` itself, or the files of the folder `path` that fit `glob` and no pattern of `exclude`.
 
-    exclude: patterns for the path within the folder, with forward slashes; `*` stands for any characters, slashes too.
+    exclude: patterns for the path within the folder, with forward slashes; `*` matches any characters, slashes too.
     """
 
     kind: Literal["text"] = "text"
@@ -97,8 +96,8 @@ class TextFiles(DocumentSource):
 
 
 class RecordSource(DocumentSource):
-    """What is made of records. where: key -> values that are taken; [low, high] among them takes what lies between, both
-    included. limit: only the first so many that are taken."""
+    """A source of records. where: key -> accepted values; a pair [low, high] accepts all numbers between, both included. limit:
+    most records that are taken."""
 
     where: dict[str, list[Any]] | None = None
     limit: int | None = Field(default=None, ge=1)
@@ -109,18 +108,26 @@ class RecordSource(DocumentSource):
         for key, wanted in (where or {}).items():
             if not wanted:
                 raise ValueError(f"where[{key!r}] is empty, so that nothing would be taken; expected at least one value")
-            for span in (one for one in wanted if isinstance(one, list)):
+            for span in (each for each in wanted if isinstance(each, list)):
                 if len(span) != 2 or not all(map(_is_number, span)) or span[0] > span[1]:
                     raise ValueError(f"where[{key!r}]: expected [low, high], two numbers with low <= high, found {span}")
         return where
 
-    def taken(self, records: Placed) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The (place, record) that are taken. ValueError for one that is no object or lacks a key, and where none is taken."""
+    def lines(self, base: Path) -> Placed:
+        """The records of a file of JSON lines. FileNotFoundError if it is a folder."""
+        path = resolve(self.path, base)
+        if not path.is_file():
+            raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
+        return json_lines(path)
+
+    def select(self, records: Placed, expected: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each accepted (place, record). expected: the keys of a record, for messages. ValueError for a record that is no
+        object or lacks a key, and if none is accepted."""
         seen = taken = 0
         for place, record in records:
             seen += 1
             if not isinstance(record, dict):
-                raise ValueError(f"{place}: expected an object with {self._expected()}, found {record!r:.80}")
+                raise ValueError(f"{place}: expected an object with {expected}, found {record!r:.80}")
             if all(_fits(value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
                 taken += 1
                 yield place, record
@@ -130,16 +137,12 @@ class RecordSource(DocumentSource):
             reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
             raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
 
-    def _expected(self) -> str:
-        """What a record is to have, for messages."""
-        raise NotImplementedError
-
 
 class _RecordDocuments(RecordSource):
     """Documents made of records.
 
-    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
-    prompt: what stands before it, such as a question, and is read but not predicted: the loss is the answer's alone.
+    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts becomes lines.
+    prompt: text before it, such as a question, that is read but not predicted: the loss is the answer's alone.
     """
 
     template: str = "{text}"
@@ -156,14 +159,11 @@ class _RecordDocuments(RecordSource):
         return template
 
     def _texts(self, records: Placed) -> Iterator[SourceText]:
-        """The texts of the records that are taken."""
-        for place, record in self.taken(records):
+        """The texts of the accepted records."""
+        for place, record in self.select(records, f"the key {_keys(self.template)[0]!r}"):
             prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
             text = self._filled(self.template, record, place)
             yield SourceText(name_of(prompt + text), text, prompt)
-
-    def _expected(self) -> str:
-        return f"the key {_keys(self.template)[0]!r}"
 
     def _filled(self, template: str, record: dict[str, Any], place: str) -> str:
         parts = []
@@ -180,16 +180,13 @@ class JsonLines(_RecordDocuments):
 
     def read(self, base: Path) -> Iterator[SourceText]:
         """Texts in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
-        path = resolve(self.path, base)
-        if not path.is_file():
-            raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
-        return self._texts(json_lines(path))
+        return self._texts(self.lines(base))
 
 
 class HubDataset(_RecordDocuments):
     """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at.
 
-    file: what the same records are called as a file of JSON lines, in a data folder of those who have no hub.
+    file: name of a file of JSON lines with the same records, which `local` reads from a data folder instead of the hub.
     """
 
     kind: Literal["hub"] = "hub"
@@ -249,7 +246,7 @@ Source = Annotated[TextFiles | JsonLines | HubDataset | ScriptSource, Field(disc
 
 
 def from_folder(sources: Sequence[Any], data_dir: Path | None) -> list[Any]:
-    """Sources with those that name a `file` replaced by that file in `data_dir`. ValueError where none names one."""
+    """The sources, each that names a `file` replaced by that file in `data_dir`. ValueError if none names one."""
     if data_dir is None:
         return list(sources)
     if not any(getattr(source, "file", None) for source in sources):
@@ -258,7 +255,7 @@ def from_folder(sources: Sequence[Any], data_dir: Path | None) -> list[Any]:
 
 
 def _run(path: Path) -> ModuleType:
-    """The module of a file, which finds its neighbours by import, as a script does; no compiled file is left behind."""
+    """Run a file as a module that can import its neighbours, as a script can. No compiled file is written."""
     if not path.is_file():
         raise FileNotFoundError(f"expected a Python file, found the folder {path}")
     module = ModuleType(f"skipstone_recipe_{path.stem}_{name_of(str(path.resolve()))}")
@@ -273,7 +270,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def name_of(text: str) -> str:
-    """A short hash of a text, its name where it has no other."""
+    """A short hash of a text, used as the name of a text without one."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -294,7 +291,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fits(value: Any, wanted: list[Any]) -> bool:
-    """Whether a value is one of those, or lies in one of their [low, high]; True is not 1."""
-    spans = [one for one in wanted if isinstance(one, list)] if _is_number(value) else []
-    same = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in wanted)
+    """Whether a value equals a wanted one, or lies in one of their pairs [low, high]; True is not 1."""
+    spans = [each for each in wanted if isinstance(each, list)] if _is_number(value) else []
+    same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in wanted)
     return same or any(low <= value <= high for low, high in spans)

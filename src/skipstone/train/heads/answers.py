@@ -1,12 +1,11 @@
-"""What heads learn from, in files that a killed run goes on with: a model's own answers, and what it thinks of them.
+"""The training data of exit heads, in files that a killed run resumes: a model's own answers, and its states on them.
 
-Answers (AdaDecode, appendix D: on-policy data): greedily and in batches, a line a prompt, {"prompt": [ids], "tokens": [ids]},
-after a first line that says what is asked of whom, in an order that only the prompts' lengths decide. Speculative decoding pays
-in small batches and plain decoding in large ones, so the first batches try both.
+Answers (AdaDecode, appendix D: on-policy data) are greedy. Each prompt has a line {"prompt": [ids], "tokens": [ids]}; the first
+line names model and prompts. Shorter prompts come first. Speculative decoding is faster in small batches and plain decoding in
+large ones, so the first batches try both.
 
-Features: the states that exit heads read, and the last ones, in one file that is mapped into memory. One forward over every
-answer, in batches that the answers alone decide; the file grows batch by batch under a hidden name, and has its name when it is
-whole.
+Features are the states that exit heads read, and the last layer's, in one memory-mapped file: one forward over every answer.
+The file grows batch by batch under a hidden name and gets its name when it is whole.
 """
 
 import errno
@@ -43,8 +42,8 @@ from skipstone.utils.files import LineFile, digest, install, read_lines
 BATCH = 16  # answers of one forward
 BYTES = 2  # of a number in the file, bfloat16 or float16
 DATA = "features.bin"  # the states, [N, k + 1, d] numbers one after the other
-ABOUT = "features.json"  # what the states are of; the file that tells that they are complete
-PARTIAL = ".features.partial"  # the folder in which they grow
+ABOUT = "features.json"  # the model, answers and layers of the states; written last
+PARTIAL = ".features.partial"  # folder of unfinished features
 GIB = 2**30
 
 
@@ -58,119 +57,117 @@ class ModelAnswer:
 
 def write(
     model: PreTrainedModel,
-    asked: Sequence[HeadPrompt],
+    prompts: Sequence[HeadPrompt],
     tokenizer: Tokenizer,
-    wish: AnswerSettings,
+    settings: AnswerSettings,
     path: Path,
     eos: set[int],
     say: Say,
 ) -> tuple[list[ModelAnswer], float]:
-    """The answers to all prompts, shortest first, second turns behind all first ones, and the seconds that they took in all
-    runs. What a file has already is not asked again.
+    """The answers to all prompts, shortest first and turn by turn, and the seconds that they took over all runs. Answers in the
+    file are not generated again.
 
-    ValueError for a file of other prompts or of another model, and where no prompt leaves room for an answer.
+    ValueError for a file of other prompts or of another model, and if no prompt leaves room for an answer.
     """
-    if not asked:
+    if not prompts:
         raise ValueError("there are no prompts: the sources hold none")
-    begins = [one.ids([], tokenizer) for one in asked]  # another chat template asks something else, too
-    asked_for = digest([[(one.text, one.said, one.turns) for one in asked], begins])
-    key = {"model": fingerprint(model), "prompts": asked_for, "max_new_tokens": wish.max_new_tokens}
-    writer = _AnswerWriter(model, wish, eos, *_read(path, key))
-    if not _go_through(asked, tokenizer, writer, None, say):  # what is complete is only read: several processes may
+    first_ids = [prompt.ids([], tokenizer) for prompt in prompts]  # they depend on the chat template
+    content = digest([[(prompt.text, prompt.said, prompt.turns) for prompt in prompts], first_ids])
+    key = {"model": fingerprint(model), "prompts": content, "max_new_tokens": settings.max_new_tokens}
+    writer = _AnswerWriter(model, settings, eos, *_read(path, key))
+    if not _answer_all(prompts, tokenizer, writer, None, say):  # several processes may read a complete file
         with LineFile(path) as file:
-            writer = _AnswerWriter(model, wish, eos, *_read(path, key))
+            writer = _AnswerWriter(model, settings, eos, *_read(path, key))
             if writer.done:
                 file.go_on()
             else:
                 file.begin(key, f"{path} is no file of answers: remove it to have them written again")
-            _go_through(asked, tokenizer, writer, file, say)
+            _answer_all(prompts, tokenizer, writer, file, say)
     return writer.done, writer.seconds
 
 
-def _go_through(
-    asked: Sequence[HeadPrompt], tokenizer: Tokenizer, writer: "_AnswerWriter", file: LineFile | None, say: Say
+def _answer_all(
+    prompts: Sequence[HeadPrompt], tokenizer: Tokenizer, writer: "_AnswerWriter", file: LineFile | None, say: Say
 ) -> bool:
-    """Have all prompts answered, turn by turn; without a file only find out whether they are. Returns that."""
-    for turn in range(max(map(len, asked))):
-        answered = {tuple(one.prompt): str(tokenizer.decode(one.tokens, skip_special_tokens=True)) for one in writer.done}
-        prompts = _prompts(asked, turn, answered, tokenizer)
-        fitting = [ids for ids in prompts if 0 < len(ids) <= writer.room]
+    """Answer all prompts, turn by turn. Without a file: only check whether all are answered. Returns whether they are."""
+    for turn in range(max(map(len, prompts))):
+        answered = {tuple(each.prompt): str(tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in writer.done}
+        every = _prompt_ids(prompts, turn, answered, tokenizer)
+        fitting = [ids for ids in every if 0 < len(ids) <= writer.max_prompt_tokens]
         if not fitting and not turn:
-            raise ValueError(f"no prompt leaves room for {writer.wish.max_new_tokens} new tokens in the model's positions")
-        wanted = [ids for ids in fitting if tuple(ids) not in answered]
-        if wanted and file is None:
+            raise ValueError(f"no prompt leaves room for {writer.settings.max_new_tokens} new tokens in the model's positions")
+        missing = [ids for ids in fitting if tuple(ids) not in answered]
+        if missing and file is None:
             return False
         if file is not None:
-            if len(fitting) < len(prompts):
-                say(f"{len(prompts) - len(fitting)} prompts are empty or too long and left out")
-            writer.answer(wanted, len(fitting), file, say)
+            if len(fitting) < len(every):
+                say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
+            writer.answer(missing, len(fitting), file, say)
     return True
 
 
-def _prompts(
-    asked: Sequence[HeadPrompt], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer
+def _prompt_ids(
+    prompts: Sequence[HeadPrompt], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer
 ) -> list[list[int]]:
-    """The ids that ask a turn of every conversation whose earlier turns are answered, each once, shortest first."""
-    found: dict[tuple[int, ...], None] = {}
-    for one in asked:
+    """The token ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
+    chosen: set[tuple[int, ...]] = set()
+    for prompt in prompts:
         answers: list[str] = []
-        ids = tuple(one.ids(answers, tokenizer))
-        while len(answers) < min(turn, len(one) - 1) and ids in answered:
+        ids = tuple(prompt.ids(answers, tokenizer))
+        while len(answers) < min(turn, len(prompt) - 1) and ids in answered:
             answers.append(answered[ids])
-            ids = tuple(one.ids(answers, tokenizer))
+            ids = tuple(prompt.ids(answers, tokenizer))
         if len(answers) == turn:
-            found[ids] = None
-    return sorted(map(list, found), key=lambda ids: (len(ids), ids))
+            chosen.add(ids)
+    return sorted(map(list, chosen), key=lambda ids: (len(ids), ids))
 
 
 class _AnswerWriter:
-    """Has a model answer prompts in batches, into a file. done: all answers so far. seconds: that they took. room: most tokens
-    of a prompt."""
+    """Generates answers in batches and writes them to a file. done: all answers so far. seconds: their time."""
 
     def __init__(
-        self, model: PreTrainedModel, wish: AnswerSettings, eos: set[int], done: list[ModelAnswer], seconds: float
+        self, model: PreTrainedModel, settings: AnswerSettings, eos: set[int], done: list[ModelAnswer], seconds: float
     ) -> None:
-        self.model, self.wish, self.done, self.seconds = model, wish, done, seconds
-        self._options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
-        self.room = ModelRunner(model).max_positions - wish.max_new_tokens
-        self._methods = _methods(model, wish)
+        self.model, self.settings, self.done, self.seconds = model, settings, done, seconds
+        self._options = {"max_new_tokens": settings.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
+        self.max_prompt_tokens = ModelRunner(model).max_positions - settings.max_new_tokens
+        self._methods = _methods(model, settings)
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
     def answer(self, prompts: list[list[int]], among: int, file: LineFile, say: Say) -> None:
-        """Answer prompts; `among` so many, with those that are answered already."""
+        """Answer prompts. among: number of prompts of this turn, with those that are answered already."""
         methods, rates = self._methods, self._rates
         while prompts:
-            part, prompts = prompts[: self.wish.batch_size], prompts[self.wish.batch_size :]
+            part, prompts = prompts[: self.settings.batch_size], prompts[self.settings.batch_size :]
             began = time.perf_counter()
             method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
             ids, mask = left_padded(part)
-            found = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens
-            took = time.perf_counter() - began
-            assert found is not None
-            self.seconds += took
+            new_tokens = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens or []
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
             if len(rates) < len(methods):
-                rates.append(sum(map(len, found)) / took)
-            answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, found, strict=True)]
-            file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": self.seconds} for one in answers))
+                rates.append(sum(map(len, new_tokens)) / seconds)
+            answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
+            file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
             self.done += answers
             say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
 
 
-def _methods(model: PreTrainedModel, wish: AnswerSettings) -> list[Method]:
-    """What a batch each is written with, and all the rest with the fastest of them. ValueError for a lossy one."""
+def _methods(model: PreTrainedModel, settings: AnswerSettings) -> list[Method]:
+    """Methods that generate a batch each; the fastest generates the rest. ValueError for a lossy one."""
     own = getattr(model.generation_config, OWN_FIELD, None)
-    if wish.method is None:
-        return [one for one in map(resolve, [own, "autoregressive"] if own else ["autoregressive"]) if one.lossless]
-    if not (asked := resolve(wish.method)).lossless:
-        raise ValueError(f"{asked.name} may change the text: the answers must be the model's own")
-    return [asked]
+    if settings.method is None:
+        return [method for method in map(resolve, [own, "autoregressive"] if own else ["autoregressive"]) if method.lossless]
+    if not (chosen := resolve(settings.method)).lossless:
+        raise ValueError(f"{chosen.name} may change the text: the answers must be the model's own")
+    return [chosen]
 
 
 def _read(path: Path, key: dict[str, Any]) -> tuple[list[ModelAnswer], float]:
-    """The answers of a file that was begun with the same key."""
+    """The answers in a file with the same key, and their seconds."""
     try:
         first, *rest = (read_lines(path) if path.exists() else []) or [key]
-        answers = [ModelAnswer(one["prompt"], one["tokens"]) for one in rest]
+        answers = [ModelAnswer(line["prompt"], line["tokens"]) for line in rest]
         seconds = float(rest[-1]["seconds"]) if rest else 0.0
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no file of answers: {error!r}; remove it to have them written again") from error
@@ -182,15 +179,15 @@ def _read(path: Path, key: dict[str, Any]) -> tuple[list[ModelAnswer], float]:
 
 @dataclass(frozen=True)
 class Features:
-    """states: [N, k + 1, d], what the LM head would read of N positions after each of k exit layers and after the last (after
-    the final norm). bounds: [answers + 1], where in N an answer's positions begin and end."""
+    """states: [N, k + 1, d], inputs of the LM head (after the final norm) at N positions, from each of k exit layers and from
+    the last layer. bounds: [answers + 1], the first of the N positions of each answer, and N."""
 
     states: Tensor
     bounds: list[int]
 
     def states_of(self, answers: Sequence[int]) -> Tensor:
         """[n, k + 1, d] of some answers, one after the other."""
-        return torch.cat([self.states[self.bounds[one] : self.bounds[one + 1]] for one in answers])
+        return torch.cat([self.states[self.bounds[index] : self.bounds[index + 1]] for index in answers])
 
 
 def extract(
@@ -202,17 +199,17 @@ def extract(
     say: Say,
     mixed: bool = False,
 ) -> Features:
-    """The features of all answers, made or found. max_disk: most bytes they may take. mixed: whether matrices are multiplied in
-    bfloat16, which a processor with instructions for it does several times as fast as in float32.
+    """The features of all answers, from the folder or made anew. max_disk: limit in bytes. mixed: whether matrices are
+    multiplied in bfloat16, several times as fast as float32 on a processor with instructions for it.
 
-    ValueError where they would take more, OSError where the disk is full: nothing of them is left then.
+    ValueError if they would exceed the limit, OSError if the disk is full; nothing of them is left then.
     """
     width = model.head.weight.shape[1]  # d
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
-    asked = digest([[one.prompt, one.tokens] for one in answers])
-    about = {"model": fingerprint(model.model), "answers": asked, "layers": list(layers), "width": width, "dtype": str(kind)}
+    content = digest([[answer.prompt, answer.tokens] for answer in answers])
+    about = {"model": fingerprint(model.model), "answers": content, "layers": list(layers), "width": width, "dtype": str(kind)}
     about |= {"mixed": True} if mixed else {}
-    bounds = [0, *accumulate(len(one.tokens) for one in answers)]
+    bounds = [0, *accumulate(len(answer.tokens) for answer in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
     if not _there(folder, about):
         needed = math.prod(shape) * BYTES
@@ -264,19 +261,19 @@ def _make(
     except (OSError, ValueError) as error:
         shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            said = f"the disk is full, nothing of the features is left: {error.strerror}"
-            raise OSError(error.errno, said, str(folder)) from error
+            reason = f"the disk is full, nothing of the features is left: {error.strerror}"
+            raise OSError(error.errno, reason, str(folder)) from error
         raise
 
 
 @torch.inference_mode()
 def _states(model: ModelRunner, answers: Sequence[ModelAnswer], layers: Sequence[int]) -> Tensor:
-    """[n, k + 1, d] of a batch: of every position whose next token is the answer's."""
-    texts = [torch.tensor(one.prompt + one.tokens[:-1]) for one in answers]
+    """[n, k + 1, d], the states of a batch at every position that predicts a token of an answer."""
+    texts = [torch.tensor(answer.prompt + answer.tokens[:-1]) for answer in answers]
     ids = pad_sequence(texts, batch_first=True).to(model.device)
     real = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(model.device)
     with watched(model, [*layers, model.depth]) as kept:
         model.decoder(input_ids=ids, attention_mask=real, use_cache=False)
-    spans = [slice(len(one.prompt) - 1, len(one.prompt) + len(one.tokens) - 1) for one in answers]
+    spans = [slice(len(answer.prompt) - 1, len(answer.prompt) + len(answer.tokens) - 1) for answer in answers]
     parts = [torch.cat([kept[layer][row, span] for row, span in enumerate(spans)]) for layer in (*layers, model.depth)]
     return model.normed(torch.stack(parts, 1))

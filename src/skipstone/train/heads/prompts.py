@@ -1,4 +1,4 @@
-"""What a model is asked when it writes the answers that heads learn from: texts, chats, and conversations of several turns."""
+"""Prompts for the answers that heads learn from: texts, chats, and conversations of several turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,18 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.hf import api
-from skipstone.train.data.sources import HubDataset, JsonLines, RecordSource, ScriptSource, TextFiles, resolve
-from skipstone.utils.records import json_lines
+from skipstone.train.data.sources import HubDataset, JsonLines, RecordSource, ScriptSource, TextFiles
 
 USER = "user"  # the role whose turns are answered
-KEYS = ("messages", "prompt", "turns")  # of a record of Chats, the first that it has counts
+MESSAGE = '{"role": text, "content": text}'
+KEYS = {"messages": f"a list of {MESSAGE}", "prompt": f"a text, a list of texts or of {MESSAGE}", "turns": "a list of texts"}
+"""Keys of a chat's record and what each holds. The first that a record has counts."""
 
 
 @dataclass(frozen=True)
 class HeadPrompt:
-    """One prompt. text: asked as it is, where there are no turns. said: messages (role, content) that stand before the turns.
-    turns: what the user says, of which the model answers each before the next. place: where it was read, for messages."""
+    """One prompt. turns: messages of the user; the model answers each before the next. text: the prompt if there are no turns.
+    said: messages (role, content) before the turns. place: where it was read, for error messages."""
 
     text: str = ""
     said: tuple[tuple[str, str], ...] = ()
@@ -31,8 +32,8 @@ class HeadPrompt:
         return max(1, len(self.turns))
 
     def ids(self, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The next prompt after the answers that the model gave so far. ValueError for a chat without a chat template, and for
-        one that the template refuses."""
+        """Token ids of the next prompt after the model's answers so far. ValueError for a chat without a chat template, or
+        if it refuses the messages."""
         if not self.turns:
             return api.token_ids(self.text, tokenizer)
         chat = list(self.said)
@@ -46,11 +47,11 @@ class HeadPrompt:
 
 
 class ChatPrompts(RecordSource):
-    """Conversations, one a line of a file of JSON lines.
+    """Conversations, one per line of a file of JSON lines.
 
-    `messages`, or a `prompt` that is a list of {"role", "content"}: asked up to the last message that is the user's.
-    `turns`, or a `prompt` that is a list of texts: what the user says, and the model answers turn by turn. A `prompt` that is a
-    text is asked as any other text is. file: its name in a data folder, where that is given.
+    `messages`, or a `prompt` that is a list of {"role", "content"}: a chat up to the user's last message.
+    `turns`, or a `prompt` that is a list of texts: messages of the user, which the model answers turn by turn. A `prompt` that
+    is a text is a text as any other. file: the source's name in a data folder, if one is given.
     """
 
     kind: Literal["chats"] = "chats"
@@ -62,51 +63,42 @@ class ChatPrompts(RecordSource):
 
     def read(self, base: Path) -> Iterator[HeadPrompt]:
         """Prompts in the file's order. ValueError with the number of a line that holds none."""
-        path = resolve(self.path, base)
-        if not path.is_file():
-            raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
-        return (_asked(record, place) for place, record in self.taken(json_lines(path)))
-
-    def _expected(self) -> str:
-        return f"one of the keys {', '.join(KEYS)}"
+        records = self.select(self.lines(base), f"one of the keys {', '.join(KEYS)}")
+        return (_prompt_of(record, place) for place, record in records)
 
 
 Prompts = Annotated[TextFiles | JsonLines | HubDataset | ScriptSource | ChatPrompts, Field(discriminator="kind")]
-"""A source of prompts, told apart by `kind`. Of documents, what stands before a text and the text are one prompt."""
+"""A source of prompts, distinguished by `kind`. A document's prompt and its text are one prompt."""
 
 
-def asked_of(sources: Sequence[Any], base: Path, chat: bool) -> list[HeadPrompt]:
-    """Every prompt of the sources once, in their order. chat: a text is the only turn of a chat."""
-    found: dict[HeadPrompt, None] = {}
+def read_prompts(sources: Sequence[Any], base: Path, chat: bool) -> list[HeadPrompt]:
+    """Every prompt of the sources once, in their order. chat: a text becomes the only turn of a chat."""
+    prompts: dict[HeadPrompt, None] = {}
     for source in sources:
-        for one in source.read(base):
-            asked = one if isinstance(one, HeadPrompt) else HeadPrompt(one.prompt + one.text)
-            found[HeadPrompt(turns=(asked.text,), place=asked.place) if chat and not asked.turns else asked] = None
-    return list(found)
+        for item in source.read(base):
+            prompt = item if isinstance(item, HeadPrompt) else HeadPrompt(item.prompt + item.text)
+            prompts[HeadPrompt(turns=(prompt.text,), place=prompt.place) if chat and not prompt.turns else prompt] = None
+    return list(prompts)
 
 
-def _asked(record: dict[str, Any], place: str) -> HeadPrompt:
-    """What a record asks. ValueError that names the place."""
+def _prompt_of(record: dict[str, Any], place: str) -> HeadPrompt:
+    """The prompt of a record. ValueError that names the place."""
     key = next((key for key in KEYS if record.get(key) is not None), None)
     if key is None:
         raise ValueError(f"{place}: expected one of the keys {', '.join(KEYS)}, found {', '.join(map(str, record)) or 'none'}")
-    found = record[key]
-    if isinstance(found, str) and key == "prompt":
-        return HeadPrompt(found, place=place)
-    if isinstance(found, list) and found:
-        if all(isinstance(one, str) for one in found) and key != "messages":
-            return HeadPrompt(turns=tuple(found), place=place)
-        if all(map(_is_message, found)) and key != "turns":
-            return _chat([(one["role"], one["content"]) for one in found], key, place)
-    message = '{"role": text, "content": text}'
-    wanted = {"messages": f"a list of {message}", "turns": "a list of texts"}.get(
-        key, f"a text, a list of texts or of {message}"
-    )
-    raise ValueError(f"{place}: expected {wanted} under {key!r}, found {found!r:.80}")
+    content = record[key]
+    if isinstance(content, str) and key == "prompt":
+        return HeadPrompt(content, place=place)
+    if isinstance(content, list) and content:
+        if all(isinstance(turn, str) for turn in content) and key != "messages":
+            return HeadPrompt(turns=tuple(content), place=place)
+        if all(map(_is_message, content)) and key != "turns":
+            return _chat([(message["role"], message["content"]) for message in content], key, place)
+    raise ValueError(f"{place}: expected {KEYS[key]} under {key!r}, found {content!r:.80}")
 
 
 def _chat(messages: list[tuple[str, str]], key: str, place: str) -> HeadPrompt:
-    """A chat up to the last message of the user, whose answer is the model's to write."""
+    """A chat up to the user's last message, which the model answers."""
     while messages and messages[-1][0] != USER:
         messages = messages[:-1]
     if not messages:
@@ -114,5 +106,5 @@ def _chat(messages: list[tuple[str, str]], key: str, place: str) -> HeadPrompt:
     return HeadPrompt(said=tuple(messages[:-1]), turns=(messages[-1][1],), place=place)
 
 
-def _is_message(one: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)

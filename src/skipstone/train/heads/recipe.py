@@ -105,11 +105,11 @@ def made(values: dict[str, Any], where: str, preset: str | None = None, data_dir
     """A recipe from its values; see `read`."""
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
+    training = values.get("training", {})
+    if preset is not None and isinstance(training, dict):
+        values = {**values, "training": {**training, **PRESETS[preset]}}
     try:
-        given = values.get("training", {})
-        under = PRESETS[preset] if preset is not None else {}
-        merged = {**values, "training": {**given, **under} if isinstance(given, dict) else given}
-        recipe = HeadsRecipe.model_validate(merged)
+        recipe = HeadsRecipe.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{where}: {first_fault(error)}") from error
     return recipe.model_copy(update={"prompts": from_folder(recipe.prompts, data_dir)})

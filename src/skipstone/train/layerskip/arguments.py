@@ -1,5 +1,4 @@
-"""What a training run is asked for: one file, a recipe in YAML that is read and checked, and the trainer's `LayerSkipArguments`
-that follow from it."""
+"""Reads and checks a training recipe, one YAML file, and derives the trainer's `LayerSkipArguments` from it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,7 @@ DECIDING = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "max_grad_norm", "neftune_noise_alpha", "bf16", "fp16"),
     *("average_tokens_across_devices", "dataloader_drop_last"),
 )
-"""Arguments that a run must keep when it resumes: with others it would be another run, or they would have no effect."""
+"""Arguments that must not change when a run resumes: other values would make another run, or have no effect."""
 REFUSED_IN_RECIPES = {
     "num_train_epochs": "has no effect: training.max_steps says how long a run is, and sources repeat as their weights ask",
     "resume_from_checkpoint": "has no effect: a run resumes from its own folder; --fresh refuses to",
@@ -55,8 +54,7 @@ class LayerSkipArguments(TrainingArguments):
 
     dropout, exits: see schedules.py. muon_learning_rate: Muon for the layers' matrices at this rate, AdamW at `learning_rate`
     for the rest; None leaves the choice of optimiser to transformers. loss_chunk: positions whose logits exist at once.
-    eval_exits: exit layers E that evaluations report, None for all. ValueError for what cannot be, and for what would be
-    ignored.
+    eval_exits: exit layers E that evaluations report, None for all. ValueError for impossible values and for ignored ones.
     """
 
     dropout: LayerDropout = field(default_factory=LayerDropout)
@@ -90,11 +88,11 @@ class LayerSkipArguments(TrainingArguments):
         """As transformers writes arguments, with plain values only."""
         exits = asdict(self.exits)
         chosen = exits.pop("exit_layers")
-        exits["exits"] = None if chosen is None else [layer - 1 for layer in chosen]  # as runs that are to be resumed have it
+        exits["exits"] = None if chosen is None else [layer - 1 for layer in chosen]  # as checkpoints of older runs have it
         return super().to_dict() | {"dropout": asdict(self.dropout), "exits": exits}
 
     def deciding(self) -> dict[str, Any]:
-        """What a run must keep when it resumes, as plain values."""
+        """The arguments that must not change when a run resumes, as plain values."""
         values = self.to_dict()
         own = {"world_size": self.world_size}
         if self.max_steps <= 0:
@@ -105,9 +103,10 @@ class LayerSkipArguments(TrainingArguments):
 
 
 class StartingModel(SettingsPart):
-    """What to train: a model to go on from (a folder or hub id), the model of another recipe of the same folder, which is run
-    first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. layers: only so many of
-    its first layers, to begin a draft model with. lora: PEFT's LoraConfig fields, to train adapters only."""
+    """The model that a run starts from: exactly one of a trained model (a folder or hub id), the model of another recipe in the
+    same folder, which is trained first, or a config for training from scratch (`model_type` and its fields).
+
+    layers: number of its first layers to keep, for a draft model. lora: PEFT's LoraConfig fields, to train adapters only."""
 
     pretrained: str | None = None
     recipe: str | None = None
@@ -127,7 +126,7 @@ class StartingModel(SettingsPart):
 
 
 class TokenizerSettings(SettingsPart):
-    """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
+    """The tokenizer: trained (a folder or hub id), or the vocabulary size of a new byte-level BPE; the model's by default."""
 
     pretrained: str | None = None
     vocab_size: int | None = None
@@ -140,8 +139,8 @@ class TokenizerSettings(SettingsPart):
 
 
 class DataSettings(SettingsPart):
-    """length: tokens a row, a preset's context by default. held_out: share of documents that are not trained on. eval_rows:
-    most held-out rows a source."""
+    """length: tokens per row, a preset's context by default. held_out: share of documents for evaluation only. eval_rows:
+    maximum of held-out rows per source."""
 
     sources: list[Source] = Field(min_length=1)
     length: int = Field(ge=2)
@@ -150,12 +149,11 @@ class DataSettings(SettingsPart):
 
 
 class TrainingRecipe(SettingsPart):
-    """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
-    transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
-    place of the labels: the way to a draft model. distillation_vocabulary: a JSON file with the token ids over which that is
-    learnt, and over which exits learn what the last layer says (`exits.kl_weight`); all by default. decoding: the trained
-    model's `generation_config.skipstone`.
-    dtype: what the finished model's weights are saved in; they are trained in float32."""
+    """A training run. preset: defaults of dropout, exits and schedule (schedules.PRESETS). training: fields of transformers'
+    TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution replaces the labels, as
+    for a draft model. distillation_vocabulary: a JSON file of token ids; the teacher's distribution, and the last layer's for
+    exits with `kl_weight`, are learnt over these; all by default. decoding: the trained model's `generation_config.skipstone`.
+    dtype: of the finished model's weights on the disk; they are trained in float32."""
 
     output: str = Field(min_length=1)
     model: StartingModel
@@ -174,7 +172,7 @@ class TrainingRecipe(SettingsPart):
     @model_validator(mode="before")
     @classmethod
     def _context(cls, values: Any) -> Any:
-        """A preset's context is the length of rows that are given none."""
+        """Let a preset's context be the default length of rows."""
         if not isinstance(values, dict) or (name := values.get("preset")) is None:
             return values
         if name not in PRESETS:
@@ -197,8 +195,8 @@ class TrainingRecipe(SettingsPart):
 
 
 def read(path: Path, data_dir: Path | None = None) -> TrainingRecipe:
-    """A recipe from a file. data_dir: the folder of the files that stand for data sets of the hub, where sources name them.
-    ValueError names what is unknown, missing or impossible."""
+    """Read a recipe. data_dir: folder of files that replace data sets of the hub. ValueError names what is unknown, missing or
+    impossible."""
     try:
         recipe = TrainingRecipe.model_validate(_values(path, ()))
     except ValidationError as error:
@@ -210,7 +208,7 @@ def read(path: Path, data_dir: Path | None = None) -> TrainingRecipe:
 
 
 def _check_chain(path: Path, first: str) -> None:
-    """ValueError where recipes go on from one another in a circle."""
+    """ValueError if recipes start from one another in a circle."""
     seen, before = {path.resolve()}, first
     while before is not None:
         at = path.parent / before
@@ -222,8 +220,8 @@ def _check_chain(path: Path, first: str) -> None:
 
 
 def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """What a file says, on top of the recipe beside it that it `extends`: part by part, a list or a plain value as a whole. The
-    older `exits.exits` becomes `exits.exit_layers`."""
+    """The values of a file, merged over the recipe that it `extends`: mappings key by key, lists and plain values as a whole.
+    The older `exits.exits` becomes `exits.exit_layers`."""
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself")
     values = mapping(path)
@@ -237,15 +235,15 @@ def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if Path(str(base)).name != str(base):
         raise ValueError(f"{path} extends {base}: expected a recipe of the same folder, which relative paths belong to")
     below = _values(path.parent / str(base), (*above, path.resolve()))
-    if "decoding" in values:  # a method with its settings: those of another mean nothing to it
+    if "decoding" in values:  # settings of another method do not apply to this one
         below.pop("decoding", None)
-    return _over(below, values)
+    return _merge(below, values)
 
 
-def _over(base: Any, changes: Any) -> Any:
+def _merge(base: Any, changes: Any) -> Any:
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
-    return {**base, **{key: _over(base.get(key), value) for key, value in changes.items()}}
+    return {**base, **{key: _merge(base.get(key), value) for key, value in changes.items()}}
 
 
 def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
@@ -268,7 +266,7 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
         raise ValueError("training.max_steps must be given, at least 1: the data are mixed for a run of known length")
     exits = replace(base.exits, **_typed("exits", EarlyExitLoss, recipe.exits))
     if exits.kl_weight is not None and recipe.exits.get("e_scale"):
-        raise ValueError("exits.e_scale has no effect beside kl_weight, which trains exits towards the last layer")
+        raise ValueError("exits.e_scale has no effect with kl_weight, which trains exits towards the last layer")
     if exits.curriculum != "rotational" and recipe.exits.get("dilation") is not None:
         raise ValueError(f"exits.dilation has no effect with curriculum {exits.curriculum}: it is R of the rotational one")
     return LayerSkipArguments(
@@ -280,7 +278,7 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
 
 
 def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """Training settings that exist, are not the recipe's own to set, and have an effect. ValueError for others."""
+    """The recipe's training settings, checked. ValueError for unknown ones, fixed ones and those without an effect."""
     for name in given:
         if name in fixed:
             raise ValueError(f"training.{name} is set by the recipe itself ({fixed[name]!r}): leave it out")
@@ -292,7 +290,7 @@ def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(part: str, kind: type[Any], given: Mapping[str, Any], known: str | None = None) -> dict[str, Any]:
-    """Values for fields of a dataclass, of the fields' types: YAML reads 3e-5 as a text. ValueError names what does not fit."""
+    """Convert values to the types of a dataclass's fields: YAML reads 3e-5 as a text. ValueError names a value that fails."""
     hints = get_type_hints(kind, include_extras=True)
     hints = {name: hints[name] for name in kind.__dataclass_fields__ if name in hints}
     typed = {}

@@ -1,8 +1,7 @@
-"""Layer dropout per sample (arXiv 2404.16710, section 4.1.1): the rows that a layer drops are left out of its batch, so that
-what is dropped is not computed.
+"""Layer dropout per sample (arXiv 2404.16710, section 4.1.1): a layer's dropped rows leave its batch and are not computed.
 
-Which rows a layer drops is a pure function of (seed, step, layer), the same on every rank: nothing needs to be saved to resume,
-and all ranks of a data-parallel run drop the same number of rows.
+The dropped rows are a pure function of (seed, step, layer), the same on every rank. So a checkpoint needs no state for them,
+and all ranks of a data-parallel run drop equally many rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
 
-_STREAM = 3  # the stream of the noise that rows are dropped by; decoding draws from none of this number
+_STREAM = 3  # noise stream of layer dropout; decoding does not use it
 
 
 def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:
@@ -26,11 +25,11 @@ def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[l
 
 
 def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer over some rows of a batch; the others pass by. hidden: [B, T, d], of several streams [k, B, T, d]. Arguments with
-    one entry a row are cut alike.
+    """Run a layer over some rows of a batch; the others skip it. hidden: [B, T, d], or [k, B, T, d] with k streams. Arguments
+    with one entry per row are cut in the same way.
 
-    Eq. 1 with M drawn per row; no rescaling by 1 / (1 - p), in training or inference, as in the paper. Returns what the layer
-    returns: its output, or a tuple that begins with it and whose rest is of the kept rows only. Without rows: `hidden` itself.
+    Eq. 1 with M drawn per row, without rescaling by 1 / (1 - p), as in the paper. Returns the layer's output, or a tuple that
+    begins with it and continues with values of the kept rows. Without rows: `hidden` itself.
     """
     batch = hidden.shape[-3]
     if len(rows) == batch:
@@ -58,7 +57,7 @@ def _cut(value: Any, index: Tensor, batch: int) -> Any:
 def forwards_replaced(
     modules: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Let module i run wrap(i, its own forward) until the block ends; what was there before is put back."""
+    """Let module i run wrap(i, its own forward) until the block ends, then restore its forward."""
     before = [module.__dict__.get("forward") for module in modules]
     for index, module in enumerate(modules):
         module.forward = wrap(index, module.forward)
@@ -75,11 +74,11 @@ def forwards_replaced(
 def layers_recorded(
     layers: Sequence[nn.Module], wanted: Sequence[bool], rows: Sequence[list[int]], joining: Sequence[bool] | None = None
 ) -> Iterator[dict[int, Tensor]]:
-    """Keep the outputs x_{l+1} [B, T, d] (of several streams [k, B, T, d]) of the wanted layers by l, and run each layer over
-    its rows only.
+    """Run each layer over its rows only, and record the outputs x_{l+1} [B, T, d] ([k, B, T, d] with k streams) of the wanted
+    layers by l.
 
     Layer 0 must keep a row: it shows whether this family's layers return tuples, before a layer drops all rows. joining: layers
-    that get gradients in any case, of 0 where they have no row here, since other processes have one and sum them up.
+    that need a gradient, 0 if they keep no row here, because another process keeps one and gradients are summed.
     """
     states: dict[int, Tensor] = {}
     tuples = False
@@ -90,7 +89,7 @@ def layers_recorded(
             if joining is not None and joining[layer] and not rows[layer]:
                 hidden = hidden + sum(0 * parameter.sum() for parameter in layers[layer].parameters())
             elif not rows[layer]:
-                hidden = hidden.clone()  # FSDP hands in a view, and wants none back
+                hidden = hidden.clone()  # FSDP passes a view and must not get one back
             output = run_rows(forward, rows[layer], hidden, *args, **kwargs)
             if rows[layer]:
                 tuples = isinstance(output, tuple)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from skipstone.engines.loading import load_tokenizer
-from skipstone.train import beside
+from skipstone.train import resolve_model
 from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, read
 from skipstone.train.layerskip.run import config_from
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
@@ -87,7 +87,7 @@ def estimate(
 
 
 def _text_config(name: str, base: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(beside(name, base)).get_text_config(decoder=True)
+    return AutoConfig.from_pretrained(resolve_model(name, base)).get_text_config(decoder=True)
 
 
 def _config(recipe: TrainingRecipe, base: Path) -> tuple[PreTrainedConfig, int | None]:
@@ -101,7 +101,7 @@ def _config(recipe: TrainingRecipe, base: Path) -> tuple[PreTrainedConfig, int |
     source, given = recipe.tokenizer, start.config or {}
     tokens = source.vocab_size or given.get("vocab_size")
     if source.pretrained is not None:
-        tokens = len(load_tokenizer(beside(source.pretrained, base)))
+        tokens = len(load_tokenizer(resolve_model(source.pretrained, base)))
     if tokens is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
     return config_from(given, tokens, {}), None

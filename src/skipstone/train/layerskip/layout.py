@@ -1,7 +1,7 @@
-"""How the rows of a step lie on processes and forward passes, and which of them every layer keeps.
+"""The layout of a step's rows over processes and forward passes.
 
-A run draws what its layers drop by the layout that it was started with. On another one (more or fewer processes, with fewer or
-more passes a step) the same rows of a step drop the same layers, so that it goes on as if nothing had changed.
+The layout that a run started with decides which rows its layers drop. If it resumes on another one (other processes and
+passes), the same rows of a step drop the same layers, so that the result does not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Draw = Callable[[int, int], list[list[int]]]
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """rows: of one process in one forward pass. passes: a step (gradient accumulation)."""
+    """rows: of one process in one forward pass. passes: forward passes per step (gradient accumulation)."""
 
     rows: int
     passes: int
@@ -35,7 +35,7 @@ class BatchLayout:
         return (number * self.processes + process) * self.rows
 
     def passes_of(self, other: "BatchLayout") -> int:
-        """Passes of a step on the other's processes, with its rows in each. ValueError where that is no whole number."""
+        """Passes of this layout's step on another layout's processes and rows. ValueError if that is no whole number."""
         passes, rest = divmod(self.step_rows, other.rows * other.processes)
         if rest:
             raise ValueError(
@@ -46,17 +46,17 @@ class BatchLayout:
 
 
 def layout_of(settings: dict[str, Any]) -> BatchLayout:
-    """Of the deciding settings of a run (`LayerSkipArguments.deciding`)."""
+    """The layout of a run's deciding settings (`LayerSkipArguments.deciding`)."""
     return BatchLayout(settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], settings["world_size"])
 
 
 def kept_elsewhere(
     started: BatchLayout, now: BatchLayout, process: int, step: int, number: int, draw: Draw, rows: int
 ) -> tuple[list[list[int]], list[bool]]:
-    """What the run that was started on another layout keeps of the rows of a forward pass.
+    """The rows of a forward pass that every layer keeps, in a run that started on another layout.
 
-    process: of this one. step, number: of the optimiser step, and of the pass within it. rows: of this pass. Returns the rows
-    that every layer keeps, and by layer whether any process keeps one in this pass: then all must join in summing gradients.
+    process: number of this process. step, number: the optimiser step, and the pass within it. rows: of this pass. Also returns
+    for each layer whether any process keeps a row in this pass: then all processes must join in summing gradients.
     """
     drawn: dict[int, list[list[int]]] = {}
 

@@ -1,5 +1,4 @@
-"""How good every exit of a model is on held-out text, and what a run shows and leaves behind of itself: a progress bar, metrics
-as JSON lines, and curves as a picture."""
+"""Measures every exit on held-out text, and reports a run: a progress bar, metrics as JSON lines, and a picture of curves."""
 
 import math
 import re
@@ -8,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,12 @@ def exit_quality(
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
     modules: DecoderModel | None = None,
 ) -> ExitQuality:
-    """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] where rows
-    are padded. exits: layers E in 1..L, None for all; L is always among them. chunk: positions whose logits exist at once.
-    collate: makes a batch of items, by default torch's way. modules: the parts of a model whose class FSDP has changed.
+    """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] if rows are
+    padded. Sums are float64.
 
-    Accumulated in float64. The model is left in the mode it was in. ValueError for exits that do not exist, and for rows that
-    predict nothing.
+    exits: layers E in 1..L, None for all; L is always included. chunk: positions whose logits exist at once. collate: makes a
+    batch of items; torch's function by default. modules: the parts of a model, needed if FSDP changed its class. The model
+    keeps its mode. ValueError for exits that do not exist, and for rows that predict nothing.
     """
     modules, training = modules or DecoderModel(model), model.training
     tally = ExitTally(modules, range(1, modules.depth + 1) if exits is None else exits)
@@ -90,8 +90,8 @@ def exit_quality(
 
 
 class JsonLog(TrainerCallback):
-    """Appends every log entry to a file as one JSON line. Where a run starts or resumes, the file is written anew from the
-    checkpoint's own history, so that it reads as if nothing had happened."""
+    """Appends every log entry to a file as one JSON line. When a run starts or resumes, the file is rewritten from the
+    checkpoint's history, so that an interruption leaves no trace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,14 +107,14 @@ class JsonLog(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar on stderr with the loss and the time that is left, and a line for every evaluation."""
+    """A bar on stderr with the loss and the remaining time, and a line for every evaluation."""
 
     bar: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            seconds = 0.1 if sys.stderr.isatty() else 10  # a file is not filled with bars
-            self.bar = tqdm(  # `initial`: what an earlier process did says nothing about this one's speed
+            seconds = 0.1 if sys.stderr.isatty() else 10  # few bars in a file
+            self.bar = tqdm(  # `initial`: steps of an earlier process do not count for the speed
                 total=state.max_steps, initial=state.global_step, unit="step", file=sys.stderr, mininterval=seconds
             )
 
@@ -135,14 +135,14 @@ class ProgressBar(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Also after an error: what is written next gets a line of its own."""
+        """Close the bar, also after an error, so that the next output begins a line."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """An evaluation for people: per data set its perplexity, and the agreement of every exit with the last layer."""
+    """An evaluation for people, one line per data set: perplexity, and each exit's agreement with the last layer."""
     lines: dict[str, list[str]] = {}
     for name, value in metrics.items():
         if name.endswith("_perplexity"):
@@ -165,19 +165,16 @@ class CurvePlot(TrainerCallback):
             draw(state.log_history, self.path)
 
 
-def draw(history: list[dict[str, Any]], path: Path) -> bool:
-    """The curves of a log, as a PNG. Returns whether they could be drawn; a warning says why not."""
+def draw(history: list[dict[str, Any]], path: Path) -> None:
+    """Write the curves of a log as a PNG. Without matplotlib: a warning."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        figure = curves(history)
     except ImportError:
         warnings.warn(f'{path} is not drawn without matplotlib: pip install "skipstone[train]"', stacklevel=2)
-        return False
-    figure = curves(history)
-    FigureCanvasAgg(figure)
+        return
     image = BytesIO()
     figure.savefig(image, format="png", dpi=100)
     write_whole(path, image.getvalue())
-    return True
 
 
 def curves(history: list[dict[str, Any]]) -> Any:
@@ -189,11 +186,9 @@ def curves(history: list[dict[str, Any]]) -> Any:
     axes = figure.subplots(1, 3)
     for name in ("loss", "loss_last_layer", "divergence"):
         _line(axes[0], history, name, label=name)
-    found = sorted(
-        {(match[1] or "", int(match[3])) for entry in history for name in entry if (match := EXIT_FIGURE.fullmatch(name))}
-    )
-    sources, layers = sorted({source for source, _ in found}), sorted({layer for _, layer in found})
-    for source, layer in found:
+    matches = [match for entry in history for name in entry if (match := EXIT_FIGURE.fullmatch(name))]
+    sources, layers = sorted({match[1] or "" for match in matches}), sorted({int(match[3]) for match in matches})
+    for source, layer in product(sources, layers):
         colour = colormaps["viridis"](layers.index(layer) / max(1, len(layers) - 1) * 0.9)
         dashes = ("-", "--", ":", "-.")[sources.index(source) % 4]
         for axis, kind in zip(axes[1:], ("perplexity", "agreement"), strict=True):

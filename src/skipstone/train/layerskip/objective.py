@@ -1,8 +1,8 @@
-"""The recipe on a model: while it is installed, the model's forward drops rows layer by layer and returns the early-exit loss
+"""LayerSkip's objective: while it is installed, the model's forward drops rows layer by layer and returns the early-exit loss
 (arXiv 2404.16710, section 4.1.2).
 
-The forward is replaced on the instance, so whatever wraps the model (DDP, FSDP, autocast, PEFT) sees one forward with all of
-the loss inside. It is computed one exit and a chunk of positions at a time: the logits of all never exist together.
+The forward is replaced on the instance, so wrappers (DDP, FSDP, autocast, PEFT) see one forward that contains the whole loss.
+The loss is computed one exit and one chunk of positions at a time: the logits of all exits never exist together.
 """
 
 import functools
@@ -28,18 +28,18 @@ CHUNK = 4096  # positions whose logits exist at once
 
 Head = Callable[[Tensor], Tensor]
 """g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""
-Parts = tuple[Tensor, dict[str, Tensor]]  # a loss, and the parts of it that the log tells apart
+Parts = tuple[Tensor, dict[str, Tensor]]  # a loss, and its parts for the log
 
 
 class LayerSkipObjective:
-    """LayerSkip's loss for one model. `step` and `micro` must be set before every forward: optimiser step, and forward passes
-    so far within the run (they differ under gradient accumulation). `elsewhere`: of a run that goes on with another layout of
-    rows the one that it was started with, the present one and the number of this process.
+    """LayerSkip's loss for one model. Set `step` and `micro` before every forward: the optimiser step, and the number of the
+    forward pass in the run (they differ under gradient accumulation). `elsewhere`: for a run that resumes with another layout
+    of rows: the layout it started with, the present one, and the number of this process.
 
     steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
-    of the same vocabulary whose distribution takes the place of the labels (distillation). shortlist: [S] int64, the
-    tokens over which a distribution is learnt from another one, the teacher's or (`kl_weight`) the last layer's; None for all.
-    ValueError for a model or a run that the recipe does not cover.
+    of the same vocabulary whose distribution replaces the labels (distillation). shortlist: [S] int64, the tokens over which
+    the teacher's distribution, or the last layer's with `kl_weight`, is learnt; None for all. ValueError for a model or a run
+    that the recipe does not cover.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LayerSkipObjective:
         return forwards_replaced([self.modules.model], self._switch)
 
     def _switch(self, _: int, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)  # whoever asks for the signature is given the model's own
+        @functools.wraps(plain)  # keeps the model's own signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("labels") is None or not self.modules.model.training:
                 return plain(*args, **kwargs)
@@ -110,9 +110,9 @@ class LayerSkipObjective:
         with layers_recorded(self.modules.layers, active, kept, joining) as states:
             self.modules.decoder(**inputs)
         targets = shifted(labels).flatten()  # [B * T]
-        predicted = (targets != IGNORED).nonzero().squeeze(1)  # [N], the positions whose logits are wanted at all
+        predicted = (targets != IGNORED).nonzero().squeeze(1)  # [N], positions that predict something
         targets = targets[predicted]  # [N]
-        taught = None  # [N, d'] what the teacher's LM head reads
+        taught = None  # [N, d'] input of the teacher's LM head
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)[predicted]
@@ -125,7 +125,7 @@ class LayerSkipObjective:
         return total / count
 
     def _kept(self, rows: int, rates: list[float]) -> tuple[list[list[int]], list[bool] | None]:
-        """The rows of a forward pass that every layer keeps, and which layers must take part though they keep none here."""
+        """The rows of a forward pass that every layer keeps, and the layers that need gradients without rows here."""
 
         def draw(count: int, number: int) -> list[list[int]]:
             kept = kept_rows(count, rates, self.seed, number)
@@ -157,13 +157,13 @@ class LayerSkipObjective:
         return total + (self.recipe.exits.kl_weight or 0.0) * mean, {"loss_last_layer": total, "divergence": mean}
 
     def _loss_of(self, hidden: Tensor, targets: Tensor, taught: Tensor | None) -> Tensor:
-        """Of states [N, d], summed over tokens: cross-entropy, or divergence from the teacher where there is one."""
+        """The loss of states [N, d], summed over tokens: cross-entropy, or divergence from the teacher if there is one."""
         if self.teacher is None or taught is None:
             return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
         return divergence(self._logits, hidden, taught, targets, self.chunk, over(self.teacher, self.shortlist))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """What is compared with another distribution: g(.) over the shortlist, [N, d] -> [N, S]."""
+        """g(.) over the shortlist, for a comparison of distributions: [N, d] -> [N, S]."""
         return over(self.modules, self.shortlist)(self.modules.normed(hidden))
 
 
@@ -194,8 +194,8 @@ def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUN
 def divergence(
     head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK, teacher: Head | None = None
 ) -> Tensor:
-    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32 or wider. last, [N, d'], the teacher's, gets no
-    gradient; teacher: its g(.), where it is another model."""
+    """Sum of KL(g(last) || g(hidden)) over targets that are not IGNORED, float32 or wider. last: [N, d'], the teacher's states,
+    without gradient. teacher: g(.) of the teacher if it is another model."""
 
     def loss(states: Tensor, top: Tensor, wanted: Tensor) -> Tensor:
         with torch.no_grad():
@@ -207,9 +207,9 @@ def divergence(
 
 
 def _summed(loss: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:
-    """A loss over all positions, by chunks whose logits are not kept: they are computed again for the gradient, with the same
-    draws (a LoRA adapter of the head may have dropout)."""
-    parts = zip(*(one.split(chunk) for one in tensors), strict=True)
+    """Sum a loss over chunks of positions. Logits are computed again for the gradient, with the same random draws (a LoRA
+    adapter of the head may have dropout)."""
+    parts = zip(*(tensor.split(chunk) for tensor in tensors), strict=True)
     return torch.stack([checkpoint(loss, *part, use_reentrant=False) for part in parts]).sum()
 
 

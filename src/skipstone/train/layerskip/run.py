@@ -1,6 +1,6 @@
-"""One training run from one file: a recipe in YAML names data, tokenizer, model, LayerSkip's settings and the schedule.
+"""Runs a training recipe: one YAML file names data, tokenizer, model, LayerSkip's settings and the schedule.
 
-`run` makes what the recipe describes, resumes where an earlier run of it stopped, and leaves a folder that loads as a model.
+`run` trains it, resumes an interrupted run, and leaves a folder that loads as a model.
 """
 
 import difflib
@@ -24,36 +24,37 @@ from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.train import Say, beside, checkpoint, refuse_used, silent
+from skipstone.train import Say, checkpoint, refuse_used, resolve_model, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.data.rows import RowPlan, TokenRows, TrainingData, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
 from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, arguments, read
 from skipstone.train.layerskip.layout import layout_of
 from skipstone.train.layerskip.metrics import CurvePlot, JsonLog, ProgressBar
+from skipstone.train.layerskip.shapes import shorten_config
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 from skipstone.utils.files import digest, whole_folder, write_json
 
 TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
-MADE_FROM = "made_from.json"  # file beside that tokenizer: what it was made from
+MADE_FROM = "made_from.json"  # file in that folder: the settings and documents of that tokenizer
 CACHE = "data"  # folder in that of the run: prepared rows
 MODEL = "model"  # folder in that of the run: the finished model
 ADAPTER = "adapter"  # folder in that of the finished model: the adapter alone, with LoRA
 
 
 def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:
-    """Train what a recipe describes, the recipe that it goes on from first. output: instead of the recipe's own folder. fresh:
-    refuse to resume. data_dir: of files that stand for data sets of the hub. Returns the folder of the finished model. Of a
-    finished run nothing is done again.
+    """Train what a recipe describes; if it starts from another recipe, train that one first. A finished run is not repeated.
 
-    ValueError for a recipe that cannot be, and for a folder of another run; OSError for missing data and for a full disk.
+    output: folder of the run, instead of the recipe's. fresh: refuse to resume. data_dir: folder of files that replace data
+    sets of the hub. Returns the folder of the finished model. ValueError for an impossible recipe and for a folder of another
+    run; OSError for missing data and for a full disk.
     """
-    recipe = _started(read(path, data_dir), path, data_dir, say)
+    recipe = _train_first_recipe(read(path, data_dir), path, data_dir, say)
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
     say = say if first else silent
-    _fit(settings, folder, say)
+    _match_step_rows(settings, folder, say)
     if fresh and first:
         refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,14 +83,14 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
         return folder / MODEL
     say(f"{folder} is finished: nothing is left to train")
-    if not _as_wished(recipe, model, folder / MODEL):
+    if not _is_saved_as_recipe_says(recipe, model, folder / MODEL):
         trainer._load_from_checkpoint(str(last))
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
     return folder / MODEL
 
 
-def _started(recipe: TrainingRecipe, path: Path, data_dir: Path | None, say: Say) -> TrainingRecipe:
-    """The recipe with the model that it goes on from, which is trained now if it is another recipe's."""
+def _train_first_recipe(recipe: TrainingRecipe, path: Path, data_dir: Path | None, say: Say) -> TrainingRecipe:
+    """A recipe that starts from another recipe's model: train that one, and let the recipe start from its folder."""
     if recipe.model.recipe is None:
         return recipe
     model = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
@@ -97,9 +98,9 @@ def _started(recipe: TrainingRecipe, path: Path, data_dir: Path | None, say: Say
     return recipe.model_copy(update={"model": begun})
 
 
-def _fit(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
-    """Give a step as many rows as it had before where a run goes on with another number of processes. ValueError where they
-    cannot be shared equally."""
+def _match_step_rows(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
+    """If a run resumes with another number of processes, give a step as many rows as before. ValueError if the processes cannot
+    share them equally."""
     last = checkpoint.latest(folder)
     saved = {} if last is None else checkpoint.fingerprint_of(last).get("training", {})
     if saved.get("world_size", settings.world_size) == settings.world_size:
@@ -132,17 +133,18 @@ def _trainer(
     teacher: Any,
     distillation_ids: list[int] | None,
 ) -> LayerSkipTrainer:
-    weights = None if teacher is None else weights_of(teacher)
-    start, ids = recipe.model, None if distillation_ids is None else digest(distillation_ids)
-    begun = {"pretrained": start.pretrained, "lora": start.lora, "layers": start.layers}
-    begun |= {"teacher": weights, "distillation_vocabulary": ids}
-    given = {key: value for key, value in begun.items() if value is not None}  # a config is part of every fingerprint
+    fingerprint = {
+        "data": prepared.report["sha256"],
+        **recipe.model.model_dump(include={"pretrained", "lora", "layers"}),  # a config is part of every fingerprint
+        "teacher": None if teacher is None else weights_of(teacher),
+        "distillation_vocabulary": None if distillation_ids is None else digest(distillation_ids),
+    }
     trainer = LayerSkipTrainer(
         model,
         settings,
         train_dataset=TokenRows(prepared.train),
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
-        fingerprint={"data": prepared.report["sha256"], **given},
+        fingerprint={key: value for key, value in fingerprint.items() if value is not None},
         teacher=teacher,
         distillation_ids=distillation_ids,
         callbacks=[JsonLog(folder / "metrics.jsonl"), CurvePlot(folder / "curves.png")],
@@ -152,11 +154,11 @@ def _trainer(
     return trainer
 
 
-def _as_wished(recipe: TrainingRecipe, first: Any, folder: Path) -> bool:
-    """Whether the finished model has the recipe's dtype and decoding defaults (or those that it started with)."""
-    wished = recipe.decoding or getattr(first.generation_config, OWN_FIELD, None)
-    found = saved_field(folder, OWN_FIELD)
-    return found == wished and str(AutoConfig.from_pretrained(folder).dtype) == f"torch.{recipe.dtype}"
+def _is_saved_as_recipe_says(recipe: TrainingRecipe, first: Any, folder: Path) -> bool:
+    """Whether the finished model has the recipe's dtype and decoding defaults (or those of the model that it started with)."""
+    decoding = recipe.decoding or getattr(first.generation_config, OWN_FIELD, None)
+    dtype = str(AutoConfig.from_pretrained(folder).dtype)
+    return saved_field(folder, OWN_FIELD) == decoding and dtype == f"torch.{recipe.dtype}"
 
 
 def _train(trainer: LayerSkipTrainer, say: Say) -> None:
@@ -175,33 +177,33 @@ def _train(trainer: LayerSkipTrainer, say: Say) -> None:
 
 
 def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, folder: Path) -> PreTrainedTokenizerBase:
-    """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
+    """The run's tokenizer. A new one is trained once, on the training documents, and saved in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
-        return load_tokenizer(beside(source, base))
+        return load_tokenizer(resolve_model(source, base))
     if recipe.tokenizer.vocab_size is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
     own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
-    kept, wish = folder / TOKENIZER, {**own, "documents": fingerprint(documents)}
-    if (kept / MADE_FROM).exists():
-        found = json.loads((kept / MADE_FROM).read_text(encoding="utf-8"))
-        if different := [key for key in wish if found.get(key) != wish[key]]:
+    saved, settings = folder / TOKENIZER, {**own, "documents": fingerprint(documents)}
+    if (saved / MADE_FROM).exists():
+        before = json.loads((saved / MADE_FROM).read_text(encoding="utf-8"))
+        if different := [key for key in settings if before.get(key) != settings[key]]:
             raise ValueError(
-                f"{kept} was made from something else ({', '.join(different)} differ): remove it, or use another output folder"
+                f"{saved} was made from something else ({', '.join(different)} differ): remove it, or use another output folder"
             )
-    if not (kept / "tokenizer.json").exists():
+    if not (saved / "tokenizer.json").exists():
         train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
-        with whole_folder(kept) as made:
-            train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(made)
-            write_json(made / MADE_FROM, wish)
-    return load_tokenizer(kept)
+        with whole_folder(saved) as hidden:
+            train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(hidden)
+            write_json(hidden / MADE_FROM, settings)
+    return load_tokenizer(saved)
 
 
 def _save(
     trainer: LayerSkipTrainer, tokenizer: PreTrainedTokenizerBase, recipe: TrainingRecipe, prepared: TrainingData, folder: Path
 ) -> None:
-    """The finished model, as transformers loads it, with its own decoding defaults and the account of its data. With LoRA: the
-    merged model, and the adapter beside it."""
+    """Save the finished model for transformers, with its decoding defaults and the report on its data. With LoRA: the merged
+    model, and the adapter in a folder of its own."""
     first = trainer.is_world_process_zero()
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     causal = model if recipe.model.lora is None else model.get_base_model()
@@ -209,7 +211,7 @@ def _save(
     trainer.name_trained_exits()
     if recipe.decoding:
         setattr(causal.generation_config, OWN_FIELD, recipe.decoding)
-        causal.generation_config._from_model_config = False  # else it is made anew when it is saved
+        causal.generation_config._from_model_config = False  # else transformers makes a new one when it saves
     try:
         with whole_folder(folder) if first else nullcontext(folder) as made:
             if recipe.model.lora is None:
@@ -229,10 +231,10 @@ def _save(
 
 
 def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The model at the first step, in float32. ValueError where rows are longer than it bears."""
+    """The model at the first step, in float32. ValueError if rows are longer than its positions."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
-        model: Any = load_model(beside(recipe.model.pretrained, base), dtype=torch.float32)
+        model: Any = load_model(resolve_model(recipe.model.pretrained, base), dtype=torch.float32)
         if recipe.model.layers is not None:
             _shorten(model, recipe.model.layers)
     else:
@@ -240,14 +242,14 @@ def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedToke
         config = config_from(recipe.model.config or {}, len(tokenizer), ids)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     check_fits(tokenizer, text_config(model))
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    if most is not None and recipe.data.length > most:
-        raise ValueError(f"data.length must be at most the model's {most} positions, found {recipe.data.length}")
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    if positions is not None and recipe.data.length > positions:
+        raise ValueError(f"data.length must be at most the model's {positions} positions, found {recipe.data.length}")
     return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
 
 
 def _shorten(model: Any, layers: int) -> None:
-    """Leave a model its first layers only. ValueError where it has no more than that."""
+    """Remove all but a model's first layers. ValueError if it has no more than those."""
     modules = DecoderModel(model)
     config = modules.config
     if modules.family.shares or modules.family.per_layer_inputs:
@@ -258,16 +260,14 @@ def _shorten(model: Any, layers: int) -> None:
     if layers >= modules.depth:
         raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
     setattr(modules.decoder, modules.family.layers, torch.nn.ModuleList(modules.layers[:layers]))
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = list(config.layer_types)[:layers]
+    shorten_config(config, layers)
 
 
 def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
-    """The model to learn from, if there is one. ValueError for one of another vocabulary."""
+    """The recipe's teacher, if it has one. ValueError for one with another vocabulary."""
     if recipe.teacher is None:
         return None
-    place = beside(recipe.teacher, base)
+    place = resolve_model(recipe.teacher, base)
     teacher = load_model(place, dtype=torch.float32)
     same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
     theirs, ours = text_config(teacher).vocab_size, text_config(model).vocab_size
@@ -280,8 +280,7 @@ def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedToke
 
 
 def _distillation_ids(recipe: TrainingRecipe, base: Path, model: Any) -> list[int] | None:
-    """The token ids over which a distribution is learnt from another one, ascending; None for all. ValueError for a file that
-    does not list any."""
+    """The token ids that a distribution is learnt over, ascending; None for all. ValueError for a file that lists none."""
     if recipe.distillation_vocabulary is None:
         return None
     size = text_config(model).vocab_size
@@ -290,7 +289,7 @@ def _distillation_ids(recipe: TrainingRecipe, base: Path, model: Any) -> list[in
 
 def config_from(given: dict[str, Any], tokens: int, ids: dict[str, int]) -> Any:
     """A config from a recipe's fields. tokens: size of the vocabulary. ids: of special tokens. ValueError for settings that the
-    family does not have: transformers would take them and do nothing with them."""
+    family does not have, which transformers would ignore."""
     settings = {**given}
     kind = settings.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

@@ -1,5 +1,4 @@
-"""What a model has to hold and to compute in training, from its config alone: parameters counted on torch's meta device, and
-bytes and operations a token by formulas."""
+"""A model's size from its config alone: parameters counted on torch's meta device, activation bytes per token by formulas."""
 
 import copy
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ Table 3 of "The Llama 3 Herd of Models" (arXiv 2407.21783) has the last two."""
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model in numbers. layer: parameters of its largest layer; in_layers: of all layers; rest: of embeddings, final norm and
+    """Sizes of a model. layer: parameters of its largest layer; in_layers: of all layers; rest: of embeddings, final norm and
     LM head, tied ones once. mlp: inner size of a feed-forward block. queries, keys: their sizes over all heads."""
 
     layers: int
@@ -69,19 +68,24 @@ class ModelShape:
         return (HALF if half and not autocast else FLOAT) * self.hidden
 
 
+def shorten_config(config: PreTrainedConfig, layers: int) -> None:
+    """Let a config describe a model of the first layers only."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = list(config.layer_types)[:layers]
+
+
 def meta_model(config: PreTrainedConfig, layers: int | None = None) -> Any:
     """A model without weights. layers: only its first ones."""
-    config = copy.deepcopy(config)
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = list(config.layer_types)[:layers]
+        config = copy.deepcopy(config)
+        shorten_config(config, layers)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def shape_of(model: Any) -> ModelShape:
-    """Of a model, which may be on the meta device. ValueError for experts and for configs without the usual sizes."""
+    """The sizes of a model, which may be on the meta device. ValueError for experts and for configs without the usual sizes."""
     config = model.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the estimate does not cover mixtures of experts, which this {config.model_type} model is")

@@ -1,7 +1,7 @@
 """`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
 
-What the paper adds to training is in schedules.py, dropout.py and objective.py; what remains (data loading, mixed precision,
-DDP, schedulers, gradient accumulation) is transformers' and accelerate's. How a model is cut for FSDP2 is in sharding.py.
+schedules.py, dropout.py and objective.py hold the paper's additions, sharding.py FSDP2. transformers and accelerate do the
+rest: data loading, mixed precision, DDP, schedulers, gradient accumulation.
 """
 
 import json
@@ -28,9 +28,9 @@ from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 SCHEDULER = "scheduler.pt"  # in a checkpoint: transformers' name for the state of the learning rate's schedule
-TALLY = "tally.json"  # in a checkpoint: what the next log entry will be a mean of
+LOSS_MEANS = "tally.json"  # in a checkpoint: the sums of the next log entry
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container")
-"""What a RuntimeError of torch.save speaks of where the disk is full; safetensors has an error of its own for it."""
+"""Words in the RuntimeError that torch.save raises when the disk is full; safetensors has an error class of its own."""
 
 
 class LayerSkipTrainer(Trainer):
@@ -69,14 +69,14 @@ class LayerSkipTrainer(Trainer):
         self._distillation_ids = None if distillation_ids is None else torch.tensor(distillation_ids, device=args.device)
         if teacher is not None:
             self._teacher.to(args.device).eval().requires_grad_(False)
-        # of the installed forward, whatever the model's own is like: it takes num_items_in_batch, and shifts labels
+        # the installed forward, unlike some models' own, takes num_items_in_batch and shifts labels
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         own = {
             "recipe": repr(self.recipe),
             "seed": args.seed,
             "model": model.config.to_json_string(),
             "training": args.deciding(),
-            **(checkpoint.frozen(model) if self.is_world_process_zero() else {}),  # others may load no weights of their own
+            **(checkpoint.frozen(model) if self.is_world_process_zero() else {}),  # other processes may have no weights
             **(fingerprint or {}),
         }
         self.fingerprint = broadcast_object_list([own])[0]
@@ -84,11 +84,11 @@ class LayerSkipTrainer(Trainer):
         self.objective: LayerSkipObjective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
-        self._tally = LossMeans({})
+        self._loss_means = LossMeans({})
         self.add_callback(_LogSchedule)
 
     def _refuse(self) -> None:
-        """ValueError for parts of a Trainer that this one would not use."""
+        """ValueError for arguments of a Trainer that this one would ignore."""
         for name in ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is not supported: LayerSkip's loss and the report on its exits are built in")
@@ -103,9 +103,9 @@ class LayerSkipTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and where a fresh start would mix its
-        checkpoints with those that are there."""
-        self._resumed, self._tally = self._source(resume_from_checkpoint), LossMeans({})
+        """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and if a fresh start would mix its
+        checkpoints with those of another run."""
+        self._resumed, self._loss_means = self._checkpoint_to_resume(resume_from_checkpoint), LossMeans({})
         steps = self.args.max_steps  # T, of the whole run
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
@@ -121,17 +121,17 @@ class LayerSkipTrainer(Trainer):
         return result
 
     def name_trained_exits(self) -> None:
-        """Write into the model's config which exits the recipe trains, so that decoding can warn of others."""
+        """Write the trained exits into the model's config, so that decoding can warn of others."""
         if trained := self.recipe.exits.trained(self._decoder.depth):
             setattr(self._decoder.config, TRAINED_EXITS, trained)
 
-    def _source(self, wanted: str | Path | bool | None) -> Path | None:
+    def _checkpoint_to_resume(self, requested: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from, verified."""
         run = Path(str(self.args.output_dir))
-        folder = Path(wanted) if isinstance(wanted, (str, Path)) else checkpoint.latest(run)
-        if folder is None or (not wanted and self.args.save_strategy == "no"):
+        folder = Path(requested) if isinstance(requested, (str, Path)) else checkpoint.latest(run)
+        if folder is None or (not requested and self.args.save_strategy == "no"):
             return None
-        if not wanted:
+        if not requested:
             raise ValueError(
                 f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
                 "in another output_dir"
@@ -141,8 +141,8 @@ class LayerSkipTrainer(Trainer):
         return folder
 
     def _layout_of_run(self, last: Path | None) -> BatchLayout:
-        """How the run was started, if it has as many rows a step and this one can go on with it; else how this one starts. The
-        fingerprint is the run's."""
+        """The layout that the run started with, if this process can resume it with as many rows per step; else the present
+        layout. The fingerprint gets the run's layout."""
         now = layout_of(self.args.deciding())
         saved = {} if last is None else checkpoint.fingerprint_of(last)
         try:
@@ -154,7 +154,7 @@ class LayerSkipTrainer(Trainer):
             return now
         own = {"per_device_train_batch_size": started.rows, "gradient_accumulation_steps": started.passes}
         self.fingerprint["training"] |= {**own, "world_size": started.processes}
-        if started.processes != now.processes and (name := _random(self.model)):
+        if started.processes != now.processes and (name := _own_dropout(self.model)):
             warnings.warn(
                 f"the model draws random numbers of its own ({name}), which are others on another number of processes: the run "
                 "goes on, but not as it would have",
@@ -165,44 +165,44 @@ class LayerSkipTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         assert self.objective is not None
         if self._resumed is not None:
-            self._restore_tally(self._resumed)
+            self._restore_loss_means(self._resumed)
             self._resumed = None
         step = self.state.global_step
         if step != self.objective.step or self.objective.micro < step * self.args.gradient_accumulation_steps:
             self.objective.step, self.objective.micro = step, step * self.args.gradient_accumulation_steps
         if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step without anything to predict is one of loss 0
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step that predicts nothing has loss 0
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.objective.micro += 1
         scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1  # compute_loss has the same
-        self._tally.add(step, {name: part * scale for name, part in self.objective.parts.items()})
+        self._loss_means.add(step, {name: part * scale for name, part in self.objective.parts.items()})
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # of training: the mean since the last entry, as are its parts
-            logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._tally.state().items()}}
-            self._tally = LossMeans({})
-            self._check_sound(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
+            logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._loss_means.sums.items()}}
+            self._loss_means = LossMeans({})
+            self._check_finite(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
         super().log(logs, start_time)
 
-    def _check_sound(self, fine: bool, what: str) -> None:
-        """ValueError where the weights are lost, before they are saved."""
-        if fine:
+    def _check_finite(self, is_finite: bool, problem: str) -> None:
+        """ValueError before weights with a number that is not finite are saved."""
+        if is_finite:
             return
         run = Path(str(self.args.output_dir))
         last = checkpoint.latest_good(run, self.fingerprint)
         raise ValueError(
-            f"{what} at step {self.state.global_step}: lower the learning rate, or look at the data; "
+            f"{problem} at step {self.state.global_step}: lower the learning rate, or look at the data; "
             + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
         )
 
     def _mean(self, value: Tensor) -> float:
-        """Over the processes."""
+        """The mean over the processes."""
         mean: Any = self.accelerator.reduce(value.detach().clone(), reduction="mean")
         return float(mean)
 
     def create_accelerator_and_postprocess(self) -> None:
-        sharded = sharding.wanted() or bool(self.args.fsdp)
+        sharded = sharding.is_requested() or bool(self.args.fsdp)
         if sharded:  # else every process keeps gradients of the whole model between the passes of a step
             config: Any = self.args.accelerator_config
             config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
@@ -236,7 +236,7 @@ class LayerSkipTrainer(Trainer):
         return metrics
 
     def _quality(self, rows: Any) -> ExitQuality:
-        """Inside the model's own call where it is sharded, which gathers what is measured with."""
+        """Measure the exits. A sharded model runs it inside its own call, which gathers the root group."""
 
         def measure() -> ExitQuality:
             size = self.args.per_device_eval_batch_size
@@ -249,7 +249,7 @@ class LayerSkipTrainer(Trainer):
             return self.model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers does. A sharded model is gathered for it, but for a checkpoint, which has its shards."""
+        """Save as transformers does. A sharded model is gathered first, unless it is for a checkpoint, which holds shards."""
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
         elif _internal_call and sharding.is_sharded(self.model):
@@ -287,19 +287,19 @@ class LayerSkipTrainer(Trainer):
         return str(self._saving) if self._saving is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
+        """Write transformers' checkpoint under a hidden name, then publish it (checkpoint.py). OSError if the disk is full."""
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
         loss = self._mean(self._tr_loss)
-        self._check_sound(math.isfinite(loss), f"the loss is {loss}")
+        self._check_finite(math.isfinite(loss), f"the loss is {loss}")
         finite = (sharding.local(one).isfinite().all() for one in self.model.parameters() if one.requires_grad)
         everywhere = self._mean(torch.stack(list(finite)).all().float())  # all processes stop, or none
-        self._check_sound(everywhere == 1, "some weights are no finite numbers")
+        self._check_finite(everywhere == 1, "some weights are no finite numbers")
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            self._save_tally(self._saving / f"checkpoint-{step}")
+            self._save_loss_means(self._saving / f"checkpoint-{step}")
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 checkpoint.publish(self._saving / f"checkpoint-{step}", run, step, self.fingerprint)
@@ -317,23 +317,25 @@ class LayerSkipTrainer(Trainer):
         finally:
             self._saving = None
 
-    def _save_tally(self, folder: Path) -> None:
-        parts = {name: (self._mean(total), steps) for name, (total, steps) in self._tally.state().items()}
+    def _save_loss_means(self, folder: Path) -> None:
+        parts = {name: (self._mean(total), steps) for name, (total, steps) in self._loss_means.sums.items()}
         content = {"logged": self._globalstep_last_logged, "loss": self._mean(self._tr_loss), "parts": parts}
         if self.args.should_save:
-            (folder / TALLY).write_text(json.dumps(content), encoding="utf-8")
+            (folder / LOSS_MEANS).write_text(json.dumps(content), encoding="utf-8")
 
-    def _restore_tally(self, folder: Path) -> None:
-        """Without it, the first entry after a resume would be a mean over fewer steps than in a run that was not stopped."""
-        content = json.loads((folder / TALLY).read_text(encoding="utf-8"))
+    def _restore_loss_means(self, folder: Path) -> None:
+        """Restore the sums of the next log entry, so that it is a mean over as many steps as in an uninterrupted run."""
+        content = json.loads((folder / LOSS_MEANS).read_text(encoding="utf-8"))
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
         device, parts = self.args.device, content["parts"]
-        self._tally = LossMeans({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
+        self._loss_means = LossMeans(
+            {name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()}
+        )
 
 
 def check(model: PreTrainedModel | DecoderModel, args: LayerSkipArguments) -> LayerSkipRecipe:
-    """The recipe of a run. ValueError for a model that it does not cover, for a run too short, for exits that do not exist."""
+    """The recipe of a run. ValueError for an unsupported model, a run that is too short, and exits that do not exist."""
     modules = model if isinstance(model, DecoderModel) else DecoderModel(model)
     recipe, depth = LayerSkipRecipe(args.dropout, args.exits), modules.depth
     recipe.check(depth, args.max_steps if args.max_steps > 0 else depth + 1)  # without max_steps: again when T is known
@@ -347,44 +349,37 @@ def _inner(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _random(model: nn.Module) -> str | None:
-    """The name of a rate by which a model drops something of its own in training, if it does."""
-    config = getattr(model, "config", None)
-    rates = {name: value for name, value in vars(config).items() if "dropout" in name or name.endswith("pdrop")}
-    return next((name for name, value in rates.items() if isinstance(value, float) and value > 0), None)
+def _own_dropout(model: PreTrainedModel) -> str | None:
+    """The name of a rate by which a model itself drops something in training, if it does."""
+    names = (name for name in vars(model.config) if "dropout" in name or name.endswith("pdrop"))
+    return next((name for name in names if isinstance(rate := getattr(model.config, name), float) and rate > 0), None)
 
 
 class _LogSchedule(TrainerCallback):
-    """The arguments say when to log, evaluate and save, also after a resume, where transformers asks the checkpoint."""
+    """Lets the arguments say when to log, evaluate and save after a resume, where transformers uses the checkpoint's values."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
 
 class LossMeans:
-    """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
-    active) does not count as one where it is 0. state: name -> (sum, steps), to go on from between two steps."""
+    """Means of a loss's parts over the steps between two log entries. sums: name -> (sum, steps). A step without a part does
+    not count for it: the divergence is missing if no exit is active."""
 
-    def __init__(self, state: dict[str, tuple[Tensor, int]]) -> None:
-        self._sums = {name: total for name, (total, _) in state.items()}
-        self._steps = {name: steps for name, (_, steps) in state.items()}
-        self._latest: dict[str, int] = {}
+    def __init__(self, sums: dict[str, tuple[Tensor, int]]) -> None:
+        self.sums = sums
+        self._last_step: dict[str, int] = {}
 
     def add(self, step: int, parts: dict[str, Tensor]) -> None:
-        """parts of one forward pass: what the passes of a step add up to is the step's."""
+        """Add the parts of one forward pass. A step's value is the sum over its passes."""
         for name, part in parts.items():
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
-            self._steps[name] = self._steps.get(name, 0) + (self._latest.get(name) != step)
-            self._latest[name] = step
-
-    def state(self) -> dict[str, tuple[Tensor, int]]:
-        """Name -> (sum, steps)."""
-        return {name: (total, self._steps[name]) for name, total in self._sums.items()}
+            total, steps = self.sums.get(name, (torch.zeros_like(part), 0))
+            self.sums[name] = total + part, steps + (self._last_step.get(name) != step)
+            self._last_step[name] = step
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimisers over disjoint parameters that step as one. Their groups are this optimiser's groups, so that a scheduler
-    drives all of them."""
+    """Several optimisers over disjoint parameters as one. It shares their parameter groups, so that a scheduler drives all."""
 
     def __init__(self, *parts: Optimizer) -> None:
         groups = [group for part in parts for group in part.param_groups]
@@ -418,9 +413,9 @@ def muon_with_adamw(
     """Muon for the matrices of the layers, AdamW for everything else.
 
     Muon (Jordan et al., 2024; torch.optim.Muon) orthogonalises the momentum of a matrix. It is meant for hidden weights:
-    embeddings, heads, norms and biases stay with AdamW, and so do stacked experts (three dimensions), which torch's does not
-    take. muon_rate: learning rate of the matrices, on Muon's own scale (.02). rate, betas, epsilon: AdamW's, for the rest.
-    decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon, or nothing is for Muon.
+    embeddings, heads, norms and biases stay with AdamW, and so do stacked experts (three dimensions), which torch's Muon does
+    not take. muon_rate: learning rate of the matrices, on Muon's own scale (.02). rate, betas, epsilon: AdamW's, for the rest.
+    decay: weight decay of both; vectors have none. ValueError if torch has no Muon yet, or no matrix is trained.
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
@@ -431,10 +426,10 @@ def muon_with_adamw(
         raise ValueError("muon_learning_rate is set, but no matrix inside the layers is trained: leave it out")
     muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay)
     rest = [p for p in trained if id(p) not in inside]
-    parts = ((decay, [p for p in rest if p.ndim > 1]), (0.0, [p for p in rest if p.ndim <= 1]))
-    groups = [{"params": part, "weight_decay": own} for own, part in parts if part]  # empty with adapters of layers
-    return (
-        CombinedOptimizer(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon))
-        if groups
-        else CombinedOptimizer(muon)
-    )
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]  # empty with adapters of layers
+    adamw = [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)] if groups else []
+    return CombinedOptimizer(muon, *adamw)
