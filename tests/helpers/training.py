@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -149,6 +150,29 @@ def _guarded(target: Callable[..., None], task: tuple[Any, ...]) -> None:
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def in_two_processes(
+    work: Callable[[str, Path], dict[str, Any]], folder: Path, names: list[str], **environment: str
+) -> dict[str, list[dict[str, Any]]]:
+    """Do named work, one after the other, in two processes of one group (gloo), as `accelerate launch` starts them.
+
+    work: called with a name and the folder of that name. Returns its results in both processes, by name.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tasks = [(number, port, work, folder, names, environment) for number in (0, 1)]
+    assert in_processes(_work_as_rank, *tasks, timeout=400) == [0, 0]
+    return {name: [json.loads((folder / f"{name}-{number}.json").read_text()) for number in (0, 1)] for name in names}
+
+
+def _work_as_rank(number: int, port: int, work: Any, folder: Path, names: list[str], environment: dict[str, str]) -> None:
+    world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **environment, **{name: str(value) for name, value in world.items()}})
+    for name in names:
+        (folder / f"{name}-{number}.json").write_text(json.dumps(work(name, folder / name)))
+    torch.distributed.destroy_process_group()
 
 
 class Steps(TrainerCallback):

@@ -15,7 +15,7 @@ from skipstone import AdaSD, Method, Speculative
 from skipstone.assets import DRAFTS, NANO
 from skipstone.engines.loading import vocabulary
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.train import beside
+from skipstone.train import resolve_model
 from skipstone.train.layerskip.arguments import read
 from tests.helpers.pairwise import slow_except
 
@@ -58,7 +58,7 @@ def test_recipe_model_and_card_agree(draft: Any) -> None:
     assert recipe.model.layers == draft.config.num_hidden_layers
     for name in (recipe.model.pretrained, recipe.teacher):
         assert name is not None
-        assert Path(beside(name, RECIPES)).resolve() == NANO.resolve()
+        assert Path(resolve_model(name, RECIPES)).resolve() == NANO.resolve()
     account = json.loads((FOLDER / "data.json").read_text(encoding="utf-8"))
     assert set(account["sources"]) == {source.name for source in recipe.data.sources}
     card = (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -21,10 +21,11 @@ from skipstone.export.draft import write_draft
 from skipstone.export.draft_layers import DraftLayers
 from skipstone.export.hub.card import MARK
 from skipstone.methods.auto.saved_profile import save_profile
+from skipstone.utils.files import read_lines
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
 from tests.helpers.pairwise import slow_except
-from tests.helpers.parcels import OWN, draft_folder, everything, heads_folder, model_folder, profile_file, target
+from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
 from tests.helpers.support import tokenizer
 from tests.helpers.training import recipe
 
@@ -60,7 +61,8 @@ MADE: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_the_files_come_as_they_are_in_one_commit_and_nothing_is_written_here(kind: str, hub: Hub, tmp_path: Path) -> None:
-    path = MADE[kind](tmp_path / "made" if (tmp_path / "made").mkdir() is None else tmp_path)
+    (tmp_path / "made").mkdir()
+    path = MADE[kind](tmp_path / "made")
     before = everything(tmp_path / "made")
     address = skipstone.push(path, "me/thing")
     repo = hub.repos["me/thing"]
@@ -106,9 +108,7 @@ def test_a_run_tells_its_recipe_its_data_and_its_last_figures(hub: Hub, tmp_path
     model = run(path, say=lambda _: None)
     skipstone.push(model, "me/trained")
     said = card(hub.repos["me/trained"])
-    lines = [json.loads(line) for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
-    last = {name: value for line in lines for name, value in line.items() if "_exit_" in name}
-    assert {"eval_code_agreement_exit_1", "eval_sums_perplexity_exit_3"} <= set(last)
+    last = {name: value for line in read_lines(model.parent / "metrics.jsonl") for name, value in line.items()}
     (titles,) = re.findall(r"^\| after layer \|.*$", said, re.M)
     (row,) = re.findall(r"^\| 1 \| .*$", said, re.M)
     cells = dict(zip(titles.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
@@ -133,13 +133,8 @@ def test_a_run_tells_its_recipe_its_data_and_its_last_figures(hub: Hub, tmp_path
 
 
 def test_heads_tell_their_figures_and_their_model(hub: Hub, tmp_path: Path) -> None:
-    figures = {
-        "before": {"divergence": 0.5, "agreement": 0.25},
-        "divergence": 0.125,
-        "agreement": 0.75,
-        "sure": 0.5,
-        "right": 1.0,
-    }
+    before = {"divergence": 0.5, "agreement": 0.25}
+    figures = {"before": before, "divergence": 0.125, "agreement": 0.75, "sure": 0.5, "right": 1.0}
     training = {"epochs": 3, "prompts": ["a", "b"], "mixed_precision": None, "model_revision": "c" * 40}
     folder = heads_folder(tmp_path / "heads", name="org/base", metrics={"2": figures}, training=training)
     skipstone.push(folder, "me/heads")
@@ -182,14 +177,6 @@ def test_a_draft_tells_which_layers_of_which_model_it_is(hub: Hub, tmp_path: Pat
     assert "| layers of the base model | 0, 1, 2 of 6, counted from 0 |" in said
     assert f"| fingerprint of the base model | {target().fingerprint} |" in said
     assert 'skipstone.load("org/whole")' in said
-
-
-def test_transformers_own_push_keeps_the_models_method(hub: Hub, tmp_path: Path) -> None:
-    model, _ = skipstone.load(model_folder(tmp_path / "model"))
-    model.push_to_hub("me/plain")
-    files = pushed(hub.repos["me/plain"])
-    assert json.loads(files["generation_config.json"])["skipstone"] == OWN
-    assert not [name for name in files if "tokenizer" in name]
 
 
 def test_a_tuned_profile_leaves_without_the_name_of_the_machine(hub: Hub, tmp_path: Path) -> None:
@@ -246,7 +233,7 @@ def test_a_card_that_somebody_wrote_stays_and_a_licence_that_somebody_chose_too(
     assert len(told) == 1
 
 
-def test_private_is_private_and_never_public(hub: Hub, tmp_path: Path) -> None:
+def test_private_is_never_public_and_a_repository_holds_one_kind_of_thing(hub: Hub, tmp_path: Path) -> None:
     folder = heads_folder(tmp_path / "heads")
     skipstone.push(folder, "me/secret", private=True)
     assert hub.repos["me/secret"].private
@@ -255,14 +242,10 @@ def test_private_is_private_and_never_public(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="me/open is there already and public: make it private in its settings"):
         skipstone.push(folder, "me/open", private=True)
     assert open_one.files == {}
-
-
-def test_a_repository_holds_one_kind_of_thing(hub: Hub, tmp_path: Path) -> None:
-    skipstone.push(model_folder(tmp_path / "model"), "me/model")
-    before = dict(hub.repos["me/model"].files)
-    with pytest.raises(ValueError, match="me/model holds a model: exit heads needs a repository of its own"):
-        skipstone.push(heads_folder(tmp_path / "heads"), "me/model")
-    assert hub.repos["me/model"].files == before
+    before = hub.repos["me/secret"].files
+    with pytest.raises(ValueError, match="me/secret holds exit heads: a model needs a repository of its own"):
+        skipstone.push(model_folder(tmp_path / "model"), "me/secret")
+    assert hub.repos["me/secret"].files == before
 
 
 @pytest.mark.parametrize("part", slow_except(["/lfs/", "/commit/"], ["/preupload/", "/objects/batch", "/lfs/", "/commit/"]))
@@ -303,80 +286,53 @@ def _without(name: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).unlink()
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = {
-    "heads without weights": (
-        MADE["heads"],
-        _without("exit_heads.safetensors"),
-        "is incomplete: it has no exit_heads.safetensors",
-    ),
-    "heads without a card": (MADE["heads"], _without("exit_heads.json"), "is incomplete: it has no exit_heads.json"),
-    "cut heads": (MADE["heads"], lambda path: _cut(path / "exit_heads.safetensors"), "exit_heads.safetensors is damaged"),
-    "a model without weights": (MADE["model"], _without("model.safetensors"), "is incomplete: it has no weights"),
-    "a cut model": (MADE["model"], lambda path: _cut(path / "model.safetensors"), "model.safetensors is damaged"),
-    "a model without a tokenizer": (MADE["model"], _without("tokenizer.json"), "is incomplete: it has no tokenizer"),
-    "a shard too few": (
-        MADE["shards"],
-        lambda path: sorted(path.glob("model-*"))[1].unlink(),
-        "is incomplete: it has no model-00002",
-    ),
-    "a shard of another model": (
-        MADE["shards"],
-        lambda path: shutil.copy(sorted(path.glob("model-*"))[0], sorted(path.glob("model-*"))[1]),
-        r"is incomplete: model-00002\S+ lacks",
-    ),
-    "a broken list": (
-        MADE["shards"],
-        lambda path: (path / "model.safetensors.index.json").write_text("{}"),
-        "it lists no weights",
-    ),
-    "somebody's account of data": (
-        MADE["model"],
-        lambda path: (path / "data.json").write_text('{"tokens": 3}'),
-        "is damaged, or not skipstone's: sha256 is missing",
-    ),
-    "a broken export": (MADE["draft"], lambda path: (path / "export.json").write_text("{"), "is damaged, or not skipstone's"),
-    "a method that is none": (
-        lambda folder: model_folder(folder / "model", own={"method": "guessing"}),
-        lambda _: None,
-        "guessing",
-    ),
-    "a broken config": (MADE["model"], lambda path: (path / "config.json").write_text("{"), r"config\.json"),
-    "somebody else's model": (
-        lambda folder: model_folder(folder / "model", own=None),
-        lambda _: None,
-        "holds a model that skipstone has neither trained nor exported",
-    ),
-    "a run": (
-        lambda folder: heads_folder(folder / "run" / "heads").parent,
-        lambda _: None,
-        "the folder of a run: push .*heads",
-    ),
-    "an empty folder": (lambda folder: folder, lambda _: None, "holds nothing that skipstone has made"),
-    "a broken profile": (MADE["profile"], lambda path: path.write_text("{"), "is no profile"),
-    "another file": (
-        MADE["profile"],
-        lambda path: path.write_text('{"a": 1}'),
-        "is neither a profile of `skipstone search` nor",
-    ),
-    "half a profile": (
-        MADE["profile"],
-        lambda path: path.write_text('{"attention": [1]}'),
-        "says nothing of a layer set: model is",
-    ),
-    "a tuned profile of old": (
-        MADE["profile"],
-        lambda path: path.write_text('{"version": 5, "key": {}, "about": {}, "drafters": {}, "state": {}}'),
-        "is of version 5, this skipstone reads version",
-    ),
-    "nothing": (MADE["profile"], lambda path: path.unlink(), "no such file or folder"),
+def _write(text: str, name: str = "") -> Callable[[Path], Any]:
+    return lambda path: (path / name if name else path).write_text(text)
+
+
+def _copy_shard(folder: Path) -> None:
+    first, second, *_ = sorted(folder.glob("model-*"))
+    shutil.copy(first, second)
+
+
+TUNED_OF_OLD = '{"version": 5, "key": {}, "about": {}, "drafters": {}, "state": {}}'
+REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "heads without weights": ("heads", _without("exit_heads.safetensors"), "is incomplete: it has no exit_heads.safetensors"),
+    "heads without a card": ("heads", _without("exit_heads.json"), "is incomplete: it has no exit_heads.json"),
+    "cut heads": ("heads", lambda path: _cut(path / "exit_heads.safetensors"), "exit_heads.safetensors is damaged"),
+    "a model without weights": ("model", _without("model.safetensors"), "is incomplete: it has no weights"),
+    "a cut model": ("model", lambda path: _cut(path / "model.safetensors"), "model.safetensors is damaged"),
+    "a model without a tokenizer": ("model", _without("tokenizer.json"), "is incomplete: it has no tokenizer"),
+    "a shard too few": ("shards", lambda path: sorted(path.glob("model-*"))[1].unlink(), "incomplete: it has no model-00002"),
+    "a shard of another model": ("shards", _copy_shard, r"is incomplete: model-00002\S+ lacks"),
+    "a broken list": ("shards", _write("{}", "model.safetensors.index.json"), "it lists no weights"),
+    "somebody's data": ("model", _write('{"tokens": 3}', "data.json"), "is damaged, or not skipstone's: sha256 is missing"),
+    "a broken export": ("draft", _write("{", "export.json"), "is damaged, or not skipstone's"),
+    "a method that is none": ("guessing", bool, "guessing"),
+    "a broken config": ("model", _write("{", "config.json"), r"config\.json"),
+    "somebody else's model": ("foreign", bool, "holds a model that skipstone has neither trained nor exported"),
+    "a run": ("run", bool, "the folder of a run: push .*heads"),
+    "an empty folder": ("empty", bool, "holds nothing that skipstone has made"),
+    "a broken profile": ("profile", _write("{"), "is no profile"),
+    "another file": ("profile", _write('{"a": 1}'), "is neither a profile of `skipstone search` nor"),
+    "half a profile": ("profile", _write('{"attention": [1]}'), "says nothing of a layer set: model is"),
+    "a tuned profile of old": ("profile", _write(TUNED_OF_OLD), "is of version 5, this skipstone reads version"),
+    "nothing": ("profile", Path.unlink, "no such file or folder"),
+}
+SPOILT: dict[str, Callable[[Path], Path]] = {
+    **MADE,
+    "guessing": lambda folder: model_folder(folder / "model", own={"method": "guessing"}),
+    "foreign": lambda folder: model_folder(folder / "model", own=None),
+    "run": lambda folder: heads_folder(folder / "run" / "heads").parent,
+    "empty": lambda folder: folder,
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_none_of_ours_or_incomplete_is_refused_before_the_hub_is_asked(case: str, hub: Hub, tmp_path: Path) -> None:
-    make, spoil, message = REFUSED[case]
+    kind, spoil, message = REFUSED[case]
     (tmp_path / "made").mkdir()
-    path = make(tmp_path / "made")
+    path = SPOILT[kind](tmp_path / "made")
     spoil(path)
     with pytest.raises((ValueError, OSError), match=message) as caught:
         skipstone.push(path, "me/thing")

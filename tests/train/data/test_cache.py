@@ -107,17 +107,6 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
     assert list(cache.iterdir()) == []
 
 
-def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "key"
-    first, second = (TrainingData(numbered(start, 3), {}, {"held_rows": {}, "start": start}) for start in (0, 5))
-    data.save(folder, first)
-    data.save(folder, second)
-    found = data.load(folder)
-    assert found is not None
-    assert same(found, first)
-    assert [path.name for path in folder.parent.iterdir()] == ["key"]
-
-
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:
     data.save(tmp_path / "key", TrainingData(numbered(0, 3), {}, {"held_rows": {}}))
     for _ in range(2):

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,10 +69,6 @@ class TestPack:
         seen = {tuple(pack(named("ab", "c"), own, 7, seed, END)[0].tolist()) for seed in range(12)}
         assert seen == {(~begin, *ids("ab"), END, ~begin, *ids("c"), END), (~begin, *ids("c"), END, ~begin, *ids("ab"), END)}
 
-    def test_documents_follow_one_another_each_with_its_end(self) -> None:
-        seen = {tuple(pack(named("ab", "c"), BYTES, 5, seed, END)[0].tolist()) for seed in range(12)}
-        assert seen == {(*ids("ab"), END, *ids("c"), END), (*ids("c"), END, *ids("ab"), END)}
-
     def test_the_order_depends_on_the_seed_and_not_on_the_order_given(self) -> None:
         documents = named(*"abcdefgh")
         rows = pack(documents, BYTES, 16, 1, END)
@@ -94,12 +89,6 @@ class TestPack:
         rows = pack(named(text), BYTES, len(text) + 1, 0, END)
         assert rows.tolist() == [[*ids(text), END]]
 
-    def test_a_tokenizer_that_adds_a_beginning_adds_none_here(self) -> None:
-        greeting = train_bpe(["x"], 257)
-        greeting.backend_tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
-        assert greeting("ab")["input_ids"] == [END, *ids("ab")]
-        assert pack(named("ab"), greeting, 3, 0, END).tolist() == [[*ids("ab"), END]]
-
     @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(2, 9), st.integers(0, 5))
     def test_nothing_is_lost_but_less_than_a_row(self, texts: list[str], length: int, seed: int) -> None:
         tokens = sum(len(text) + 1 for text in texts)
@@ -113,10 +102,6 @@ class TestPack:
         assert not pieces - Counter(texts)
         assert sum(pieces.values()) >= len(texts) - length
 
-    def test_no_documents_make_no_row(self) -> None:
-        with pytest.raises(ValueError, match="0 documents make 0 tokens, not one row of 4 with something to predict"):
-            pack([], BYTES, 4, 0, END)
-
 
 def numbered(first: int, count: int) -> torch.Tensor:
     """Rows [count, 2] that tell which one they are."""
@@ -124,15 +109,6 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 
 class TestMix:
-    def test_shares_are_exact(self) -> None:
-        packed = {"a": numbered(0, 100), "b": numbered(100, 100), "c": numbered(200, 100)}
-        order, epochs = mix(packed, {"a": 0.5, "b": 0.3, "c": 0.2}, 10, seed=0)
-        assert order.shape == (10, 2)
-        assert order.dtype == torch.long
-        assert Counter((order[:, 0] // 100).tolist()) == {0: 5, 1: 3, 2: 2}
-        assert epochs == {"a": 0.05, "b": 0.03, "c": 0.02}
-        assert len(set(order[:, 0].tolist())) == 10
-
     def test_largest_remainders_get_the_rows_left_over(self) -> None:
         packed = {name: numbered(0, 9) for name in "abc"}
         assert data._shares(packed, {"a": 1, "b": 1, "c": 1}, 8) == {"a": 3, "b": 3, "c": 2}  # 2.67 each
@@ -155,18 +131,6 @@ class TestMix:
         assert all(sorted(chunk) == list(range(6)) for chunk in chunks)
         assert len({tuple(chunk) for chunk in chunks}) > 3
         assert len(set(small[36:])) == 4
-
-    def test_sources_are_interleaved(self) -> None:
-        order, _ = mix({"a": numbered(0, 200), "b": numbered(200, 200)}, {"a": 1, "b": 1}, 200, seed=0)
-        halves = (order[:, 0] < 200).float().view(2, 100).mean(dim=1)
-        assert halves.min() > 0.3
-        assert order[:, 0].tolist() != sorted(order[:, 0].tolist())
-
-    def test_the_seed_decides(self) -> None:
-        packed = {"a": numbered(0, 50), "b": numbered(100, 50)}
-        first = mix(packed, {"a": 1, "b": 1}, 60, seed=5)[0]
-        assert torch.equal(first, mix(packed, {"a": 1, "b": 1}, 60, seed=5)[0])
-        assert not torch.equal(first, mix(packed, {"a": 1, "b": 1}, 60, seed=6)[0])
 
     @pytest.mark.parametrize(
         ("weights", "rows", "error"),
@@ -245,17 +209,6 @@ def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
     assert len(trained) + len(held_out) >= 58  # but for the rests that fill no row
 
 
-def test_the_plans_seed_decides_what_is_held_out_and_the_order(letters: list[TextFiles]) -> None:
-    one, same, other = (prepared_rows(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
-    assert torch.equal(one.train, same.train)
-    assert not torch.equal(one.train, other.train)
-    assert set(one.held_out["letters"].flatten().tolist()) != set(other.held_out["letters"].flatten().tolist())
-
-
-def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> None:
-    assert prepared_rows(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
-
-
 def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) -> None:
     plan = PLAN.model_copy(update={"length": 500})
     told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500 .*; not evaluated"
@@ -273,11 +226,3 @@ def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
         prepared_rows(SOURCES, endless, PLAN, recipe)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"length": 1}, {"rows": 0}, {"held_out": 1.0}, {"held_out": -0.1}, {"seed": -1}, {"rowz": 3}]
-)
-def test_an_impossible_plan_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        RowPlan(**{"length": 32, "rows": 80, **wrong})

@@ -94,11 +94,6 @@ class TestDeduplicate:
         assert len(deduplicate([document(longer), document([*longer[:-1], "x"])])[0]) == 1
         assert len(deduplicate([document(["one"]), document(["one"]), document(["two"])])[0]) == 2
 
-    def test_counts_belong_to_the_source_of_what_is_left_out(self) -> None:
-        report = deduplicate([Document("a b", "one", ""), Document("a  b", "two", ""), Document("c", "two", "")])[1]
-        assert report["one"] == {"documents": 1, "exact": 0, "near": 0, "kept": 1}
-        assert report["two"] == {"documents": 2, "exact": 1, "near": 0, "kept": 1}
-
     @pytest.mark.slow
     @given(st.integers(0, 10**6))
     def test_the_same_are_found_as_by_comparing_all_with_all(self, seed: int) -> None:
@@ -140,13 +135,6 @@ class TestSplit:
             assert {one.source for one in held_out} == set("ab")
         assert len(split(documents, 1e-9)[1]) == 2
         assert len(split(documents, 0.999999)[0]) == 3
-
-    def test_orders_are_kept_and_nothing_is_held_out_at_zero(self) -> None:
-        documents = [document([f"t{index}"], f"{index:03}") for index in range(100)]
-        training, held_out = split(documents, 0.2)
-        assert names(training) == sorted(names(training))
-        assert names(held_out) == sorted(names(held_out))
-        assert split(documents, 0) == (documents, [])
 
     @pytest.mark.parametrize("share", [-0.1, 1, float("nan")])
     def test_an_impossible_share_is_refused(self, share: float) -> None:

@@ -78,11 +78,6 @@ def test_text_files_come_sorted_without_what_is_excluded(tmp_path: Path) -> None
     assert list(TextFiles(path="books/c.md").read(tmp_path)) == [SourceText("c.md", "text of c.md")]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
-    assert texts(TextFiles(path="a.txt"), tmp_path) == ["hello"]
-
-
 def test_paths_belong_to_the_recipe_then_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, here = tmp_path / "recipe", tmp_path / "here"
     for folder, names in ((recipe, ("both",)), (here, ("both", "only"))):
@@ -143,9 +138,7 @@ def test_a_prompt_stands_before_the_text(tmp_path: Path) -> None:
 def test_the_name_of_a_line_does_not_depend_on_its_place(tmp_path: Path) -> None:
     one, other = {"text": "one"}, {"text": "other"}
     first = set(JsonLines(path=lines(tmp_path / "a.jsonl", one, other), template="{text}").read(tmp_path))
-    second = set(JsonLines(path=lines(tmp_path / "b.jsonl", other, one), template="{text}").read(tmp_path))
-    assert first == second
-    assert len(first) == 2
+    assert first == set(JsonLines(path=lines(tmp_path / "b.jsonl", other, one), template="{text}").read(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +148,6 @@ def test_the_name_of_a_line_does_not_depend_on_its_place(tmp_path: Path) -> None
         (b'{"text": "a"}\n["b"]\n', r"a\.jsonl, line 2: expected an object with the key 'text', found \['b'\]"),
         (b'{"txt": "a", "n": 1}\n', r"a\.jsonl, line 1: the template asks for the key 'text', found txt, n"),
         (b'{"text": "a"}\n{"text": null}\n', r"line 2: expected a text, a number or a list of texts under 'text', found None"),
-        (b'{"text": true}\n', "line 1: expected a text"),
         (b'{"text": "\xff"}\n', r"a\.jsonl, line 1 is not UTF-8 text \(byte 10\)"),
         (b"\n", r"source 'a' .* has no documents: it is empty"),
     ],
@@ -164,17 +156,6 @@ def test_a_broken_line_is_named(content: bytes, error: str, tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=error):
         texts(JsonLines(path="a.jsonl", template="{text}"), tmp_path)
-
-
-def test_where_asks_for_a_key_that_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: the where asks for the key 'split', found text"):
-        texts(JsonLines(path=lines(tmp_path / "a.jsonl", {"text": ""}), template="{text}", where={"split": [1]}), tmp_path)
-
-
-def test_without_datasets_the_hub_source_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'openai/gsm8k .* not installed: pip install "skipstone\[train\]"'):
-        texts(HubDataset(path="openai/gsm8k", split="train"), tmp_path)
 
 
 def test_a_hub_data_set_is_loaded_and_read_like_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,8 +192,9 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(OSError, match=r"owner/set could not be had .*no route.* the folder of a\.jsonl with --data-dir"):
         texts(HubDataset(path="owner/set", split="train", file="a.jsonl"), tmp_path)
-    with pytest.raises(OSError, match=r"the network, or make it a source of kind jsonl"):
-        texts(HubDataset(path="owner/set", split="train"), tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r'openai/gsm8k .* not installed: pip install "skipstone\[train\]"'):
+        texts(HubDataset(path="openai/gsm8k", split="train"), tmp_path)
 
 
 def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
@@ -246,8 +228,3 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
 def test_a_script_that_gives_no_texts_is_refused(code: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=error):
         texts(ScriptSource(path=script(tmp_path / "s.py", code), arguments={"count": 2}), tmp_path)
-
-
-def test_a_folder_is_no_script(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="expected a Python file, found the folder"):
-        texts(ScriptSource(path="."), tmp_path)

@@ -25,9 +25,9 @@ from skipstone.methods.adadecode.heads import new_card
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import ModelAnswer
-from skipstone.train.heads.prompts import HeadPrompt, asked_of
-from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_prompts, read
-from skipstone.utils.files import LineFile
+from skipstone.train.heads.prompts import HeadPrompt, read_prompts
+from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_prompts
+from skipstone.utils.files import LineFile, read_lines
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import slow_except
@@ -48,60 +48,81 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tmp_path: Path) -> None:
     before = digests(base / "model")
+    with pytest.raises(ValueError, match=r"the features of 24 answers take 0.00 GiB, more than --max-disk"):
+        training.run(recipe(base, tmp_path / "run"), base, max_disk=1000, say=quiet)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["answers.jsonl"]
     folder = training.run(recipe(base, tmp_path / "run"), base, say=quiet)
+    with pytest.raises(ValueError, match=r"belongs to another run, training.learning_rate differ"):
+        training.run(recipe(base, tmp_path / "run", training={"learning_rate": 0.1}), base, say=quiet)
+    with pytest.raises(ValueError, match="is not empty"):
+        training.run(recipe(base, tmp_path / "run"), base, fresh=True, say=quiet)
     assert digests(base / "model") == before
     card = json.loads((folder / "exit_heads.json").read_text())
     for figures in card["metrics"].values():
         assert figures["divergence"] < 0.9 * figures["before"]["divergence"]
     assert card["training"]["answers"] + card["training"]["held_out_answers"] == 24
     assert card["training"]["lm_head"]["rank"] == 32
-    lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
-    assert card["training"]["tokens"] == sum(len(json.loads(line)["tokens"]) for line in lines[1:])
+    _, *answers = read_lines(tmp_path / "run" / "answers.jsonl")
+    assert card["training"]["tokens"] == sum(len(answer["tokens"]) for answer in answers)
     model, _ = skipstone.load(base / "model")
     own = exit_heads.load_heads(folder, ModelRunner(model))
     assert not all(torch.equal(head.weight, torch.eye(32)) for head in own.heads)  # type: ignore[arg-type]
-    out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2), max_new_tokens=20, do_sample=False)
-    assert (
-        out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=20, do_sample=False).new_tokens
-    )
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2), **options)
+    assert out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
 
 
-@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}, {"vocabulary": 20}])
+@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}, {"vocabulary": 97}])
 def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[str, Any]) -> None:
     folder = training.run(recipe(base, tmp_path / "run", heads=heads), base, say=quiet)
     card = json.loads((folder / "exit_heads.json").read_text())
     assert all(one["divergence"] < one["before"]["divergence"] for one in card["metrics"].values())
+    model = ModelRunner(skipstone.load(base / "model")[0])
+    assert exit_heads.load_heads(folder, model).shortlist is None, "all tokens need no shortlist"
 
 
-def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
-    """KL(p* || p_theta) in float64, from the model's own logits."""
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_the_divergence_is_that_of_the_formula(base: Path, tmp_path: Path, vocabulary: int | None) -> None:
+    """KL(p* || p_theta) in float64, from the model's own logits, over all tokens or those that the answers hold most often."""
+    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": vocabulary}), base, say=quiet)
     model, _ = skipstone.load(base / "model")
     runner = ModelRunner(model)
-    heads = ExitHeads(new_card(runner, (2, 4), "square"))
-    torch.manual_seed(1)
+    heads = exit_heads.load_heads(folder, runner)
+    ids = list(range(97)) if heads.shortlist is None else heads.shortlist.tolist()
     with torch.no_grad():
-        for head in heads.heads:
-            head.weight += 0.1 * torch.randn_like(head.weight)  # type: ignore[operator, arg-type]
-    ids = prompt(12)
-    with torch.no_grad():
-        states = model(ids[None], output_hidden_states=True).hidden_states
-        stored = torch.stack([model.model.norm(states[2][0]), model.model.norm(states[4][0]), states[6][0]], 1)
-        found = training.HeadDivergence(heads, runner)(stored)
-        embedding = model.lm_head.weight.double()
-        target = (stored[:, 2].double() @ embedding.T).log_softmax(-1)
-        for index in range(2):
-            said = (stored[:, index].double() @ heads.heads[index].weight.double().T @ embedding.T).log_softmax(-1)  # type: ignore[operator, union-attr]
-            wanted = (target.exp() * (target - said)).sum()
-            assert found[index].item() == pytest.approx(wanted.item(), rel=1e-4)
+        states = model(prompt(12)[None], output_hidden_states=True).hidden_states
+        stored = torch.stack([model.model.norm(states[layer][0]) for layer in heads.card.layers] + [states[6][0]], 1)
+        divergences = training.HeadDivergence(heads, runner)(stored)
+        rows = model.lm_head.weight.double()[ids]
+        target = (stored[:, -1].double() @ rows.T).log_softmax(-1)
+        for index, divergence in enumerate(divergences):
+            own = (stored[:, index].double() @ heads.heads[index].weight.double().T @ rows.T).log_softmax(-1)  # type: ignore[operator, union-attr]
+            assert divergence.item() == pytest.approx((target.exp() * (target - own)).sum().item(), rel=1e-4)
+    if vocabulary is None:
+        return
+    _, *answers = read_lines(tmp_path / "run" / "answers.jsonl")
+    found = [token for answer in answers for token in answer["tokens"]]
+    assert ids == sorted(set(ids))
+    assert min(map(found.count, ids)) >= max(found.count(other) for other in set(range(97)) - {*ids})
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    plain = skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
+    for method in (AdaDecode(str(folder), 0.1), AdaDecode(str(folder), 0.1, draft_vocabulary=97)):
+        assert skipstone.generate(model, prompt(9), method, **options).new_tokens == plain
+    assert AdaDecode(str(folder)).shortlist(runner).tolist() == ids  # type: ignore[union-attr]
+    assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(runner) is None, "what is asked for counts"
 
 
-def test_features_by_matrices_in_bfloat16_are_near_those_in_float32_and_made_anew(base: Path, tmp_path: Path) -> None:
-    model, answers = ModelRunner(llama(layers=6)), [ModelAnswer([3, 4], [5, 6, 7]), ModelAnswer([4], [6, 8])]
-    wide, mixed = (
-        answering.extract(model, answers, (2, 4), tmp_path, 1e9, quiet, mixed).states.float().clone() for mixed in (False, True)
+def test_features_in_bfloat16_or_of_another_model_are_made_anew(base: Path, tmp_path: Path) -> None:
+    answers = [ModelAnswer([3, 4], [5, 6, 7]), ModelAnswer([4], [6, 8])]
+    wide, mixed, other = (
+        answering.extract(ModelRunner(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet, mixed)
+        .states.float()
+        .clone()
+        for seed, mixed in ((0, False), (0, True), (1, False))
     )
     assert not torch.equal(wide, mixed)
     assert float((wide - mixed).abs().max()) < 0.05 * float(wide.abs().max())
+    assert not torch.equal(wide, other)
 
 
 def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
@@ -173,35 +194,6 @@ def test_the_rank_of_the_lm_head_is_that_of_its_singular_values() -> None:
     assert found["least"] == pytest.approx(wanted[-1].item(), abs=1e-4)
 
 
-def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base: Path, tmp_path: Path) -> None:
-    """KL over the ids that the answers hold most often, in float64 from the model's own logits."""
-    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}), base, say=quiet)
-    model, _ = skipstone.load(base / "model")
-    runner = ModelRunner(model)
-    heads = exit_heads.load_heads(folder, runner)
-    answers = [json.loads(line)["tokens"] for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()[1:]]
-    found = [token for one in answers for token in one]
-    assert heads.shortlist is not None
-    ids = heads.shortlist.tolist()
-    assert ids == sorted(set(ids))
-    assert min(map(found.count, ids)) >= max(found.count(other) for other in set(range(97)) - {*ids})
-    with torch.no_grad():
-        states = model(prompt(12)[None], output_hidden_states=True).hidden_states
-        stored = torch.stack([model.model.norm(states[layer][0]) for layer in heads.card.layers] + [states[6][0]], 1)
-        divergences = training.HeadDivergence(heads, runner)(stored)
-        rows = model.lm_head.weight.double()[ids]
-        target = (stored[:, -1].double() @ rows.T).log_softmax(-1)
-        for index, divergence in enumerate(divergences):
-            said = (stored[:, index].double() @ heads.heads[index].weight.double().T @ rows.T).log_softmax(-1)  # type: ignore[operator, union-attr]
-            assert divergence.item() == pytest.approx((target.exp() * (target - said)).sum().item(), rel=1e-4)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
-    plain = skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
-    for method in (AdaDecode(str(folder), 0.1), AdaDecode(str(folder), 0.1, draft_vocabulary=97)):
-        assert skipstone.generate(model, prompt(9), method, **options).new_tokens == plain
-    assert AdaDecode(str(folder)).shortlist(runner).tolist() == ids  # type: ignore[union-attr]
-    assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(runner) is None, "what is asked for counts"
-
-
 def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
     folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}, dtype="bfloat16"), base, say=quiet)
     weights = load_file(folder / "exit_heads.safetensors")
@@ -218,11 +210,6 @@ def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
         exit_heads.load_heads(folder, model)
 
 
-def test_heads_of_all_tokens_have_no_shortlist(base: Path, tmp_path: Path) -> None:
-    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 97}), base, say=quiet)
-    assert exit_heads.load_heads(folder, ModelRunner(skipstone.load(base / "model")[0])).shortlist is None
-
-
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
@@ -230,7 +217,7 @@ def asked_by(folder: Path, *records: Any, chat: bool = False) -> list[HeadPrompt
     """What a file of prompts asks, as `--prompts` reads it."""
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return asked_of(of_prompts([file], folder).prompts, folder, chat)
+    return read_prompts(of_prompts([file], folder).prompts, folder, chat)
 
 
 def test_prompts_are_texts_chats_or_turns(base: Path, tmp_path: Path) -> None:
@@ -367,12 +354,6 @@ def test_heads_that_grow_no_better_end_the_run_and_the_best_are_kept(base: Path,
     assert exit_heads.load_heads(folder, ModelRunner(skipstone.load(base / "model")[0])) is not None
 
 
-def test_features_beyond_the_disk_are_refused_before_they_are_made(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the features of 24 answers take 0.00 GiB, more than --max-disk"):
-        training.run(recipe(base, tmp_path / "run"), base, max_disk=1000, say=quiet)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["answers.jsonl"]
-
-
 def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner(skipstone.load(base / "model")[0])
 
@@ -393,14 +374,6 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
     assert answering.extract(runner, [ModelAnswer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
-def test_another_run_in_the_same_folder_is_refused(base: Path, tmp_path: Path) -> None:
-    training.run(recipe(base, tmp_path / "run"), base, say=quiet)
-    with pytest.raises(ValueError, match=r"belongs to another run, training.learning_rate differ"):
-        training.run(recipe(base, tmp_path / "run", training={"learning_rate": 0.1}), base, say=quiet)
-    with pytest.raises(ValueError, match="is not empty"):
-        training.run(recipe(base, tmp_path / "run"), base, fresh=True, say=quiet)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"heads": {"layers": [2, 6]}}, r"after layers 1 to 5 of this model, in order, found \[2, 6\]"),
     ({"heads": {"kind": "low_rank"}}, "a rank of at least 1 belongs to kind low_rank"),
@@ -419,16 +392,11 @@ def test_impossible_recipes_are_one_sentence(base: Path, tmp_path: Path, changes
         training.run(recipe(base, tmp_path / "run", **changes), base, say=quiet)
 
 
-def test_presets_and_the_recipes_that_come_along(base: Path) -> None:
+def test_presets_are_the_papers_and_unknown_ones_are_refused() -> None:
     paper = made({"output": "x", "prompts": [{"kind": "jsonl", "path": "p"}]}, "test", "paper").training
     assert paper == HeadSchedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
     with pytest.raises(ValueError, match="unknown preset 'long': expected one of quick, paper"):
         made({}, "test", "long")
-    recipes = Path(__file__).parents[3] / "recipes" / "train"
-    tasks = Path(__file__).parents[2] / "helpers" / "records"
-    for name in ("code", "maths"):
-        one = read(recipes / f"nano-heads-{name}.yaml", None, tasks)
-        assert [text for source in one.prompts for text in source.read(recipes)]
 
 
 def test_the_command_trains_heads(base: Path, tmp_path: Path) -> None:
@@ -493,9 +461,12 @@ def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Pat
     for heads in (str(folder), exit_heads.load_heads(folder, ModelRunner(model)).float()):
         wanted = AdaDecode(heads, confidence_threshold=0.05)
         assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
-    other, mine = ModelRunner(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load_heads(folder, ModelRunner(model)))
+
+
+def test_heads_for_another_vocabulary_are_refused() -> None:
+    heads = ExitHeads(new_card(ModelRunner(llama(layers=6)), (2, 4), "square"))
     with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):
-        mine.check(other)
+        AdaDecode(heads).check(ModelRunner(llama(layers=6, vocab=20)))
 
 
 def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Path) -> None:
@@ -505,12 +476,3 @@ def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Pa
         wish = recipe(base, tmp_path / name, heads=shape, seed=seed, training={"epochs": 1})
         made_of.append(digests(training.run(wish, base, say=quiet))[exit_heads.WEIGHTS])
     assert made_of[0] == made_of[1] != made_of[2]
-
-
-def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
-    answers = [ModelAnswer([3, 4], [5, 6, 7]), ModelAnswer([4], [6, 8])]
-    found = [
-        answering.extract(ModelRunner(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
-        for seed in (1, 2)
-    ]
-    assert not torch.equal(*found)

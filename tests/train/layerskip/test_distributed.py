@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.helpers.training import (
     Interrupted,
     heads_base,
     heads_recipe,
-    in_processes,
+    in_two_processes,
     interrupt_at,
     logged,
     losses,
@@ -31,6 +30,7 @@ from tests.helpers.training import (
     weights,
 )
 
+pytestmark = pytest.mark.slow
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "dropout": OFF}
 KEPT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random", "max_steps": 6}
 
@@ -41,14 +41,14 @@ def plain(folder: Path, batch: int, accumulate: int) -> dict[str, Any]:
     return {"weights": {name: value.tolist() for name, value in weights(one.model).items()}}
 
 
-def dropping(folder: Path, accumulate: int) -> dict[str, Any]:
+def dropping(folder: Path) -> dict[str, Any]:
     """The rows that every layer kept, forward by forward; the metrics of an evaluation; how many logits the loss saw."""
     from skipstone.train.layerskip import objective
 
     found: list[list[list[int]]] = []
     real = objective.kept_rows
     objective.kept_rows = lambda *args: found.append(real(*args)) or found[-1]  # type: ignore[assignment]
-    changes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": accumulate, "eval_dataset": {"a": rows(5, 1)}}
+    changes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "eval_dataset": {"a": rows(5, 1)}}
     one = trainer(folder, data=rows(36), eval_strategy="steps", eval_steps=2, dropout=LayerDropout(0.9), **changes)
     try:
         one.train()
@@ -91,98 +91,60 @@ def heads(folder: Path) -> dict[str, Any]:
     }
 
 
-def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
-    """One of the two processes: the named work, one after the other. What it finds is written to NAME-RANK.json."""
-    world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}})
-    work: dict[str, Callable[[], dict[str, Any]]] = {
-        "batches": lambda: plain(folder / "batches", 2, 1),
-        "accumulated": lambda: plain(folder / "accumulated", 1, 2),
-        "dropping": lambda: dropping(folder / "dropping", 1),
-        "dropping_accumulated": lambda: dropping(folder / "dropping_accumulated", 2),
-        "resumed": lambda: resumed(folder / "resumed"),
-        "from_file": lambda: from_file(folder / "from_file"),
-        "heads": lambda: heads(folder / "heads"),
-    }
-    for name in names:
-        (folder / f"{name}-{number}.json").write_text(json.dumps(work[name]()))
-    torch.distributed.destroy_process_group()
+WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "batches": partial(plain, batch=2, accumulate=1),
+    "accumulated": partial(plain, batch=1, accumulate=2),
+    "dropping": dropping,
+    "resumed": resumed,
+    "from_file": from_file,
+    "heads": heads,
+}
 
 
-FAST, SLOW = ["batches", "dropping"], ["accumulated", "dropping_accumulated", "resumed", "from_file", "heads"]
-"""Work whose findings the fast run looks at, and the rest."""
-
-
-def together(folder: Path, names: list[str]) -> Callable[[str], list[dict[str, Any]]]:
-    """What both processes found, by the name of the work."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    codes = in_processes(rank, (0, port, folder, names), (1, port, folder, names))
-    assert codes == [0, 0]
-
-    def found(name: str) -> list[dict[str, Any]]:
-        return [{"folder": folder / name, **json.loads((folder / f"{name}-{number}.json").read_text())} for number in (0, 1)]
-
-    return found
+def work(name: str, folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), **WORK[name](folder)}
 
 
 @pytest.fixture(scope="module")
-def first_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    return together(tmp_path_factory.mktemp("first"), FAST)
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Results of both processes, by the name of the work."""
+    return in_two_processes(work, tmp_path_factory.mktemp("two"), list(WORK))
 
 
-@pytest.fixture(scope="module")
-def other_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    return together(tmp_path_factory.mktemp("other"), SLOW)
-
-
-@pytest.fixture
-def two(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
-    """What both processes found, by the name of the work; all of the fast work is done at once, and so is the rest."""
-    return lambda name: request.getfixturevalue("first_two" if name in FAST else "other_two")(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["batches", pytest.param("accumulated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["batches", "accumulated"])
 def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path: Path, name: str) -> None:
     """Rows differ in how many of their tokens are learned: a mean of the processes' means would be another loss."""
-    first, second = two(name)
+    first, second = two[name]
     expected = plain(tmp_path, 4, 1)
     for part in ("loss", "loss_last_layer", "grad_norm"):
-        assert losses(first["folder"], part) == pytest.approx(losses(tmp_path, part), rel=1e-4), part
+        assert losses(Path(first["folder"]), part) == pytest.approx(losses(tmp_path, part), rel=1e-4), part
     assert losses(tmp_path)[0] > losses(tmp_path)[-1] + 0.01
     assert first["weights"] == second["weights"]
     for weight, value in expected["weights"].items():
         torch.testing.assert_close(torch.tensor(first["weights"][weight]), torch.tensor(value), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "passes"), [("dropping", 4), pytest.param("dropping_accumulated", 8, marks=pytest.mark.slow)])
-def test_both_processes_drop_the_same_rows_at_every_layer_and_step(two: Any, name: str, passes: int) -> None:
-    first, second = two(name)
+def test_both_processes_drop_the_same_rows_at_every_layer_and_step(two: Any) -> None:
+    first, second = two["dropping"]
     counts = [[[len(rows) for rows in kept] for kept in one["kept"]] for one in (first, second)]
     assert counts[0] == counts[1]
     assert first["kept"] == second["kept"]
-    assert len(first["kept"]) == passes
-    assert len({str(kept) for kept in first["kept"]}) > passes / 2, "passes drop other rows"
+    assert len(first["kept"]) == 8
+    assert len({str(kept) for kept in first["kept"]}) > 4, "passes drop other rows"
     assert min(count for each in counts[0] for count in each) < 3
-    if name == "dropping":
-        assert any(each[-1] == 0 for each in counts[0]), "a layer without any row is part of the test"
+    assert any(each[-1] == 0 for each in counts[0]), "a layer without any row is part of the test"
 
 
-@pytest.mark.slow
 def test_every_process_evaluates_and_finds_what_one_would(two: Any) -> None:
-    first, second = two("dropping")
+    first, second = two["dropping"]
     assert first["metrics"] == second["metrics"]
-    steps = [entry["step"] for entry in logged(first["folder"]) if "eval_a_loss" in entry]
+    steps = [entry["step"] for entry in logged(Path(first["folder"])) if "eval_a_loss" in entry]
     assert steps == [2, 4, 4], "twice in training, once asked for"
     assert first["metrics"]["eval_a_agreement_exit_3"] == 1.0
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(two: Any) -> None:
-    folder = two("resumed")[0]["folder"]
+    folder = Path(two["resumed"][0]["folder"])
     assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), rel=1e-6)
     assert losses(folder / "run", "loss_last_layer") == pytest.approx(losses(folder / "whole", "loss_last_layer"), rel=1e-6)
     assert len(losses(folder / "whole")) == 2
@@ -191,24 +153,22 @@ def test_an_interrupted_run_resumes_exactly(two: Any) -> None:
     assert (latest / "model.safetensors").read_bytes() == (folder / "whole" / "checkpoint-6" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_run_from_one_file(two: Any) -> None:
     """The tokenizer is trained once, one process speaks, and what is left loads."""
-    first, second = two("from_file")
-    assert first["model"] == second["model"] == str(first["folder"] / "out" / "model")
+    first, second = two["from_file"]
+    assert first["model"] == second["model"] == str(Path(first["folder"]) / "out" / "model")
     assert first["said"] != second["said"] == []
     import skipstone
 
     model, tokenizer = skipstone.load(first["model"])
     assert model.config.vocab_size == len(tokenizer) == 270
-    entries = [entry for entry in logged(first["folder"] / "out") if "loss" in entry]
+    entries = [entry for entry in logged(Path(first["folder"]) / "out") if "loss" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
     assert tiny().config.num_hidden_layers == model.config.num_hidden_layers
 
 
-@pytest.mark.slow
 def test_exit_heads_are_those_of_one_process(two: Any, tmp_path: Path) -> None:
-    first, second = two("heads")
+    first, second = two["heads"]
     assert first["heads"] == second["heads"]
     assert first["said"] != second["said"] == []
     alone = heads(tmp_path)

@@ -61,11 +61,6 @@ def test_draws_of_other_layers_steps_rows_and_seeds_are_independent() -> None:
     assert abs(together.mean()) < 5 * 0.25 / math.sqrt(together.numel())
 
 
-def test_how_many_rows_a_layer_drops_is_binomial() -> None:
-    counts = dropped([0.25]).sum(2)
-    assert counts.var().item() == pytest.approx(ROWS * 0.25 * 0.75, rel=0.3)
-
-
 def test_rows_depend_on_seed_and_step_alone() -> None:
     rates = [0.0, 0.3, 0.6]
     torch.manual_seed(1)
@@ -85,74 +80,7 @@ def test_the_rows_of_a_seed_and_step_never_change() -> None:
     assert kept_rows(6, [0.0, 0.25, 0.5, 0.75], seed=7, step=11) == [[0, 1, 2, 3, 4, 5], [0, 3, 5], [1, 2, 4], [2, 3, 5]]
 
 
-def test_a_higher_rate_drops_the_same_rows_and_more() -> None:
-    before = {0, 1, 2, 3, 4, 5, 6, 7}
-    for rate in (0.0, 0.2, 0.5, 0.8, 1.0):
-        kept = set(kept_rows(8, [0.0, rate], 3, 0)[1])
-        assert kept <= before
-        before = kept
-    assert not before
-
-
 # a layer over some rows
-
-
-def halved(hidden: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
-    return hidden * 0.5 if mask is None else hidden * 0.5 + mask[..., None]
-
-
-def test_kept_rows_are_computed_dropped_rows_pass_and_nothing_is_rescaled() -> None:
-    hidden = torch.arange(6.0).reshape(3, 1, 2).requires_grad_()
-    out = run_rows(halved, [0, 2], hidden)
-    assert out.tolist() == [[[0, 0.5]], [[2, 3]], [[2, 2.5]]]
-    out.sum().backward()
-    assert hidden.grad is not None
-    assert hidden.grad.tolist() == [[[0.5, 0.5]], [[1, 1]], [[0.5, 0.5]]]
-
-
-def test_rows_of_several_streams_are_kept_and_dropped_in_all_of_them() -> None:
-    hidden, each = torch.arange(12.0).reshape(4, 3, 1, 1), torch.arange(3.0).reshape(3, 1, 1)  # 4 streams of 3 rows
-    out = run_rows(lambda kept, more: kept + 100 * more, [0, 2], hidden, each)
-    assert out.equal(hidden + 100 * torch.tensor([0.0, 0, 2]).reshape(3, 1, 1))
-
-
-def test_without_rows_nothing_is_run_and_with_all_rows_the_layer_is_run_as_it_is() -> None:
-    hidden = torch.randn(3, 2, 4)
-    assert run_rows(lambda *_: pytest.fail("the layer was run"), [], hidden) is hidden
-    seen: list[Any] = []
-    mask = torch.ones(3, 1, 2, 2)
-    run_rows(lambda *args, **kwargs: seen.append((*args, kwargs["mask"])) or hidden, [0, 1, 2], hidden, mask=mask)
-    assert seen[0][0] is hidden
-    assert seen[0][1] is mask
-
-
-def test_arguments_with_one_entry_a_row_are_cut_and_others_are_left_alone() -> None:
-    hidden, rows = 10 * torch.arange(3.0).reshape(3, 1, 1).expand(3, 5, 2), [2, 0]
-    each, every, vector = torch.arange(15).reshape(3, 5), torch.arange(5)[None], torch.arange(3)
-    seen: dict[str, Any] = {}
-
-    def layer(kept: Tensor, position: Tensor, **given: Any) -> Tensor:
-        seen.update(given, kept=kept, position=position)
-        return kept + 1
-
-    more: dict[str, Any] = {"every": every, "vector": vector, "pair": (each, every, None), "none": None, "flag": True}
-    out = run_rows(layer, rows, hidden, each, each=each, **more)
-    assert out[:, 0, 0].tolist() == [1, 10, 21]
-    assert seen["kept"].equal(hidden[rows])
-    assert seen["position"].equal(each[rows])
-    assert seen["each"].equal(each[rows])
-    assert seen["pair"][0].equal(each[rows])
-    assert seen["pair"][1:] == (every, None)
-    assert seen["every"] is every
-    assert seen["vector"] is vector
-    assert (seen["none"], seen["flag"]) == (None, True)
-
-
-def test_a_layer_that_returns_a_tuple_returns_one_for_some_rows_too() -> None:
-    out = run_rows(lambda hidden: (hidden + 1, "weights"), [1], torch.zeros(2, 1, 1))
-    assert isinstance(out, tuple)
-    assert out[0].flatten().tolist() == [0, 1]
-    assert out[1] == "weights"
 
 
 def test_a_layer_of_lower_precision_leaves_the_stream_as_it_was() -> None:
@@ -234,18 +162,6 @@ def test_a_dropped_row_is_not_computed(name: str) -> None:
             modules.decoder(**batch(), use_cache=False)
     assert seen == {0: 3, 1: 2, 3: 1}
     assert not states
-
-
-@pytest.mark.parametrize("name", ["llama", "falcon", "gemma3_text"])
-@torch.no_grad()
-def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
-    model, inputs = families.cached(name), batch()
-    modules = DecoderModel(model)
-    plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
-    with layers_recorded(modules.layers, [True] * LAYERS, [[0, 1, 2]] * LAYERS) as states:
-        last = modules.decoder(**inputs, use_cache=False).last_hidden_state
-    assert last.equal(plain)
-    assert modules.logits(states[3]).equal(model(**inputs).logits)
 
 
 def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:

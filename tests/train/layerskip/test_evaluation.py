@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -119,18 +118,6 @@ def test_the_model_is_left_as_it_was_and_measured_without_its_dropout() -> None:
     assert all("forward" not in layer.__dict__ for layer in model.transformer.h)
 
 
-def test_an_adapter_is_measured_with_its_model() -> None:
-    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"], r=4)
-    wrapper: Any = peft.get_peft_model(families.build("llama"), settings)
-    for name, parameter in wrapper.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
-    data = rows()
-    own = explicit("llama", wrapper.get_base_model().eval(), data)
-    assert own[0] != pytest.approx(explicit("llama", families.cached("llama"), data)[0], rel=1e-2)
-    assert_quality(exit_quality(wrapper, data), *own)
-
-
 def test_an_exit_that_knows_nothing_has_an_infinite_perplexity_and_no_error() -> None:
     model: Any = families.build("llama")
     head: PreTrainedModel = model.get_output_embeddings()
@@ -140,18 +127,6 @@ def test_an_exit_that_knows_nothing_has_an_infinite_perplexity_and_no_error() ->
     assert found.perplexity[4] == math.inf
     assert found.agreement[4] == 1
     assert found.flat()["loss"] == math.inf
-
-
-def test_numbers_for_the_log() -> None:
-    found = ExitQuality({2: 9.0, 4: math.e}, {2: 0.25, 4: 1.0}, 10).flat()
-    assert found == {
-        "loss": pytest.approx(1.0),
-        "perplexity": math.e,
-        "perplexity_exit_2": 9.0,
-        "agreement_exit_2": 0.25,
-        "perplexity_exit_4": math.e,
-        "agreement_exit_4": 1.0,
-    }
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

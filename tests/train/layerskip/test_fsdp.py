@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from skipstone.train.layerskip import objective
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
-from tests.helpers.training import in_processes, logged, losses, recipe, rows, tiny, trainer, weights
+from tests.helpers.training import in_two_processes, logged, losses, recipe, rows, tiny, trainer, weights
 
 STEPS = 6
 RUN: dict[str, Any] = {
@@ -82,16 +82,16 @@ def evaluating(folder: Path) -> dict[str, Any]:
 
 def from_file(folder: Path) -> dict[str, Any]:
     said: list[str] = []
-    path = recipe(folder / f"from_file-{os.environ['RANK']}", dtype="bfloat16")
-    return {"model": str(run(path, folder / "from_file", say=said.append)), "said": said}
+    path = recipe(folder.with_name(f"from_file-{os.environ['RANK']}"), dtype="bfloat16")
+    return {"model": str(run(path, folder, say=said.append)), "said": said}
 
 
 def again(folder: Path) -> dict[str, Any]:
-    """Two processes go on with what two have begun."""
+    """Two processes resume a run that two began."""
     if os.environ["RANK"] == "0":
-        halfway(folder / "steps", folder / "again")
+        halfway(folder.with_name("steps"), folder)
     torch.distributed.barrier()
-    return trained(folder / "again", True)
+    return trained(folder, True)
 
 
 def halfway(source: Path, target: Path) -> Path:
@@ -102,32 +102,19 @@ def halfway(source: Path, target: Path) -> Path:
     return target
 
 
-def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
-    """One of two processes: the named work, one after the other. What it finds is written to NAME-RANK.json."""
-    world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    fsdp = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "OMP_NUM_THREADS": "1"}
-    os.environ.update({**fsdp, **{name: str(value) for name, value in world.items()}})
-    work: dict[str, Callable[[], dict[str, Any]]] = {
-        "steps": lambda: trained(folder / "steps"),
-        "again": lambda: again(folder),
-        "from_one": lambda: trained(folder / "from_one", True),
-        "evaluating": lambda: evaluating(folder / "evaluating"),
-        "accumulated": lambda: trained(folder / "accumulated", per_device_train_batch_size=1, gradient_accumulation_steps=2),
-        "half": lambda: trained(folder / "half", bf16=True),
-        "from_file": lambda: from_file(folder),
-    }
-    for name in names:
-        (folder / f"{name}-{number}.json").write_text(json.dumps(work[name]()))
-    torch.distributed.destroy_process_group()
+WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "steps": trained,
+    "again": again,
+    "from_one": partial(trained, resume=True),
+    "evaluating": evaluating,
+    "accumulated": partial(trained, per_device_train_batch_size=1, gradient_accumulation_steps=2),
+    "half": partial(trained, bf16=True),
+    "from_file": from_file,
+}
 
 
-def together(folder: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """What both processes found, by the name of the work."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert in_processes(rank, (0, port, folder, names), (1, port, folder, names)) == [0, 0]
-    return {name: [json.loads((folder / f"{name}-{number}.json").read_text()) for number in (0, 1)] for name in names}
+def work(name: str, folder: Path) -> dict[str, Any]:
+    return WORK[name](folder)
 
 
 def alike(one: dict[str, Any], other: dict[str, Any], within: float = 2e-5) -> None:
@@ -149,13 +136,9 @@ def as_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective, "kept_rows", tiled)
 
 
-FAST, SLOW = ["steps", "again", "from_one"], ["evaluating", "accumulated", "half", "from_file"]
-"""Work whose findings the fast run looks at, and the rest."""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of what two processes do; "one" is a run of one process, "from_one" what it was after two steps."""
+    """The folders of all work. "one" is a run of one process, "from_one" the same run after two steps."""
     place = tmp_path_factory.mktemp("fsdp")
     trained(place / "one", **ONE)
     halfway(place / "one", place / "from_one")
@@ -164,13 +147,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    return together(folder, FAST)
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    place = tmp_path_factory.mktemp("rest")
-    return place, together(place, SLOW)
+    """Results of both processes, by the name of the work."""
+    launch = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "OMP_NUM_THREADS": "1"}
+    return in_two_processes(work, folder, list(WORK), **launch)
 
 
 @pytest.mark.slow
@@ -210,18 +189,17 @@ def test_two_processes_go_on_with_what_one_began(two: Any, folder: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_evaluations_before_between_and_after(rest: Any, tmp_path: Path, as_two: None) -> None:
-    place, results = rest
+def test_evaluations_before_between_and_after(two: Any, folder: Path, tmp_path: Path, as_two: None) -> None:
     alone = made(tmp_path, **EVALUATING, per_device_train_batch_size=4)
     alone.train()
-    first, second = results["evaluating"]
+    first, second = two["evaluating"]
     assert first["metrics"] == second["metrics"] == pytest.approx(alone.evaluate(), rel=1e-4)
     alike(first, found(alone))
-    assert len(losses(place / "evaluating", "eval_held_perplexity")) == 4
+    assert len(losses(folder / "evaluating", "eval_held_perplexity")) == 4
 
 
 @pytest.mark.slow
-def test_accumulated_passes(rest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulated_passes(two: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes of two processes with a row each: rows 0 and 1 of a step are of the first pass."""
     real = objective.kept_rows
 
@@ -230,38 +208,35 @@ def test_accumulated_passes(rest: Any, tmp_path: Path, monkeypatch: pytest.Monke
         return [[0, 1] * len(one) + [2, 3] * len(two) for one, two in zip(first, second, strict=True)]
 
     monkeypatch.setattr(objective, "kept_rows", passes)
-    place, results = rest
     # Adam divides a gradient by its size, so rounding moves a weight whose gradient is nearly 0 (by 1.2e-4 on a CPU with AMX)
-    alike(results["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4), within=5e-4)
-    assert losses(place / "accumulated") == pytest.approx(losses(tmp_path), rel=1e-4)
+    alike(two["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4), within=5e-4)
+    assert losses(folder / "accumulated") == pytest.approx(losses(tmp_path), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_bfloat16(rest: Any, tmp_path: Path, as_two: None) -> None:
-    place, results = rest
+def test_bfloat16(two: Any, folder: Path, tmp_path: Path, as_two: None) -> None:
     trained(tmp_path, per_device_train_batch_size=4, bf16=True)
-    assert losses(place / "half") == pytest.approx(losses(tmp_path), rel=0.02)
-    assert results["half"][0]["weights"] == results["half"][1]["weights"] or results["half"][1]["weights"] == {}
+    assert losses(folder / "half") == pytest.approx(losses(tmp_path), rel=0.02)
+    assert two["half"][0]["weights"] == two["half"][1]["weights"] or two["half"][1]["weights"] == {}
 
 
 @pytest.mark.slow
-def test_a_run_from_one_file_and_its_end_on_one_process(rest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_one_file_and_its_end_on_one_process(two: Any, folder: Path) -> None:
     """The finished model is whole, in the recipe's dtype, and an ordinary one; one process finds that nothing is left to do."""
-    place, results = rest
-    first, second = results["from_file"]
-    assert first["model"] == second["model"] == str(place / "from_file" / "model")
+    first, second = two["from_file"]
+    assert first["model"] == second["model"] == str(folder / "from_file" / "model")
     assert first["said"] != second["said"] == []
     model, tokenizer = skipstone.load(first["model"])
     assert model.config.architectures == ["LlamaForCausalLM"]
     assert model.dtype == torch.bfloat16
     assert model.config.vocab_size == len(tokenizer) == 270
     said: list[str] = []
-    file = place / "from_file-0" / "recipe.yaml"
-    assert run(file, place / "from_file", say=said.append) == Path(first["model"])
+    file = folder / "from_file-0" / "recipe.yaml"
+    assert run(file, folder / "from_file", say=said.append) == Path(first["model"])
     assert "gradient_accumulation_steps=2" in said[0]
     assert "is finished" in said[-1]
     file.write_text(file.read_text().replace("bfloat16", "float32"))
-    run(file, place / "from_file", say=said.append)
+    run(file, folder / "from_file", say=said.append)
     again, _ = skipstone.load(first["model"], dtype="auto")
     assert again.dtype == torch.float32
     for (name, one), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):

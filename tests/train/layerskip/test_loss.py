@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.special import logsumexp, rel_entr
 from torch import Tensor, nn
 
 from skipstone.train.data.rows import IGNORED, shifted
@@ -52,7 +50,7 @@ def naive(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def naive_divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor) -> Tensor:
-    """sum p (log p - log q), p of the last layer without its gradient."""
+    """KL(p || q) = sum p (log p - log q), p of the last layer without its gradient."""
     p, q = head(last).softmax(-1).detach(), head(hidden).softmax(-1)
     return (p * (p.log() - q.log())).sum(-1)[targets != IGNORED].sum()
 
@@ -74,53 +72,14 @@ def test_chunked_cross_entropy_and_its_gradients_are_those_of_all_logits_at_once
     assert own[0][[0, 8, 9, 22]].abs().max() == 0 < own[0][[1, 7, 10, 21]].abs().min()
 
 
-def test_cross_entropy_against_scipy() -> None:
-    head, hidden, _, targets = case()
-    logits = head(hidden).detach().numpy()
-    kept = (targets != IGNORED).numpy()
-    picked = np.take_along_axis(logits, targets.clamp(min=0).numpy()[:, None], 1)[:, 0]
-    expected = (logsumexp(logits, axis=1) - picked)[kept].sum()
-    assert cross_entropy(head, hidden, targets, 5).item() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunked_divergence_and_its_gradients_are_those_of_all_logits_at_once(chunk: int) -> None:
     head, hidden, last, targets = case()
     loss = divergence(head, hidden, last, targets, chunk)
     reference = naive_divergence(head, hidden, last, targets)
     torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)
+    assert torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True) == (None,), "the teacher gets no gradient"
     torch.testing.assert_close(gradients(loss, head, hidden), gradients(reference, head, hidden), rtol=1e-9, atol=1e-12)
-
-
-def test_divergence_is_kl_from_the_last_layer_to_the_exit() -> None:
-    head, hidden, last, targets = case()
-    p, q = head(last).softmax(-1).detach().numpy(), head(hidden).softmax(-1).detach().numpy()
-    kept = (targets != IGNORED).numpy()
-    expected, reverse = rel_entr(p, q)[kept].sum(), rel_entr(q, p)[kept].sum()
-    assert abs(expected - reverse) > 0.1
-    assert divergence(head, hidden, last, targets, 5).item() == pytest.approx(expected, rel=1e-12)
-    assert divergence(head, hidden, hidden, targets, 5).item() == pytest.approx(0, abs=1e-12)
-
-
-def test_the_teacher_gets_no_gradient() -> None:
-    head, hidden, last, targets = case()
-    divergence(head, hidden, last, targets, 5).backward()
-    assert last.grad is None
-    assert hidden.grad is not None
-    assert hidden.grad.abs().max() > 0
-    # where teacher and student agree, the head is at a minimum, too: a gradient through the teacher would not vanish
-    head.zero_grad()
-    divergence(head, hidden, hidden.detach(), targets, 5).backward()
-    assert head.weight.grad is not None
-    assert head.weight.grad.abs().max() < 1e-12
-
-
-def test_the_gradient_of_the_head_comes_through_the_student_alone() -> None:
-    head, hidden, last, targets = case()
-    teacher = head(last).softmax(-1)  # with its gradient: what must not be counted
-    through = (teacher * (teacher.log() - head(hidden).softmax(-1).log())).sum(-1)[targets != IGNORED].sum()
-    own = gradients(divergence(head, hidden, last, targets, 5), head)
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(own, gradients(through, head), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "divergence"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from skipstone import Autoregressive
 from skipstone.methods import resolve
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip import run as running
@@ -39,8 +38,6 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output, model, data"),
         ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, recipe, config, layers, lora"),
-        ({"data__colour": 1}, "data: unknown setting 'colour'"),
-        ({"tokenizer__colour": 1}, "tokenizer: unknown setting 'colour'"),
         (
             {"data__sources": [{**SOURCE, "colour": 1}]},
             r"data\.sources\.0\.jsonl: unknown setting 'colour': expected one of path, name",
@@ -54,13 +51,11 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"decoding": {"method": "magic"}}, "unknown method 'magic'"),
         ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
         ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
-        ({"training__seed": 1}, r"training\.seed is set by the recipe itself"),
         ({"training__save_strategy": "no"}, "a run without checkpoints could not be resumed"),
         ({"training__muon_learning_rate": 0.1, "training__optim": "sgd"}, "optim=.*muon_learning_rate makes the optimiser"),
         ({"exits": {"curriculum": "none", "dilation": 2}}, r"exits\.dilation has no effect with curriculum none"),
-        ({"exits": {"kl_weight": 1.0, "e_scale": 0.5}}, r"exits\.e_scale has no effect beside kl_weight"),
+        ({"exits": {"kl_weight": 1.0, "e_scale": 0.5}}, r"exits\.e_scale has no effect with kl_weight"),
         ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
-        ({"training__resume_from_checkpoint": "x"}, "has no effect"),
     ],
 )
 def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str, Any], part: str) -> None:
@@ -78,7 +73,6 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"exits": {"curriculum": "up"}}, r"exits\.curriculum.*found 'up'"),
         ({"dropout": {"p_max": 1.5}}, r"dropout\.p_max: .* less than or equal to 1 \(found 1\.5\)"),
         ({"dropout": {"p_max": True}}, r"dropout\.p_max: expected .*float.*, found True"),
-        ({"dropout": {"curriculum": "linear"}}, r"dropout\.curriculum.*found 'linear'"),
         ({"model__config": {**SHAPE, "num_hidden_layers": 1}, "exits": {"dilation": 1}}, "at least 2 layers, found 1"),
         ({"training__max_steps": ...}, r"training\.max_steps must be given"),
         ({"training__max_steps": 0}, r"training\.max_steps must be given"),
@@ -89,13 +83,10 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"training__eval_exits": [2, 9]}, r"eval_exits must lie between 1 and 3.*found \[9\]"),
         ({"decoding": {"method": "layerskip", "exit_layer": 3}}, "exit_layer must lie between 1 and 2"),
         ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
-        ({"data__held_out": 1}, r"data\.held_out"),
-        ({"data__length": 1}, r"data\.length"),
         ({"data__length": 2000}, "not one row of 2000"),
         ({"data__length": 5000}, "at most the model's 2048 positions, found 5000"),
         ({"data__length": ...}, "data.length is missing"),
         ({"data__sources": []}, r"data\.sources"),
-        ({"output": ""}, "output"),
         ({"model": {}}, "model: expected either `pretrained`"),
         ({"model": {"pretrained": "x"}}, "tokenizer.vocab_size goes with model.config"),
         ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
@@ -106,9 +97,7 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"model__config": {**SHAPE, "hidden_size": 15}}, "not a multiple of the number of attention heads"),
         ({"model__config": {**SHAPE, "vocab_size": 100}}, "the tokenizer gives ids up to 269, the model's vocab_size is 100"),
         ({"model__config": {**SHAPE, "dtype": "bfloat16"}}, "weights are trained in float32"),
-        ({"model__config": {"model_type": "bert"}}, "(?i)bert"),
         ({"model__lora": {"rank": 4}}, r"model\.lora: .*rank.*expected fields of PEFT's LoraConfig"),
-        ({"model__lora": {"r": 0}}, "`r` should be a positive integer"),
         ({"model__lora": {"target_modules": ["nothing"]}}, "nothing"),
     ],
 )
@@ -137,19 +126,15 @@ class TestFile:
         ("text", "part"),
         [
             ("output: [", "is not valid YAML"),
-            ("- a\n- b", "must hold a mapping of settings, found list"),
             ("", "must hold a mapping of settings, found NoneType"),
             ("output: x\nseed: 1\nseed: 2", "'seed' is given twice"),
-            ("output: x\ntraining: {max_steps: 1, max_steps: 2}", "'max_steps' is given twice"),
-            ("output: x\ntraining: {1: 2}", "model is missing"),
             ("output: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ],
     )
     def test_that_is_none(self, tmp_path: Path, text: str, part: str) -> None:
         (tmp_path / "bad.yaml").write_text(text)
-        with pytest.raises(ValueError, match=f"bad.yaml.*{part}") as caught:
+        with pytest.raises(ValueError, match=f"bad.yaml.*{part}"):
             read(tmp_path / "bad.yaml")
-        assert caught.value.args
         (tmp_path / "bad.yaml").write_bytes(b"output: \xff")
         with pytest.raises(ValueError, match=r"bad.yaml is not valid YAML"):
             read(tmp_path / "bad.yaml")
@@ -175,13 +160,6 @@ class TestFile:
         assert (args.dropout, args.exits) == (LayerDropout(), EarlyExitLoss())
         assert (args.learning_rate, args.muon_learning_rate, args.eval_exits) == (3e-4, 2e-2, (1, 2))
         assert (args.save_total_limit, args.disable_tqdm, args.output_dir) == (2, False, str(tmp_path / "x"))
-
-    def test_the_bundled_models_recipe(self) -> None:
-        path = Path(__file__).parents[3] / "recipes" / "train" / "nano.yaml"
-        args = arguments(read(path), Path("x"))
-        assert args.muon_learning_rate == 0.02
-        assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exit_layers=(3, 4, 6, 9, 12, 18))
-        assert args.dropout == LayerDropout(0.1, "exponential")
 
     def test_its_data_from_the_hub_or_from_a_folder(self, tmp_path: Path) -> None:
         path = Path(__file__).parents[3] / "recipes" / "train" / "nano.yaml"
@@ -228,6 +206,9 @@ def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
     own.write_text("extends: own.yaml\n")
     with pytest.raises(ValueError, match="extends itself"):
         read(own)
+    own.write_text("extends: ../other/base.yaml\n")
+    with pytest.raises(ValueError, match=r"extends \.\./other/base\.yaml: expected a recipe of the same folder"):
+        read(own)
     own.write_text("extends: nothing.yaml\n")
     with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
         read(own)
@@ -240,29 +221,9 @@ def test_a_recipe_that_goes_on_from_itself(tmp_path: Path) -> None:
         read(one)
 
 
-def test_a_recipe_extends_only_those_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("extends: ../other/base.yaml\n")
-    with pytest.raises(ValueError, match=r"extends \.\./other/base\.yaml: expected a recipe of the same folder"):
-        read(tmp_path / "own.yaml")
-
-
 def test_a_data_folder_that_no_source_reads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data-dir .* has no effect"):
         read(recipe(tmp_path), tmp_path)
-
-
-def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
-    """Same data, model and schedule; the last layer's cross-entropy is all there is, at every step."""
-    folder = Path(__file__).parents[3] / "recipes" / "train"
-    nano, twin = read(folder / "nano.yaml"), read(folder / "nano-plain.yaml")
-    assert (twin.data, twin.tokenizer, twin.training, twin.seed) == (nano.data, nano.tokenizer, nano.training, nano.seed)
-    assert twin.model == nano.model
-    assert resolve(twin.decoding) == Autoregressive()
-    exits, dropout = arguments(twin, Path("x")).exits, arguments(twin, Path("x")).dropout
-    for step in (0, 1, 500, 1999):
-        assert exits.weights(step, 24, 2000) == [0.0] * 23 + [1.0]
-        assert dropout.rates(step, 24, 2000) == [0.0] * 24
-    assert any(arguments(nano, Path("x")).dropout.rates(1999, 24, 2000))
 
 
 def test_the_older_key_of_exits_keeps_its_meaning_also_under_another_recipe(tmp_path: Path) -> None:

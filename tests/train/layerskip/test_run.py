@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -47,26 +46,15 @@ class TestFinished:
         model, tokenizer = skipstone.load(finished.parent / "out" / "model")
         assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
         assert model.config.use_cache, "transformers' Trainer turns it off"
+        files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
+        assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
+        assert "training_args.bin" not in files
         output = skipstone.generate(model, "def f3(x)", tokenizer=tokenizer, max_new_tokens=12, do_sample=False)
         plain = skipstone.generate(
             model, "def f3(x)", "autoregressive", tokenizer=tokenizer, max_new_tokens=12, do_sample=False
         )
         assert output.new_tokens == plain.new_tokens
         assert output.stats.drafted > 0
-
-    @pytest.mark.slow
-    def test_weights_are_saved_in_the_recipes_dtype(self, finished: Path, tmp_path: Path) -> None:
-        folder = run(recipe(tmp_path, **EVALUATED, dtype="bfloat16"), say=quiet)
-        rounded, whole = skipstone.load(folder)[0], skipstone.load(finished.parent / "out" / "model")[0]
-        assert rounded.dtype == torch.bfloat16
-        assert whole.dtype == torch.float32
-        assert rounded.generation_config.skipstone == DECODING
-        found, expected = rounded.state_dict(), whole.state_dict()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
-        files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
-        assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
-        assert "training_args.bin" not in files
 
     def test_every_evaluation_reports_every_exit_of_every_source(self, finished: Path) -> None:
         found = [entry for entry in read_lines(finished.parent / "out" / "metrics.jsonl") if "eval_code_loss" in entry]
@@ -92,12 +80,13 @@ class TestFinished:
         measured = [entry for entry in history if "eval_sums_loss" in entry]
         assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
         assert len({(line.get_color(), line.get_linestyle()) for line in axes[1].lines}) == 6
-        assert draw([], tmp_path / "empty.png"), "before anything was logged"
+        draw([], tmp_path / "empty.png")  # before anything was logged
+        assert (tmp_path / "empty.png").exists()
 
     def test_without_matplotlib_a_warning_says_what_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.warns(UserWarning, match=r"curves.png is not drawn without matplotlib: pip install \"skipstone\[train\]"):
-            assert not draw([], tmp_path / "curves.png")
+            draw([], tmp_path / "curves.png")
         assert not (tmp_path / "curves.png").exists()
 
     def test_again_neither_trains_nor_changes_anything(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +130,6 @@ class TestFinished:
         ("change", "part"),
         [
             ({"training__learning_rate": 0.5}, "training.learning_rate differ"),
-            ({"training__max_steps": 6}, "data, training.max_steps differ"),
-            ({"exits": {"dilation": 3}}, "recipe differ"),
             ({"seed": 1}, r"was made from something else \(seed differ\)"),
             ({"tokenizer__vocab_size": 280}, r"was made from something else \(vocab_size differ\)"),
             ({"data__length": 12}, "data differ"),
@@ -185,27 +172,6 @@ class TestInterrupted:
         with pytest.raises(Interrupted):
             run(path, say=quiet)
         assert {"tokenizer.json", "made_from.json"} <= {one.name for one in (tmp_path / "out" / "tokenizer").iterdir()}
-
-
-@pytest.mark.slow
-def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Path) -> None:
-    """Answers that are all the same are learnt; prompts of random letters are not asked for, so the loss goes to nothing."""
-    rng = random.Random(0)
-    records = [{"q": "".join(rng.choices("abcdefgh", k=6)), "a": "x"} for _ in range(60)]
-    path = recipe(
-        tmp_path,
-        data={
-            "length": 16,
-            "held_out": 0.1,
-            "sources": [{"kind": "jsonl", "path": "own.jsonl", "prompt": "{q}", "template": "{a}"}],
-        },
-        training={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 0.03, "logging_steps": 1},
-    )
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    run(path, say=quiet)
-    found = [entry for entry in read_lines(tmp_path / "out" / "metrics.jsonl") if "eval_own_perplexity" in entry]
-    assert found[-1]["eval_own_perplexity"] < 1.1
-    assert losses(tmp_path / "out")[-1] < 0.1
 
 
 def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from skipstone.train.layerskip.schedules import (
     dropout_by_step,
     exit_scale,
     gradual,
-    normalised,
     rotational,
 )
 
@@ -170,26 +169,6 @@ def test_the_gradual_curriculum_only_grows_and_trains_every_layer_from_half_time
     assert all(len(after - before) <= 1 and before <= after for before, after in pairwise(sets))
     assert len(sets[steps // 2 + steps % 2]) == layers
     assert len(sets[steps // (2 * layers)]) <= 2
-
-
-@given(layers=st.integers(2, 60), steps=st.integers(2, 1000), p_max=st.floats(0, 1), data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_rates_grow_with_layer_and_step_and_stay_below_the_maximum(
-    layers: int, steps: int, p_max: float, data: st.DataObject
-) -> None:
-    step = data.draw(st.integers(1, steps - 1))
-    dropout = LayerDropout(p_max, "exponential")
-    before, now = dropout.rates(step - 1, layers, steps), dropout.rates(step, layers, steps)
-    assert now == sorted(now)
-    assert now[0] == 0
-    assert all(a <= b for a, b in zip(before, now, strict=True))
-    assert dropout.rates(steps - 1, layers, steps)[-1] == pytest.approx(p_max)
-
-
-def test_normalised_refuses_sets_without_weight() -> None:
-    assert normalised([True, False, True], [1.0, 5.0, 3.0]) == [0.25, 0, 0.75]
-    with pytest.raises(ValueError, match=r"exits E = \[1\] have no weight .*keep_last"):
-        normalised([True, False], [0.0, 1.0])
 
 
 def test_the_presets_carry_the_papers_settings() -> None:

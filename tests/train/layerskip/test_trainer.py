@@ -146,31 +146,6 @@ class TestUse:
         assert found[-1]["eval_a_agreement_exit_3"] == 1.0
 
     @pytest.mark.slow
-    def test_rows_of_different_lengths_through_a_collator_that_pads_on_the_left(self, tmp_path: Path) -> None:
-        data = [{name: value[: 12 - i % 3] for name, value in row.items()} for i, row in enumerate(rows(8))]
-        for row in data:  # which the padding before it would predict
-            row["labels"][0] = IGNORED
-
-        def collate(batch: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
-            width = max(len(row["input_ids"]) for row in batch)
-            fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
-            whole = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in batch]
-            gaps = [width - len(row["labels"]) for row in batch]
-            sides = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
-            return {
-                name: torch.stack([F.pad(row[name], gap, value=fill) for row, gap in zip(whole, sides, strict=True)])
-                for name, fill in fills.items()
-            }
-
-        measured = {}
-        for side in ("left", "right"):
-            own = {"data": data, "eval_dataset": data, "data_collator": lambda batch, side=side: collate(batch, side)}
-            one = trainer(tmp_path / side, dropout=OFF, max_steps=2, eval_exits=(2,), **own)
-            one.train()
-            measured[side] = [*losses(tmp_path / side), one.evaluate()["eval_perplexity_exit_2"]]
-        assert measured["left"] == pytest.approx(measured["right"], rel=1e-4)
-
-    @pytest.mark.slow
     def test_bfloat16_computes_in_it_and_keeps_float32_weights(self, tmp_path: Path) -> None:
         for name, bf16 in (("float32", False), ("bfloat16", True)):
             one = trainer(tmp_path / name, bf16=bf16)
@@ -178,19 +153,6 @@ class TestUse:
         assert {value.dtype for value in weights(one.model).values()} == {torch.float32}
         assert losses(tmp_path / "bfloat16") == pytest.approx(losses(tmp_path / "float32"), rel=0.02)
         assert losses(tmp_path / "bfloat16") != losses(tmp_path / "float32")
-
-    @pytest.mark.slow
-    def test_activation_checkpointing_changes_nothing(self, tmp_path: Path) -> None:
-        """The backward pass runs layers again: over the same rows, and with the same dropout of the attention."""
-        found = []
-        for name, on in (("plain", False), ("checkpointed", True)):
-            one = trainer(tmp_path / name, tiny(attention_dropout=0.2), activation_checkpointing=on)
-            calls: list[int] = []
-            one.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            one.train()
-            found.append((len(calls), losses(tmp_path / name), digest(one.model)))
-        assert found[1][0] == 2 * found[0][0], "nothing was computed again"
-        assert found[0][1:] == found[1][1:]
 
     @pytest.mark.slow
     def test_trained_twice(self, tmp_path: Path) -> None:
