@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.schedules import EarlyExitLoss
 from skipstone.utils.files import read_lines
 from tests.helpers.pairwise import slow_except
+from tests.helpers.parcels import everything as content
 from tests.helpers.training import Interrupted, arguments, interrupt_at, logged, rows, tiny, trainer
 
 PRINT = {"recipe": "a", "model": '{"layers": 3,\n "transformers_version": "5.20.0"}', "training": {"max_steps": 4, "rate": 0.1}}
@@ -30,10 +30,6 @@ def written(run: Path, step: int, fingerprint: dict[str, Any] = PRINT, content: 
     (folder / "model").write_text(content * 100)
     (folder / "deep" / "state").write_text(f"{step}")
     return checkpoint.publish(folder, run, step, fingerprint)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 class TestVerify:
@@ -116,27 +112,6 @@ class TestPublish:
         assert (folder / "model").read_text() == "new" * 100
         assert checkpoint.verify(folder, PRINT) == 4
         assert os.listdir(tmp_path) == ["checkpoint-4"]
-
-    def test_a_half_removed_checkpoint_has_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        written(tmp_path, 2)
-        written(tmp_path, 4)
-        real = shutil.rmtree
-
-        def rmtree(path: Path, ignore_errors: bool = False) -> None:
-            if ignore_errors:
-                real(path, ignore_errors=True)
-            else:
-                (Path(path) / "model").unlink()
-                raise Interrupted
-
-        monkeypatch.setattr(shutil, "rmtree", rmtree)
-        with pytest.raises(Interrupted):
-            checkpoint.keep_latest(tmp_path, 1)
-        monkeypatch.undo()
-        assert checkpoint.latest_good(tmp_path, PRINT) == tmp_path / "checkpoint-4"
-        assert list(tmp_path.glob("checkpoint-*")) == [tmp_path / "checkpoint-4"]
-        checkpoint.partial_folder(tmp_path)
-        assert sorted(os.listdir(tmp_path)) == [".partial", "checkpoint-4"]
 
 
 def full(monkeypatch: pytest.MonkeyPatch, place: str) -> None:

@@ -128,28 +128,6 @@ def test_a_saved_state_goes_on_bit_by_bit() -> None:
         assert all(same) if 0 in restored else not any(same)
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_schedule_moves_the_rates_of_both(loaded: bool) -> None:
-    model = build()
-    together = optimiser(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(together, lambda step: 0.5**step)
-    give_gradients(model, 0)
-    together.step()
-    if loaded:
-        together.load_state_dict(together.state_dict())
-    before = state(model)
-    for _ in range(2):
-        schedule.step()
-    rates = [MUON / 4, RATE / 4, RATE / 4]
-    assert [group["lr"] for group in together.param_groups] == pytest.approx(rates)
-    assert [group["lr"] for part in together.parts for group in part.param_groups] == pytest.approx(rates)
-    for group in together.param_groups:
-        group["lr"] = 0.0
-    give_gradients(model, 1)
-    together.step()
-    assert all(after.equal(before[name]) for name, after in state(model).items()), "a part has another rate"
-
-
 def test_adapters_of_the_layers_are_muons_and_need_no_adamw() -> None:
     settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=4)
     model: Any = peft.get_peft_model(build(), settings)

@@ -13,14 +13,10 @@ from skipstone.train.layerskip import run as running
 from skipstone.train.layerskip.arguments import arguments, read
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout
-from tests.helpers.training import recipe
+from tests.helpers.training import quiet, recipe
 
 SHAPE = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 SOURCE = {"name": "code", "kind": "jsonl", "path": "code.jsonl", "template": "{text}"}
-
-
-def quiet(text: str) -> None:
-    """Says nothing."""
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -11,20 +12,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import TrainerState
 
 import skipstone
 from skipstone.hf import api
 from skipstone.methods import LayerSkip
-from skipstone.train.layerskip import run as running
 from skipstone.train.layerskip.metrics import ProgressBar, curves, draw
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
 from skipstone.utils.files import read_lines
+from tests.helpers.parcels import everything as content
 from tests.helpers.training import DECODING, EVALUATED, Interrupted, finished_run, losses, quiet, recipe, stop_at
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -160,19 +158,6 @@ class TestInterrupted:
         assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
         assert losses(one) == losses(other)
 
-    @pytest.mark.slow
-    def test_while_the_tokenizer_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = recipe(tmp_path)
-        with monkeypatch.context() as patch:
-            patch.setattr(running, "fingerprint", lambda _: object())
-            with pytest.raises(TypeError):
-                run(path, say=quiet)
-        assert not (tmp_path / "out" / "tokenizer").exists()
-        stop_at(monkeypatch, 0)
-        with pytest.raises(Interrupted):
-            run(path, say=quiet)
-        assert {"tokenizer.json", "made_from.json"} <= {one.name for one in (tmp_path / "out" / "tokenizer").iterdir()}
-
 
 def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "moved")
@@ -209,11 +194,6 @@ def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
 
 class TestProgress:
     def test_a_bar_with_the_time_left_and_a_line_for_each_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import io
-        import sys
-
-        from transformers import TrainerState
-
         class Terminal(io.StringIO):
             def isatty(self) -> bool:
                 return True

@@ -229,7 +229,6 @@ class TestRefused:
             ({"eval_exits": (1, 4)}, r"eval_exits must lie between 1 and 3, the model's layers, found \[4\]"),
             ({"exits": EarlyExitLoss(dilation=4)}, r"dilation \(R\) must be at most the 3 layers"),
             ({"max_steps": 1, "dropout": LayerDropout(0.1, "exponential")}, "at least 2 steps, found 1"),
-            ({"model": tiny(num_hidden_layers=1)}, "at least 2 layers, found 1"),
         ],
     )
     def test_what_does_not_fit_the_model_before_any_work(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
