@@ -57,23 +57,22 @@ def check(model: nn.Module, accelerator: Accelerator, muon: bool) -> None:
     """ValueError for a model or settings that FSDP cannot shard. muon: whether Muon trains the layers' matrices."""
     plugin: Any = accelerator.state.fsdp_plugin
     config: Any = getattr(model, "config", None)
-    if plugin.fsdp_version != 2:
-        raise ValueError("FSDP 1 is not supported: launch with --fsdp_version 2")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            "the model is quantised: FSDP cuts trained weights in floating point, so start from the unquantised one"
-        )
-    if hasattr(model, "get_base_model"):
-        raise ValueError("adapters (model.lora) are not trained under FSDP: launch without --use_fsdp, which copies the model")
-    if muon:
-        raise ValueError("Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW")
-    if plugin.activation_checkpointing:
-        raise ValueError(
-            "fsdp_activation_checkpointing would run layers again without the recipe's dropped rows: set "
-            "training.activation_checkpointing: true instead"
-        )
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError("fp16 is not supported under FSDP: set training.bf16: true instead")
+    refused = {
+        "FSDP 1 is not supported: launch with --fsdp_version 2": plugin.fsdp_version != 2,
+        "the model is quantised: FSDP cuts trained weights in floating point, so start from the unquantised one": (
+            getattr(config, "quantization_config", None) is not None
+        ),
+        "adapters (model.lora) are not trained under FSDP: launch without --use_fsdp, which copies the model": (
+            hasattr(model, "get_base_model")
+        ),
+        "Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW": muon,
+        "fsdp_activation_checkpointing would run layers again without the recipe's dropped rows: set "
+        "training.activation_checkpointing: true instead": plugin.activation_checkpointing,
+        "fp16 is not supported under FSDP: set training.bf16: true instead": accelerator.mixed_precision == "fp16",
+    }
+    for reason, applies in refused.items():
+        if applies:
+            raise ValueError(reason)
 
 
 def shard(model: Any, accelerator: Accelerator) -> None:

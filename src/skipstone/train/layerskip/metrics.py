@@ -148,8 +148,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
         if name.endswith("_perplexity"):
             source = name.removeprefix("eval").removesuffix("_perplexity").lstrip("_")
             lines[source] = [f"{source or 'held-out'}: perplexity {value:.2f}, agreement"]
-    for name, value in metrics.items():
-        if (parts := EXIT_FIGURE.fullmatch(name)) and parts[2] == "agreement" and (parts[1] or "") in lines:
+        elif (parts := EXIT_FIGURE.fullmatch(name)) and parts[2] == "agreement" and (parts[1] or "") in lines:
             lines[parts[1] or ""].append(f"E={parts[3]} {value:.2f}")
     return [" ".join(line) for line in lines.values()]
 

@@ -67,8 +67,11 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
         resolve(recipe.decoding).check(ModelRunner(model.eval()))
+    rows = settings.max_steps * layout_of(settings.deciding()).step_rows
+    plan = RowPlan(length=recipe.data.length, rows=rows, held_out=recipe.data.held_out, seed=recipe.seed)
+    weights = {source.name: source.weight for source in recipe.data.sources}
     with settings.main_process_first(local=False):
-        prepared = _prepared(recipe, documents, folder, settings, tokenizer)
+        prepared = prepare(documents, weights, tokenizer, plan, folder / CACHE)
     if settings.eval_strategy != "no" and not prepared.held_out:
         raise ValueError("training.eval_strategy asks for evaluations, but nothing is held out that fills a row")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -109,19 +112,6 @@ def _match_step_rows(settings: LayerSkipArguments, folder: Path, say: Say) -> No
     passes = started.passes_of(layout_of(settings.deciding()))
     say(f"started with {started.processes} processes, goes on with {settings.world_size}: gradient_accumulation_steps={passes}")
     settings.gradient_accumulation_steps = passes
-
-
-def _prepared(
-    recipe: TrainingRecipe,
-    documents: list[Document],
-    folder: Path,
-    settings: LayerSkipArguments,
-    tokenizer: PreTrainedTokenizerBase,
-) -> TrainingData:
-    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
-    plan = RowPlan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
-    weights = {source.name: source.weight for source in recipe.data.sources}
-    return prepare(documents, weights, tokenizer, plan, folder / CACHE)
 
 
 def _trainer(
