@@ -81,7 +81,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: p
     found, running, own = [], set(), NativeEngine.run
     monkeypatch.setattr(NativeEngine, "run", lambda self, *given: running.add(self.quantize) or own(self, *given))
     for chains in (True, False):
-        monkeypatch.setattr(NativeEngine, "chains", chains)
+        monkeypatch.setattr(NativeEngine, "supports_chains", chains)
         method = SelfSpeculative((), (), None, DRAFTS, 0.1, draft_vocabulary=60, draft_quantize="int4")
         requests = [Request(prompt(n, n), 20) for n in (4, 9)]
         runner = ModelRunner(model, "native")

@@ -185,7 +185,7 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(
     monkeypatch.setattr(NativeEngine, "chain", lambda self, *given: calls.append(1) or own(self, *given))
     found: list[Any] = []
     for chains in (True, False):
-        monkeypatch.setattr(NativeEngine, "chains", chains)
+        monkeypatch.setattr(NativeEngine, "supports_chains", chains)
         requests = [Request(prompt(n, n), 10 + 9 * n, eos=eos) for n in (4, 9, 6)]
         decoder = start(method, ModelRunner(model, "native"), requests)
         steps = list(run(decoder))
