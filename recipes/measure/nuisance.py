@@ -21,8 +21,8 @@ import torch
 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.lab.inspect.policy_replay import replay_decisions
 from skipstone.methods.auto.auto import Auto
-from skipstone.methods.auto.policy_log import replayed
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def ratio(model: Any, batches: list[list[torch.Tensor]], method: Any, new: int) 
 def switches(log: Path) -> tuple[int, float]:
     """Changes of the drafter in a log, and the tokens in which they were made."""
     count, tokens, last = 0, 0.0, None
-    for one in replayed(log, time.perf_counter):
+    for one in replay_decisions(log, time.perf_counter):
         count, last = count + (one.again.current != last), one.again.current
         tokens += one.tokens
     return count, tokens

@@ -18,7 +18,7 @@ from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
     from skipstone.lab.inspect.lens import HeadLens, Lens
-    from skipstone.methods.auto.policy_log import Replayed
+    from skipstone.lab.inspect.policy_replay import ReplayedDecision
 
 
 def inspect(
@@ -83,9 +83,9 @@ def _look_through_layers(
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a log, made again from the same numbers, and how many of them are the recorded ones."""
     from skipstone.lab.inspect.decisions import save
-    from skipstone.methods.auto.policy_log import replayed
+    from skipstone.lab.inspect.policy_replay import replay_decisions
 
-    plans = list(replayed(path, time.perf_counter))
+    plans = list(replay_decisions(path, time.perf_counter))
     if out is not None:
         save(plans, out)
         print(f"skipstone: {out}", file=sys.stderr)
@@ -113,12 +113,12 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     print(f"{same} of {len(plans)} decisions are as recorded{_durations(plans) if plans else ''}")
 
 
-def _sums(plans: "list[Replayed]", *between: str) -> tuple[str, ...]:
+def _sums(plans: "list[ReplayedDecision]", *between: str) -> tuple[str, ...]:
     """Steps and tokens of some plans, as cells of a table."""
     return str(sum(plan.steps for plan in plans)), *between, f"{sum(plan.tokens for plan in plans):g}"
 
 
-def _losses(plans: "list[Replayed]") -> Any:
+def _losses(plans: "list[ReplayedDecision]") -> Any:
     """What each kind of decision lost compared with plain decoding, the largest loss first."""
     table = terminal.figure_table("drafter", "plans", "steps", "tokens", "plain steps lost")
     kinds = {kind: [plan for plan in plans if plan.again.kind == kind] for kind in {plan.again.kind for plan in plans}}
@@ -128,7 +128,7 @@ def _losses(plans: "list[Replayed]") -> Any:
     return table
 
 
-def _durations(plans: "list[Replayed]") -> str:
+def _durations(plans: "list[ReplayedDecision]") -> str:
     """How long the policy takes now."""
     from statistics import median
 

@@ -1,8 +1,8 @@
 """Which drafter drafts next, how far, or none; and what is measured next.
 
 Each drafter has a rate: tokens a plain step, over its own steps and over replays of committed text. The best one drafts
-(`Policy.decide`). An exploration account, a small share of the time, pays for what may change that: replays, trials of other
-drafters, and measurements of a plain step. The regret budget must cover every step.
+(`Policy.decide`). An exploration account, a small share of the time, pays for measurements that may change the choice: replays,
+trials of other drafters, and probes of plain steps. The regret budget must cover every step.
 
 Times are in plain steps unless a name says seconds. Positions count the committed tokens, of a batch the mean of its rows.
 """
@@ -19,9 +19,7 @@ from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCost
 from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
 from skipstone.policy.regret_budget import REQUEST_CREDIT, RegretBudget
 
-PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
-"""Steps that no model drafts for. A probe is a plain step that is taken to measure one."""
-
+PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"  # kinds of steps without a drafting model
 HALF_LIFE = 300.0  # tokens after which a step counts half in a drafter's rate: a passage of text
 PRIOR_TIME = 8.0  # plain steps at rate 1 that a rate begins with: fewer let one lucky replay choose a drafter
 MARGIN = 0.02  # share by which another drafter's rate must be larger: noise of a rate over 300 tokens
@@ -31,32 +29,29 @@ COPIED = 8  # tokens that a lookup commits in a copied passage, which says nothi
 EXPLORATION_SHARE = 0.004  # of the time that exploration may lose; at first thrice as much, and less with each HALF_LIFE
 MAX_EXPLORATION = 4.0  # plain steps on the exploration account at first, and at most: a trial that fails costs up to three
 SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the upper confidence bound of a rate
-AGAIN = 1000  # tokens after which a drafter is replayed, and timed, again
-TRIAL_STEPS = 3
-"""Steps of a trial, and steps up to which next to nothing is known of a drafter. Only the last step of a trial is timed: the
-first ones find other weights in the caches."""
-TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of such a step: two drafts, and more while the drafter is sure
+REMEASURE_AFTER = 1000  # tokens after which a drafter is replayed, and timed, again
+TRIAL_STEPS = 3  # steps of a trial, of which only the last is timed (the caches are cold before); fewer say next to nothing
+TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of a trial: two drafts, and more while the drafter is sure
 COST_DOUBT = 4.0
-"""Factor by which costs may be too high that this process has not measured, as a saved profile may be wrong by 3. Costs that
-were measured long ago may be by its root. A drafter that is worth drafting if they are is timed. Otherwise one that is believed
-to be slow would never be tried again."""
+"""Factor by which costs may be too high that this process has not measured, since a saved profile may be wrong by 3. Costs that
+were measured long ago may be too high by its root. A drafter that would pay then is timed, or it would never be tried again."""
 CHANGED = 1.25
-"""Factor by which two steps in a row must differ from what was expected before a plain step is measured. If the plain step
+"""Factor by which two steps in a row must differ from their expected times before a plain step is measured. If the plain step
 differs by its root, the whole machine is slower or faster."""
-COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps behind a draft that are slow, as it filled the caches, and what each loses at most
+COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps after a draft that find cold caches, and the time that each loses at most
 PROBE_STEPS = COLD_STEPS + 2  # the last two are measured
 STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
-"""Steps of a well-known drafter, and plain ones where nothing pays, that one decision stands for: deciding takes about 2 % of
-the shortest steps there are (1.6 ms). Also the tokens between two probes."""
+"""Steps of a well-known drafter, and plain ones if nothing pays, per decision: deciding takes about 2 % of the shortest steps
+(1.6 ms). PLAIN_AT_ONCE is also the number of tokens between two probes."""
 
 
 class Decision(NamedTuple):
     """What the next steps do, and why.
 
     kind: PLAIN, PROBE, LOOKUP, RECYCLE, or a drafter's name. price: tokens that a plain step is worth. current: the best
-    drafter. thresholds: survivals that a chain needs to be continued; shared: the same for one row of several, whose draft step
-    the others pay for. drafts: of a lookup, for every row. explores: the exploration account pays. steps: that the decision
-    stands for, as long as no lookup is worth more. stake: plain steps that one of them loses if no draft is accepted.
+    drafter. thresholds: survivals that a chain needs to go on; shared: the same for one of several rows, which share the draft
+    step. drafts: of a lookup, by row. explores: whether the exploration account pays. steps: that the decision stands for, if
+    no lookup is worth more. stake: plain steps that one of them loses if no draft is accepted.
     """
 
     kind: str
@@ -74,13 +69,12 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What became of a step, or of several plain ones. All counts are means of the rows of a batch.
+    """The outcome of a step, or of several plain ones. All counts are means over the rows of a batch.
 
-    tokens: committed. seconds: of all of it. drafts: that were scored. passes: draft steps. drafting, scoring: seconds of
-    these; 0 if unknown. fixed: seconds of the policy itself, which a drafting step's `seconds` include. confidences:
-    (confidence, accepted) of judged drafts. matches: (match, right tokens of its continuation, tokens that the text tells of).
-    ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds: plain steps behind enough others, and what one of
-    them takes. preparing: the engine compiled something.
+    tokens: committed. drafts: scored drafts. passes: draft steps. drafting, scoring, fixed: seconds of these and of the policy,
+    parts of `seconds`, 0 if unknown. confidences: (confidence, accepted) of judged drafts. matches: (length, right tokens of
+    the continuation, tokens that could be compared). ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds:
+    plain steps after others, and the time of one. preparing: the engine compiled something.
     """
 
     tokens: float
@@ -131,8 +125,8 @@ class Rate:
 
 @dataclass(slots=True)
 class DrafterState:
-    """What is known of a drafter. seen_at: position at which it was replayed or drafted, None for never. thresholds, shared: at
-    price 1, from the position `priced_at`. searches: its replays are evaluations of a search, whatever they cost."""
+    """What is known of a drafter. seen_at: position of its latest step or replay. thresholds, shared: at price 1, set at
+    `priced_at`. searches: its replays are evaluations of a search, which are worth any cost below the budget."""
 
     rate: Rate = field(default_factory=Rate)
     acceptance: ConfidenceAcceptance = field(default_factory=ConfidenceAcceptance)
@@ -147,10 +141,14 @@ class DrafterState:
         """Whether not even its first draft is worth its time."""
         return bool(self.thresholds) and self.thresholds[0] > 1
 
+    def thresholds_at(self, price: float) -> tuple[float, ...]:
+        """The first one is compared with a plain step, so it keeps price 1."""
+        return (*self.thresholds[:1], *[one * price for one in self.thresholds[1:]])
+
 
 class Exploration(NamedTuple):
-    """Something to measure. value: tokens since it was measured, for each plain step of its cost. kind: PROBE, "replay" or
-    "trial". cost: plain steps that it is expected to lose."""
+    """A possible measurement. value: tokens since the last one per plain step of its cost. kind: PROBE, "replay" or "trial".
+    cost: plain steps that it is expected to lose."""
 
     value: float
     kind: str
@@ -160,13 +158,13 @@ class Exploration(NamedTuple):
 
 @dataclass(slots=True)
 class Policy:
-    """All that decisions rest on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
+    """The state that decisions depend on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
     `observe_replay` change it. So a list of events makes every decision again.
 
-    drafters: RECYCLE among them if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode.
-    current: the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: steps in a row that took
-    longer (less long: below 0) than expected; surprised: their drafter; disputed: the time that they were charged beyond that.
-    starts_request: no step of it was taken yet.
+    drafters: with RECYCLE if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode. current:
+    the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: number of steps in a row that took
+    longer than expected (negative: less long); surprised: their drafter; disputed: time charged beyond the expected one.
+    starts_request: no step of the request was taken yet.
     """
 
     costs: LearnedCosts
@@ -191,14 +189,14 @@ class Policy:
     # ------------------------------------------------------------------------------------------------- decisions
 
     def decide(self, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
-        """What the next steps do. matches: of every row, tokens of the longest match of its end; empty if none is looked up.
-        can_replay: whether `next_replay` is asked as well, so that drafters are tried only if that is worth more."""
+        """What the next steps do. matches: by row, length of the longest match of its end; empty if none is looked up.
+        can_replay: whether `next_replay` is called as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
-        price, reason = self._price_of(current), "steps took longer, or less long, than expected: a plain step is measured"
+        price = self._price_of(current)
         if self.costs.plain.measurements < TRIAL_STEPS:
             return Decision(PLAIN, reason="plain decoding is timed")
         if abs(self.surprises) > 1 and self.position - self.probed_at > WINDOW:
-            return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
+            return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
             return self._wait(current, price, 0.0)
         explored = self._continue_trial(current, price)
@@ -207,7 +205,7 @@ class Policy:
         return explored or self._look_up(current, price, matches) or self._draft(current, price)
 
     def stands(self, decision: Decision, matches: Sequence[int]) -> bool:
-        """Whether a decision for several steps still holds, although there are matches now."""
+        """Whether a decision for several steps still holds with the current matches."""
         return not any(matches) or self._look_up(decision.current, decision.price, matches) is None
 
     def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
@@ -228,14 +226,12 @@ class Policy:
         if not self._may_choose and (self.current != RECYCLE or self.recycled.tree is not None):
             return self.current
         rates = self.rates()
-        current = self.current if self.current in rates else None
-        best = max(rates, key=rates.__getitem__, default=None)
-        rate = 1.0 if current is None else rates[current]
+        best, rate = max(rates, key=rates.__getitem__, default=None), rates.get(self.current or "", 1.0)
         if best is not None and rates[best] > max(rate, 1.0) * (1 + MARGIN):
             return best
-        if current is None:
+        if self.current not in rates:
             return None
-        return current if rate > (1 + MARGIN if self.drafters[current].is_hopeless else 1 - MARGIN) else None
+        return self.current if rate > (1 + MARGIN if self.drafters[self.current].is_hopeless else 1 - MARGIN) else None
 
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
@@ -246,13 +242,16 @@ class Policy:
         is_plain = current is None or self.drafters[current].is_hopeless
         return 1.0 if is_plain or current is None else max(1.0, self.drafters[current].rate.value)
 
+    def _probe(self, current: str | None, price: float, reason: str = "a plain step is measured") -> Decision:
+        return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
+
     def _wait(self, current: str | None, price: float, amount: float) -> Decision:
-        """Plain steps until so much may be lost."""
+        """Plain steps until the budget covers an amount."""
         steps = self.budget.steps_until(amount, WINDOW if current is not None else PLAIN_AT_ONCE)
         return Decision(PLAIN, price, current, "the regret budget is spent: plain until it recovers", steps=steps)
 
     def _draft(self, current: str | None, price: float) -> Decision:
-        """What the best drafter does."""
+        """A step of the best drafter."""
         if current is None:
             steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
             first = max(CHOOSE_EVERY - self.position, 0)  # until the first replay
@@ -260,18 +259,18 @@ class Policy:
         own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
         if own.is_hopeless:
             return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
-        thresholds = (*own.thresholds[:1], *[one * price for one in own.thresholds[1:]])
-        shared, tree = tuple([one * price for one in own.shared]), self.recycled.tree if current == RECYCLE else None
+        thresholds, shared = own.thresholds_at(price), tuple([one * price for one in own.shared])
+        tree = self.recycled.tree if current == RECYCLE else None
         steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
-        wanted = Decision(current, price, current, reason, thresholds, shared, tree=tree, steps=steps)
-        return self._affordable(wanted) or self._wait(current, price, self._stake(current, 1))
+        decision = Decision(current, price, current, reason, thresholds, shared, tree=tree, steps=steps)
+        return self._affordable(decision) or self._wait(current, price, self._stake(current, 1))
 
     def _stake(self, kind: str, drafts: float) -> float:
         """Plain steps that a step loses if none of so many drafts is accepted."""
         return self.costs.of(kind).step(drafts) - 1
 
     def _affordable(self, decision: Decision, min_drafts: int = 1) -> Decision | None:
-        """The same with no more drafts and steps than the budget pays for, None if that is none."""
+        """The decision with as many drafts and steps as the budget covers; None for none."""
         remaining, kind, drafts = self.budget.remaining, decision.kind, list(decision.drafts)
         if decision.tree is not None:
             stake = self._stake(kind, len(decision.tree.ranks))
@@ -290,8 +289,8 @@ class Policy:
         return decision._replace(steps=steps, stake=stake)
 
     def _look_up(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
-        """A lookup that gains more than the current drafter does in the same time. A longer one is worth its scoring at the
-        rate of lookups: copied text is not there in the next step as well."""
+        """A lookup, if it gains more than the current drafter in the same time. The price of its length is at least the rate of
+        lookups: the next step may find no copied text."""
         if not any(matches):
             return None
         rows, scoring = len(matches), self.costs.scoring[HOST]
@@ -307,21 +306,17 @@ class Policy:
     # ------------------------------------------------------------------------------------------------- exploration
 
     def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
-        """A step that measures something; None where nothing is to be measured, or nothing pays for it."""
+        """A step that measures something; None if nothing is due or affordable."""
         if self.exploration >= COLD_LOSS and self._is_old(HOST):
-            reason = "the scoring of lookups and recycled tokens is timed"
+            decision = Decision(LOOKUP, price, current, "the scoring of lookups and recycled tokens is timed", explores=True)
             if any(matches):
-                drafts = tuple(2 * min(match, 1) for match in matches)
-                return self._affordable(Decision(LOOKUP, price, current, reason, drafts=drafts, explores=True))
+                return self._affordable(decision._replace(drafts=tuple([2 * min(match, 1) for match in matches])))
             if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
-                short = RankTree((-1, 0), (0, 0), 1.0)
-                return self._affordable(Decision(RECYCLE, price, current, reason, tree=short, explores=True))
+                return self._affordable(decision._replace(kind=RECYCLE, tree=RankTree((-1, 0), (0, 0), 1.0)))
         best = self._best_exploration(current, {}, can_replay)
         if best is None or best.kind == "replay":
             return None
-        if best.kind == "trial":
-            return self._try(best.name, current, price)
-        return Decision(PROBE, price, current, "a plain step is measured", steps=PROBE_STEPS, explores=True)
+        return self._try(best.name, current, price) if best.kind == "trial" else self._probe(current, price)
 
     def _try(self, name: str, current: str | None, price: float) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
@@ -333,15 +328,15 @@ class Policy:
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
         timed_at, few = self.costs.timed_at.get(name), self.costs.measurements(name) < TRIAL_STEPS
-        return timed_at is None or self.position - timed_at > (HALF_LIFE if few else AGAIN)
+        return timed_at is None or self.position - timed_at > (HALF_LIFE if few else REMEASURE_AFTER)
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
-        """What is worth most, if the exploration account pays for it; otherwise that is saved for. None for nothing."""
-        found = max(self._explorations(current, lag, can_replay), default=None)
-        return found if found is not None and self.exploration >= min(found.cost, MAX_EXPLORATION) else None
+        """The most valuable measurement; None if there is none, or the exploration account still saves for it."""
+        best = max(self._explorations(current, lag, can_replay), default=None)
+        return best if best is not None and self.exploration >= min(best.cost, MAX_EXPLORATION) else None
 
     def _explorations(self, current: str | None, lag: Mapping[str, int], can_replay: bool) -> Iterable[Exploration]:
-        """All that the budget pays for."""
+        """All measurements that the regret budget covers."""
         best, price, remaining = max([1.0, *self.rates().values()]), self._price_of(current), self.budget.remaining
         since_probe = self.position - self.probed_at
         if current is not None and since_probe > PLAIN_AT_ONCE and remaining > COLD_STEPS * COLD_LOSS:
@@ -350,20 +345,18 @@ class Policy:
         for name, one in self.drafters.items():
             if name == RECYCLE or (name == current and not one.is_hopeless):
                 continue
-            age, is_unknown = self.position - (-AGAIN if one.seen_at is None else one.seen_at), one.rate.steps < TRIAL_STEPS
-            hopes = age >= (WINDOW / 2 if is_unknown else WINDOW) and (one.rate.upper_bound > best or age > AGAIN)
+            age = self.position - (-REMEASURE_AFTER if one.seen_at is None else one.seen_at)
+            is_unknown = one.rate.steps < TRIAL_STEPS
+            may_win = one.rate.upper_bound > best or age > REMEASURE_AFTER
+            is_due = may_win and age >= (WINDOW / 2 if is_unknown else WINDOW)
             replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
-            is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer one loses more than two steps of a trial
-            if (
-                is_replayed
-                and hopes
-                and self.position >= CHOOSE_EVERY
-                and (cost := replay * max(lag.get(name, 0) / WINDOW, 1.0)) <= remaining
-            ):
+            is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer replay loses more than two steps of a trial
+            cost = replay * max(lag.get(name, 0) / WINDOW, 1.0)
+            if is_replayed and is_due and self.position >= CHOOSE_EVERY and cost <= remaining:
                 yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
-            is_wanted = (hopes and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
-            if is_wanted and self._stake(name, 2) <= remaining:
-                cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -AGAIN)
+            is_tried = (is_due and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
+            if is_tried and self._stake(name, 2) <= remaining:
+                cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -REMEASURE_AFTER)
                 value = max(self.position - timed_at, 0 if is_replayed else age) / cost
                 yield Exploration(math.inf if timed_at < 0 and not is_unknown else value, "trial", name, cost)
 
@@ -374,8 +367,8 @@ class Policy:
         return max(lost, COLD_LOSS)
 
     def _potential(self, name: str) -> float:
-        """The speed-up of a drafter with the best number of drafts, if its costs are believed to be too high. A pass over
-        several tokens takes a plain step at least, unless drafting is believed to do a part of it."""
+        """The speed-up of a drafter with the best number of drafts if its costs are too high by COST_DOUBT. A pass over several
+        tokens takes at least a plain step, unless drafting is believed to do a part of it."""
         if name in self.costs.schedules:
             return self.drafters[name].rate.upper_bound
         costs, acceptance = self.costs.of(name), self.drafters[name].acceptance.mean
@@ -387,15 +380,15 @@ class Policy:
     # ------------------------------------------------------------------------------------------------- learning
 
     def begin_request(self) -> None:
-        """A request begins where none is running: what was learnt of others counts half."""
+        """A request begins while no other is running: rates of earlier ones count half."""
         self.budget.begin_request()
         self.starts_request = True
         for one in self.drafters.values():
             one.rate.keep(0.5)
 
     def resized(self, rows: int) -> "Policy":
-        """The same where so many rows decode. If that is less than twice as many, or more than half, steps take about the same
-        and one plain step is timed; otherwise what steps take is a guess. The budget is shared."""
+        """The policy for another number of rows, with the same budget. If that is less than twice as many, or more than half,
+        step times are about the same and one plain step is timed. Otherwise step times are guesses."""
         other = copy.deepcopy(self)
         other.budget, other.rows, is_near = self.budget, rows, max(rows, self.rows) < 2 * min(rows, self.rows)
         other.costs.plain.measurements = TRIAL_STEPS - 1 if is_near else 0
@@ -404,7 +397,7 @@ class Policy:
         return other._with_old_times()
 
     def restarted(self, budget: RegretBudget) -> "Policy":
-        """The same in another process, which measures costs once more."""
+        """The policy in another process, which measures costs once more."""
         self.budget, self.exploration, self.costs.timed_at = budget, MAX_EXPLORATION, {}
         self.begin_request()
         return self._with_old_times()
@@ -416,7 +409,7 @@ class Policy:
         return self
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
-        """The steps of a decision were taken. Its kind is PLAIN if there was nothing to draft."""
+        """Learns from the steps of a decision. Its kind is PLAIN if there was nothing to draft."""
         kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
         if (self.current != decision.current or is_choice) and self.costs.plain.measurements >= TRIAL_STEPS:
             self.chosen_at, self.current = self.position, decision.current
@@ -440,15 +433,13 @@ class Policy:
                 self._set_thresholds(self.current)
 
     def _observe_plain(self, decision: Decision, results: Sequence[StepResult]) -> float:
-        """After plain steps. They are charged as one each, and those behind a draft also what they take more."""
+        """After plain steps. Each is charged one plain step, and those after a draft also their extra time."""
         plain, steps, seconds = self.costs.plain, sum([one.steps for one in results]), sum([one.seconds for one in results])
         if plain.measurements < TRIAL_STEPS:
             plain.observe(seconds / steps)
             return float(steps)
-        warm, warm_seconds = (
-            sum([one.warm_steps for one in results]),
-            sum([one.warm_steps * one.warm_seconds for one in results]),
-        )
+        warm = sum([one.warm_steps for one in results])
+        warm_seconds = sum([one.warm_steps * one.warm_seconds for one in results])
         excess = (seconds - warm_seconds) / plain.value - (steps - warm)
         if warm:
             self._observe_plain_step(warm_seconds / warm)
@@ -459,11 +450,11 @@ class Policy:
         return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + fixed
 
     def _observe_plain_step(self, seconds: float) -> None:
-        """A warm plain step takes so long. It tells whether the machine or a drafter has surprised."""
+        """After a warm plain step. It tells whether the machine or a drafter caused surprises."""
         plain = self.costs.plain
         if abs(self.surprises) > 1:
             factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
-            if factor**2 > CHANGED:  # nobody has lost what was charged in plain steps that were too short
+            if factor**2 > CHANGED:  # the charges were in plain steps that were too short
                 plain.value = seconds
                 self.budget.charge(-self.disputed, 0.0)
             else:
@@ -472,8 +463,8 @@ class Policy:
         plain.observe(seconds)
 
     def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
-        """After steps that drafted. Returns the time that is charged. is_choice: drafters were compared before them; costs that
-        are known well are learnt only then."""
+        """After steps that drafted. Returns the charged time. is_choice: drafters were compared before them; only then are
+        well-known costs learnt."""
         kind, tokens, preparing = decision.kind, sum([one.tokens for one in results]), any(one.preparing for one in results)
         costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
@@ -497,9 +488,8 @@ class Policy:
         return time
 
     def _charged(self, time: float, expected: float, preparing: bool) -> float:
-        """The time of steps that is charged. Compiling is no step's fault, and a stall is seldom one's: one now and then is
-        charged as twice its expected time, and others with as much as a request may lose at most. The first step of a request
-        finds caches that the prompt has filled, as a plain one would."""
+        """The charged time of steps. Compiling is not charged, nor is the first step of a request, which finds caches that the
+        prompt has filled. A rare stall is charged as twice the expected time, others as REQUEST_CREDIT more at most."""
         if preparing or self.starts_request:
             return min(time, max(expected, 1.0))
         if time > 2 * expected and (self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE):
@@ -508,7 +498,7 @@ class Policy:
         return min(time, expected + REQUEST_CREDIT)
 
     def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
-        """Whether this is a step of a trial that is not timed. Counts them. A slow one ends the trial. A drafter with its own
+        """Whether this is an untimed step of a trial. Counts the steps; a slow one ends the trial. A drafter with its own
         schedule needs more steps to get going, and all are timed."""
         kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
         if not decision.explores or not (has_schedule or kind in self.costs.drafting):
@@ -519,7 +509,7 @@ class Policy:
         return self.trial is not None and not has_schedule
 
     def _watch(self, kind: str, factor: float, excess: float) -> None:
-        """Two surprises in a row ask for a probe. factor, excess: of the time that was expected, and the charge beyond it."""
+        """Counts surprises; two in a row cause a probe. factor: time over expected time. excess: charge beyond that."""
         if self.starts_request or 1 / CHANGED < factor < CHANGED:
             self.surprises = 0
             return
@@ -528,7 +518,7 @@ class Policy:
         self.surprises, self.disputed = (self.surprises + sign, self.disputed + excess) if goes_on else (sign, excess)
 
     def _time(self, kind: str, result: StepResult) -> None:
-        """What a step says of costs."""
+        """Learns costs from the times of a step."""
         costs, plain = self.costs, self.costs.plain.value
         name = kind if kind in costs.drafting or kind in costs.schedules else HOST
         if name not in costs.timed_at:
@@ -544,7 +534,7 @@ class Policy:
         costs.timed_at[name] = self.position
 
     def _observe_ranks(self, decision: Decision, ranks: Sequence[int]) -> None:
-        """What steps say of recycled tokens."""
+        """Learns from the ranks of committed tokens among the recycled ones."""
         tree, rate, scoring = self.recycled.tree, self.drafters[RECYCLE].rate, self.costs.scoring[HOST]
         self.recycled.observe(ranks)
         if decision.kind == RECYCLE:
@@ -565,10 +555,10 @@ class Policy:
     def observe_replay(
         self, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float = 0.0, read: int = 0
     ) -> None:
-        """A drafter was replayed on the latest committed tokens, which it now decodes virtually with its own thresholds.
+        """Learns from a replay of a drafter on the latest committed tokens: it decodes them virtually with its thresholds.
 
-        confidences, right: of every token; none where they say nothing of what it drafts now. seconds: that it took, 0 if
-        unknown. read: tokens that it had to read.
+        confidences, right: by token; empty if they do not describe its current drafts. seconds: of the replay, 0 if unknown.
+        read: tokens that it had to read.
         """
         one = self.drafters[name]
         if seconds:
@@ -581,8 +571,7 @@ class Policy:
             return
         one.acceptance.observe(zip(confidences, right, strict=True))
         self._set_thresholds(name)
-        price, costs, place = max(1.0, one.rate.value), self.costs.of(name), 0
-        thresholds = (*one.thresholds[:1], *[each * price for each in one.thresholds[1:]])
+        thresholds, costs, place = one.thresholds_at(max(1.0, one.rate.value)), self.costs.of(name), 0
         while place < len(right):
             survival, drafts, accepted, good = 1.0, 0, 0, True
             while place + drafts < len(right) and drafts < len(thresholds) and survival >= thresholds[drafts]:

@@ -133,23 +133,22 @@ class LineTime:
             self.step = max(step + (ne + n * start) / nn, step / MEMORY)
 
 
-def _first_table() -> list[float]:
-    return [0.0, *(1 + FIRST_SLOPE * n for n in range(TABLE + 1))]
-
-
 @dataclass(slots=True)
 class ScoringTime:
-    """V(n), what a pass takes that scores n tokens of every row: a line, and what was measured of single numbers of tokens.
+    """V(n), the time of a pass that scores n tokens of every row: a line, corrected at the numbers that were measured.
 
-    One outlier among them makes no wall that drafts never cross again, and a step in the times of longer passes is learnt. V(1)
-    is 1. From 2 on V never falls. It may be below 1 there, if drafting has run a part of the layers.
-
-    line: over n - 1. places: n -> (mean, measurements). table: V(0), V(1), ...
+    A sudden step in the times is learnt, but one outlier makes no wall that drafts never cross again. V(1) is 1. From 2 on V
+    never falls; it may be below 1 if drafting has run a part of the layers. line: over n - 1. places: n -> (mean,
+    measurements). table: V(0), V(1), ...
     """
 
     line: LineTime = field(default_factory=lambda: LineTime(1.0, FIRST_SLOPE))
     places: dict[int, tuple[float, float]] = field(default_factory=dict)
-    table: list[float] = field(default_factory=_first_table)
+    table: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.table:
+            self.draw()
 
     def __call__(self, tokens: float) -> float:
         low = int(tokens)
@@ -159,23 +158,20 @@ class ScoringTime:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a row at most: twice as many tokens as were scored. Further away nothing is known of V."""
+        """Maximal number of drafts of a row: twice the tokens that were scored, because V is unknown beyond."""
         return min(max(LOOKAHEAD, 2 * max(self.places, default=0)), TABLE - 1)
 
     def copy(self) -> "ScoringTime":
-        """The same as a guess."""
+        """The same times as guesses."""
         return ScoringTime(LineTime(self.line.start, self.line.step), {}, list(self.table))
 
     def among(self, times: float) -> "ScoringTime":
-        """A guess where so many times as many rows decode: a pass over n tokens of each row is one over times n tokens of one
-        row, compared with one over `times`."""
+        """A guess for `times` as many rows: a pass over n tokens of each is one over times x n tokens of one row."""
         step = self.line.step * times / (1 + self.line.step * (times - 1))
-        found = ScoringTime(LineTime(1.0, step if step > 0 else self.line.step))
-        found.draw()
-        return found
+        return ScoringTime(LineTime(1.0, step if step > 0 else self.line.step))
 
     def observe(self, tokens: float, time: float) -> None:
-        """A pass over so many tokens of every row took so long."""
+        """Learns the time of a pass over so many tokens of every row."""
         if tokens <= 1:
             return
         n, believed = max(round(tokens), 2), self(tokens)
@@ -189,7 +185,7 @@ class ScoringTime:
         self.draw()
 
     def draw(self) -> None:
-        """Works the table out. A number that was not measured differs from the line as the next smaller one does."""
+        """Computes the table. An unmeasured number differs from the line as much as the next smaller measured one."""
         line, value, offset, table = self.line, 0.0, 0.0, [0.0, 1.0]
         for n in range(2, TABLE + 2):
             if n in self.places:
@@ -202,12 +198,11 @@ class ScoringTime:
 
 @dataclass(slots=True)
 class LearnedCosts:
-    """What steps take, as far as the loop has measured. All times but `plain_seconds` are in plain steps, so that they stay
-    right while the whole machine is slower.
+    """Times of steps, measured by the loop. All but `plain` are in plain steps, which a slower machine does not change.
 
     plain: seconds of a plain step. fixed: of a step that drafts, without drafting and scoring. drafting: drafter -> a chain.
-    scoring: drafter -> V of its drafts; one that was not measured takes that of HOST. schedules: drafter with its own schedule
-    -> a whole step. replays: drafter -> a replay. timed_at: drafter -> position at which this process timed it.
+    scoring: drafter -> V of its drafts; one without an entry takes that of HOST. schedules: drafter with its own schedule -> a
+    whole step. replays: drafter -> a replay. timed_at: drafter -> position at which this process timed it.
     """
 
     plain: MeanTime
@@ -230,32 +225,31 @@ class LearnedCosts:
         line = self.drafting[drafter]
         return StepCosts(1.0, line.step, self.scoring_of(drafter), line.start, self.fixed)
 
-    def measurements(self, drafter: str) -> float:
-        """How many there are of a drafter."""
+    def _beliefs(self, drafter: str) -> "list[MeanTime | LineTime]":
         if drafter in self.schedules:
-            return self.schedules[drafter].measurements
-        return self.drafting[drafter].measurements if drafter in self.drafting else self.scoring[HOST].line.measurements
+            return [self.schedules[drafter]]
+        if drafter not in self.drafting:
+            return [self.scoring[HOST].line]
+        return [self.drafting[drafter], *([self.scoring[drafter].line] if drafter in self.scoring else [])]
+
+    def measurements(self, drafter: str) -> float:
+        """Number of measurements of a drafter."""
+        return self._beliefs(drafter)[0].measurements
 
     def doubt(self, drafter: str) -> None:
-        """A drafter's times are guesses again: the next measurement far from them replaces them."""
-        if drafter in self.schedules:
-            self.schedules[drafter].measurements = 0
-        elif drafter in self.drafting:
-            self.drafting[drafter].measurements = 0
-            if drafter in self.scoring:
-                self.scoring[drafter].line.measurements = 0
-        else:
-            self.scoring[HOST].line.measurements = 0
+        """A drafter's times become guesses: the next measurement far from them replaces them."""
+        for belief in self._beliefs(drafter):
+            belief.measurements = 0
 
     def observe_scoring(self, drafter: str, tokens: float, time: float) -> None:
-        """Scoring so many tokens of every row took so long. HOST learns from others until its own drafts were timed."""
+        """Learns V from one pass. HOST learns from other drafters until its own drafts are timed."""
         if drafter not in self.scoring:
             self.scoring[drafter] = self.scoring[HOST].copy()
         for name in [drafter] if HOST in (*self.timed_at, drafter) else [drafter, HOST]:
             self.scoring[name].observe(tokens, time)
 
     def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
-        """A chain of so many draft steps took so long. Drafters that are still guesses were guessed as wrongly."""
+        """Learns from a chain of so many draft steps. If the guess was wrong, other guesses change by the same factor."""
         line = self.drafting[drafter]
         before, was_guess = line(passes), not line.measurements
         line.observe(passes, time)

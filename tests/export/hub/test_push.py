@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a broken profile": ("profile", _write("{"), "is no profile"),
     "another file": ("profile", _write('{"a": 1}'), "is neither a profile of `skipstone search` nor"),
     "half a profile": ("profile", _write('{"attention": [1]}'), "says nothing of a layer set: model is"),
-    "a tuned profile of old": ("profile", _write(TUNED_OF_OLD), "is of version 5, this skipstone reads version"),
+    "a tuned profile of old": ("profile", _write(TUNED_OF_OLD), "of version 5, this skipstone reads version"),
     "nothing": ("profile", Path.unlink, "no such file or folder"),
 }
 SPOILT: dict[str, Callable[[Path], Path]] = {

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from skipstone.lab.inspect import decisions
-from skipstone.methods.auto.policy_log import Replayed
+from skipstone.lab.inspect.policy_replay import ReplayedDecision
 from skipstone.policy.choose_drafter import Decision, StepResult
 
 pytest.importorskip("matplotlib")
 
 
-def decided(position: int, kind: str, tokens: float, seconds: float, replay: float = 0.0, steps: int = 1) -> Replayed:
+def decided(position: int, kind: str, tokens: float, seconds: float, replay: float = 0.0, steps: int = 1) -> ReplayedDecision:
     decision = Decision(kind)
-    return Replayed(position, decision, decision, [StepResult(tokens, seconds, steps)], replay, 1e-5, 1e-5, 0.0)
+    return ReplayedDecision(position, decision, decision, [StepResult(tokens, seconds, steps)], replay, 1e-5, 1e-5, 0.0)
 
 
 STEPS = [

@@ -31,9 +31,9 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.lab.inspect.policy_replay import replay_decisions
 from skipstone.methods import resolve, speculative
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.methods.auto.policy_log import replayed
 from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, Policy
 from skipstone.policy.draft_length import best_tree
 from tests.helpers import families
@@ -440,7 +440,7 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     Clocked(monkeypatch, {"layerskip, exit 2": 0.3})
     method = Auto((PromptLookup(), Recycle(), LayerSkip(2)), log=str(file))
     texts_of(raw, method, count=4)
-    found = list(replayed(file, time.perf_counter))
+    found = list(replay_decisions(file, time.perf_counter))
     assert len({one.again.kind for one in found}) >= 3
     assert all(one.is_same for one in found)
     drafted = [one for one in found if one.again.kind == one.recorded.kind not in (PLAIN, PROBE) and one.position > 50]
@@ -450,7 +450,7 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     lines = file.read_text().splitlines()
     changed = [line.replace('"tokens": 2.0', '"tokens": 1.0') for line in lines]
     file.write_text("\n".join(changed))
-    assert not all(one.is_same for one in replayed(file, time.perf_counter)), "decisions rest on what is recorded"
+    assert not all(one.is_same for one in replay_decisions(file, time.perf_counter)), "decisions rest on what is recorded"
 
 
 @pytest.mark.parametrize("text", ["{}", "nothing", '{"state": 3}', '{"request": null}', '{"other": 1}'])
@@ -458,4 +458,4 @@ def test_a_file_that_is_no_log_is_refused_with_its_line(text: str, tmp_path: Pat
     file = tmp_path / "steps.jsonl"
     file.write_text(text + "\n")
     with pytest.raises(ValueError, match="line 1: this is no record of auto's decisions"):
-        list(replayed(file, time.perf_counter))
+        list(replay_decisions(file, time.perf_counter))

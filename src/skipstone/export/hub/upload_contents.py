@@ -128,7 +128,7 @@ def _file(path: Path) -> UploadContents:
     if not isinstance(profile, dict) or not {"state", "attention"} & set(profile):
         raise ValueError(f"{path} is neither a profile of `skipstone search` nor one of `skipstone tune`")
     if "state" in profile:
-        tuned = saved_profile.read(path)
+        tuned = saved_profile.read(path).model_dump()
         tuned["key"].pop(saved_profile.NODE, None)  # the machine's name is private
         content = (json.dumps(tuned, indent=1) + "\n").encode()
         return UploadContents(TUNED, {saved_profile.TUNED: content}, (), provenance.of_tuned(tuned))

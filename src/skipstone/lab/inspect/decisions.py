@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from skipstone.methods.auto.policy_log import Replayed
+from skipstone.lab.inspect.policy_replay import ReplayedDecision
 from skipstone.policy.choose_drafter import PLAIN, PROBE
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 
 
-def cumulative_gain(found: Sequence[Replayed]) -> list[float]:
+def cumulative_gain(found: Sequence[ReplayedDecision]) -> list[float]:
     """Cumulative gain in plain steps after every decision: its tokens minus its time.
 
     The unit is the median time of a plain step. ValueError without one.
@@ -26,7 +26,7 @@ def cumulative_gain(found: Sequence[Replayed]) -> list[float]:
     return list(accumulate(one.tokens - one.seconds / unit for one in found))
 
 
-def figure(found: Sequence[Replayed]) -> Any:
+def figure(found: Sequence[ReplayedDecision]) -> Any:
     """A matplotlib figure: one line per drafter with a bar per step, as long as its tokens; below, the cumulative gain."""
     drawn = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=(11, 4), layout="constrained")
     lines, gain = drawn.subplots(2, 1, sharex=True)
@@ -43,7 +43,7 @@ def figure(found: Sequence[Replayed]) -> Any:
     return drawn
 
 
-def save(found: Sequence[Replayed], path: Path) -> None:
+def save(found: Sequence[ReplayedDecision], path: Path) -> None:
     """The picture as a .png or .svg file."""
     data = io.BytesIO()
     figure(found).savefig(data, format=path.suffix.removeprefix("."), dpi=120)

@@ -1,9 +1,7 @@
-"""The fastest lossless way: of several drafters the one that pays most here and now, as long as one does, and plain decoding
-where none does.
+"""`auto`: drafts with the drafter that is fastest on this text and machine, or decodes plainly if none pays.
 
-`policy/` decides, from replays of every drafter, from measured times, and within a budget for the loss against plain decoding.
-This file measures and obeys. Drafts are coupled to the target's noise, so that the text, drawn at random or not, is that of
-plain decoding with the same seed, whatever is decided.
+`policy/` decides. This file carries decisions out, measures, and tells the policy. Drafts are coupled to the target's noise, so
+greedy and sampled texts are those of plain decoding with the same seed, whatever is decided.
 """
 
 from dataclasses import dataclass, replace
@@ -70,7 +68,6 @@ class Auto(Method):
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
     def methods(self, model: ModelRunner) -> tuple[Method, ...]:
-        """The candidates on a model."""
         return usual_methods(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
 
     def takes_predictions(self, model: ModelRunner) -> bool:
@@ -82,7 +79,7 @@ class Auto(Method):
             check_candidate(one)
             one.check(model)
         if self.profile is not None:
-            saved_profile.named(self.profile, model)
+            saved_profile.read_named(self.profile, model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return method_states.method_report(self, None, model)
@@ -92,54 +89,52 @@ class Auto(Method):
 
 
 class AutoDrafter(Drafter):
-    """Owns drafters. Asks the policy, lets one of them draft, measures, and tells the policy."""
+    """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
     def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
-        wanted = method.methods(model)
+        methods = method.methods(model)
         self.method, self.model = method, model
-        self.candidates = candidates_of(wanted, model, rows, capacity)
-        recycle = next((one for one in wanted if isinstance(one, Recycle)), None)
+        self.candidates = candidates_of(methods, model, rows, capacity)
+        recycle = next((one for one in methods if isinstance(one, Recycle)), None)
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
-        self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in wanted))
+        self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = [one.drafter for one in self.candidates.values()]
         self.requirements = Requirements(max([WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters)]))
         self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters]
-        # what a model's own layers draft depends on no text
-        self._listeners = [
-            one for one in self._members if isinstance(one, DraftModelDrafter) or not isinstance(one, ChainDrafter)
-        ]
-        self._readers = {
+        self._draft_models = {
             name: one.drafter for name, one in self.candidates.items() if isinstance(one.drafter, DraftModelDrafter)
         }
-        self._engines = [model.engine, *(one.draft_model.engine for one in self._readers.values())]
+        # other chains come from the model's own layers, which need no commits
+        own_layers = [one for one in drafters if isinstance(one, ChainDrafter) and not isinstance(one, DraftModelDrafter)]
+        self._listeners = [one for one in self._members if one not in own_layers]
+        self._engines = [model.engine, *(one.draft_model.engine for one in self._draft_models.values())]
         self._prepared = sum(one.preparations for one in self._engines)
         self._has_request = [False] * rows
-        # the decision that is being carried out, what it was before it turned out that there is nothing to draft, and what it
-        # was asked with
-        self._decision, self._decided, self._asked = Decision(PLAIN), None, (list[int](), True)
-        self._left = 0  # further steps that it stands for
-        self._results: list[StepResult] = []  # of its steps, plain ones as one
-        self._warm: list[float] = []  # seconds of plain steps that did nothing else, behind others
-        self._is_quiet = False  # it does nothing but decode plainly
-        self._unread: list[list[RowVerdict]] = []  # of such steps: reading them between short steps takes long
-        # this step
+        # the decision that is carried out, the policy's decision (it becomes PLAIN if there is nothing to draft), its arguments
+        self._decision, self._decided, self._arguments = Decision(PLAIN), None, (list[int](), True)
+        self._steps_left = 0  # of the decision
+        self._results: list[StepResult] = []  # of its steps; plain ones are added up in one
+        self._warm: list[float] = []  # seconds of plain steps that follow others and do no other work
+        self._is_quiet = False  # whether its steps only decode plainly
+        self._unread: list[list[RowVerdict]] = []  # verdicts of quiet steps, read later because short steps are disturbed by it
+        # of this step: whether texts are looked up and continuations kept, and the seconds of that and of the policy
         self._looks_up = self._keeps = False
-        self._host_seconds = self._fixed_seconds = 0.0  # of lookups, and of the policy
+        self._host_seconds = self._fixed_seconds = 0.0
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self._plain_in_a_row, self._ran_prompt = 0, False
 
     def _first_learned(self, recycles: bool) -> Learned:
-        """What is known before the first request: a saved profile, or guesses."""
-        method, model, known = self.method, self.model, None
+        """The state before the first request: a saved profile, or guesses."""
+        method, model, saved = self.method, self.model, None
         first = first_policy(self.candidates, method.slack, recycles)
         if method.use_profile or method.profile is not None:
             identities = {name: one.identity for name, one in self.candidates.items()}
-            known = saved_profile.load_profile(model, first, identities, method.profile)
-        learned = Learned({1: first if known is None else known})
+            saved = saved_profile.load_profile(model, first, identities, method.profile)
+        learned = Learned({1: first if saved is None else saved})
         if method.log is not None and model.ranks.writes:
-            learned.log = PolicyLog.at(Path(method.log))
+            learned.log = PolicyLog(Path(method.log))
             learned.log.policy(1, learned.policy)
         return learned
 
@@ -186,7 +181,7 @@ class AutoDrafter(Drafter):
             one.remove_request(row)
 
     def prefill_tokens(self, chunk: int) -> None:
-        """Draft models read the prompts too: a user has named them."""
+        """Draft models read the prompts as well, because a user has named them."""
         self._read_quiet_steps()
         self._plain_in_a_row, self._ran_prompt = 0, True
         for one in self.candidates.values():
@@ -195,8 +190,8 @@ class AutoDrafter(Drafter):
     # ------------------------------------------------------------------------------------------------- replays
 
     def run_background_work(self) -> None:
-        """A replay, where one is due."""
-        if self._left:
+        """Replays a drafter if the policy wants it."""
+        if self._steps_left:
             return
         self._settle()
         self.learned.resize(sum(self.view.alive))
@@ -205,17 +200,17 @@ class AutoDrafter(Drafter):
             return
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
-        lag = {name: one.tokens_to_replay(row, width) for name, one in self._readers.items()}
+        lag = {name: one.tokens_to_replay(row, width) for name, one in self._draft_models.items()}
         if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
             self._replay(name, row, width, lag.get(name, 0))
 
     @property
     def _can_replay(self) -> bool:
-        """Logits processors may depend on the text so far, so that a replay does not tell what would have been drafted."""
+        """Logits processors may depend on the text so far, so a replay with them would score other distributions."""
         return not self.view.sampler.processed
 
     def _replay(self, name: str, row: int, width: int, read: int) -> None:
-        """What a drafter would have said of the latest tokens of a row. read: tokens that it has to read for that."""
+        """Compares what a drafter would have drafted with a row's latest tokens. read: tokens that it has to read first."""
         self._take_preparations()
         began, drafter, tokens = self.model.ranks.now(), self.candidates[name].drafter, self.texts.text[row][-1 - width :]
         logits = drafter.replay_tokens(row, tokens)  # [n, V]
@@ -238,27 +233,26 @@ class AutoDrafter(Drafter):
         return self.model.ranks.since(began)
 
     def policy_seconds(self, began: float) -> float:
-        """That learning and deciding took. A garbage collection may interrupt it, and is no step's fault."""
+        """The time of learning or deciding, at most a plain step: a garbage collection may interrupt it."""
         return min(self.model.ranks.since(began), self.learned.policy.costs.plain.value)
 
     def _take_preparations(self) -> bool:
-        """Whether an engine has compiled or recorded something since this was called last."""
+        """Whether an engine has compiled or recorded something since the last call."""
         before, self._prepared = self._prepared, sum(one.preparations for one in self._engines)
         return self._prepared > before
 
     # ------------------------------------------------------------------------------------------------- a step
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """As decided."""
-        if self._left and self._is_quiet:
-            self._left -= 1
+        if self._steps_left and self._is_quiet:
+            self._steps_left -= 1
             return self._empty_draft()
         began, has_room = self.model.ranks.now(), any(limits)
         self._plan_host_work()
         self.texts.forget_matches()
         matches = self.texts.look_up() if self._looks_up and has_room else []
-        if self._left and has_room and self.learned.policy.stands(self._decision, matches):
-            self._left -= 1
+        if self._steps_left and has_room and self.learned.policy.stands(self._decision, matches):
+            self._steps_left -= 1
         else:
             self._decide(matches, has_room)
         self._host_seconds = self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
@@ -269,28 +263,29 @@ class AutoDrafter(Drafter):
         return draft
 
     def _plan_host_work(self) -> None:
-        """Whether texts are looked up and continuations kept in this step. Otherwise they would spend, step by step, what a
-        trial needs: two plain steps are left to trials."""
+        """Whether texts are looked up and continuations kept in this step. Two plain steps of the budget are left to trials,
+        which this work would use up little by little."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
-        looks, keeps, recycles = learned.lookups, learned.keeping, policy.current == RECYCLE
-        rests = remaining < 0 or not policy.costs.plain.measurements or (self._left > 0 and self._decision.kind == PROBE)
-        pays = self._decision.kind == LOOKUP and looks.gain > looks.spent
-        self._looks_up = self.texts.looks_up and not rests and remaining >= 2 and looks.is_wanted(learned.steps, pays)
-        self._keeps = self.recycle is not None and not rests and (remaining >= 2 or recycles)
-        self._keeps = self._keeps and keeps.is_wanted(learned.steps, recycles)
+        recycles, is_probe = policy.current == RECYCLE, self._steps_left > 0 and self._decision.kind == PROBE
+        is_possible = remaining >= 0 and policy.costs.plain.measurements > 0 and not is_probe
+        pays = self._decision.kind == LOOKUP and learned.lookups.gain > learned.lookups.spent
+        self._looks_up = (
+            self.texts.looks_up and is_possible and remaining >= 2 and learned.lookups.is_wanted(learned.steps, pays)
+        )
+        self._keeps = self.recycle is not None and is_possible and (remaining >= 2 or recycles)
+        self._keeps = self._keeps and learned.keeping.is_wanted(learned.steps, recycles)
 
     def _decide(self, matches: list[int], has_room: bool) -> None:
-        """What the next steps do."""
         self._settle()
-        began, policy, self._asked = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
+        began, policy, self._arguments = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
         is_timed = policy.costs.plain.measurements > 0
-        self._decided = policy.decide(*self._asked) if has_room and is_timed else None
+        self._decided = policy.decide(*self._arguments) if has_room and is_timed else None
         reason = "no room for a draft" if is_timed else "plain decoding is timed"
         self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
         self._keeps = self._keeps and self._decision.kind != PROBE
-        self._left = self._decision.steps - 1
-        if self._decision.kind == PLAIN and (self._looks_up or self._keeps):  # it may lose time
-            self._left = min(self._left, PROBE_STEPS - 1)
+        self._steps_left = self._decision.steps - 1
+        if self._decision.kind == PLAIN and (self._looks_up or self._keeps):  # host work may lose time
+            self._steps_left = min(self._steps_left, PROBE_STEPS - 1)
         self._fixed_seconds += self.policy_seconds(began)
 
     def _empty_draft(self) -> Draft:
@@ -316,13 +311,13 @@ class AutoDrafter(Drafter):
 
     @property
     def _producer(self) -> Drafter | None:
-        """What drafts in this step; None for plain steps and lookups."""
+        """The drafter of this step; None for plain steps and lookups."""
         kind = self._decision.kind
         return self.recycle if kind == RECYCLE else self.candidates[kind].drafter if kind in self.candidates else None
 
     @property
     def _has_schedule(self) -> bool:
-        """Whether what drafts in this step stops by its own rule."""
+        """Whether the drafter of this step stops by its own rule."""
         candidate = self.candidates.get(self._decision.kind)
         return candidate is not None and candidate.draft_step is None
 
@@ -340,7 +335,7 @@ class AutoDrafter(Drafter):
         return notes
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Tell all what was committed, and note what the draft came to."""
+        """Passes commits on to the drafters, and notes how the draft was judged."""
         if draft is None:
             self._settle()  # other rows decode from now on
         elif self._is_quiet:
@@ -349,13 +344,10 @@ class AutoDrafter(Drafter):
         began, self._judged, self._ranks = self.model.ranks.now(), [], []
         if draft is not None and self._looks_up:
             self.texts.judge(verdicts)
-        if (
-            draft is not None
-            and draft.confidence is not None
-            and draft.width
-            and (self._decision.explores or not self._results)
-        ):
-            for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
+        if draft is not None and draft.width and (self._decision.explores or not self._results):
+            for confidences, verdict in zip(
+                [] if draft.confidence is None else draft.confidence.tolist(), verdicts, strict=False
+            ):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                 self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
         row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
@@ -364,17 +356,15 @@ class AutoDrafter(Drafter):
         self.texts.count(verdicts, self._decision.kind == LOOKUP and draft is not None)
         self._host_seconds += self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
         producer = self._producer
-        others = (
-            [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
-        )  # the notes are its own
+        without_notes = [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
         for one in self._listeners:
             if one is not producer:
-                one.observe_commits(None, others)
+                one.observe_commits(None, without_notes)
         if producer is not None:
             producer.observe_commits(draft if draft is not None and draft.width else None, verdicts)
 
     def observe_step(self, step: Step) -> None:
-        """Times, to what they teach."""
+        """Measures a step."""
         if step.prefill:
             self._take_preparations()
             return
@@ -392,11 +382,11 @@ class AutoDrafter(Drafter):
             gain = tokens / decision.price - (seconds - self._host_seconds) / plain if decision.kind == LOOKUP else 0.0
             is_copy = any(right > 1 for _, right, _ in self.texts.judged)
             learned.lookups.observe(learned.steps, gain, self._host_seconds / plain, is_copy)
-        if not self._left:
+        if not self._steps_left:
             self._settle()
 
     def _add_plain(self, tokens: float, seconds: float) -> None:
-        """A plain step was taken. Only one that does nothing else, behind others, tells what plain decoding takes."""
+        """After a plain step. It times plain decoding if it is warm, behind other plain steps, and does no other work."""
         self._plain_in_a_row += 1
         is_warm, believed = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain
         plain = believed.value if believed.measurements >= TRIAL_STEPS else 0.0
@@ -404,7 +394,7 @@ class AutoDrafter(Drafter):
             self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
         elif plain and (self._ran_prompt or is_warm):
-            seconds = plain + self._host_seconds  # all else is as in plain decoding
+            seconds = plain + self._host_seconds  # without the noise of the rest, which plain decoding has as well
         elif plain:
             seconds = min(seconds, (1 + COLD_LOSS) * plain)
         if not self._results:
@@ -417,7 +407,6 @@ class AutoDrafter(Drafter):
             added.ranks = [*added.ranks, *(self._ranks if self._keeps else ())]
 
     def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
-        """A step that drafted was taken."""
         fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
         drafts = self._decision.kind in self.candidates
         drafting = self.model.ranks.agreed(step.seconds_draft) if drafts else 0.0
@@ -437,7 +426,7 @@ class AutoDrafter(Drafter):
         self._results.append(result)
 
     def _read_quiet_steps(self) -> None:
-        """Tell all what quiet steps have committed."""
+        """Passes the commits of quiet steps on."""
         for verdicts in self._unread:
             self.texts.count(verdicts, is_lookup=False)
             for one in self._listeners:
@@ -445,15 +434,15 @@ class AutoDrafter(Drafter):
         self._unread.clear()
 
     def _settle(self) -> None:
-        """The decision stands no longer. The policy learns what it came to."""
+        """Ends the decision: the policy learns the results of its steps."""
         self._read_quiet_steps()
-        results, warm, self._results, self._warm, self._left = self._results, self._warm, [], [], 0
-        if not results or not results[0].seconds:  # an engine compiled in the first step of all
+        results, warm, self._results, self._warm, self._steps_left = self._results, self._warm, [], [], 0
+        if not results or not results[0].seconds:  # an engine compiled in the very first step
             return
         began, decision, learned = self.model.ranks.now(), self._decision, self.learned
         results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
-        results[0].seconds += len(warm) * typical(warm) - sum(warm)  # a stall in a plain step is nobody's fault
+        results[0].seconds += len(warm) * typical(warm) - sum(warm)  # a stall in a plain step is not charged
         learned.policy.observe(decision, results)
         self._fixed_seconds += self.policy_seconds(began)
         if learned.log is not None:
-            learned.log.steps(learned.live, self._asked, self._decided, decision, results)
+            learned.log.steps(learned.live, self._arguments, self._decided, decision, results)

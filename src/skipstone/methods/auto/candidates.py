@@ -1,4 +1,4 @@
-"""Which methods `auto` chooses from."""
+"""The methods that `auto` chooses from."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from skipstone.methods.self_speculative import SelfSpeculative
 
 
 def check_candidate(method: Method) -> None:
-    """ValueError for a method that is no candidate."""
+    """ValueError for a method that cannot be a candidate."""
     if method.name in ("auto", "autoregressive"):
         raise ValueError(f"{method.name} drafts nothing that could be chosen or left out")
     if not method.lossless:
@@ -23,25 +23,26 @@ def check_candidate(method: Method) -> None:
 
 
 def candidates_of(methods: Sequence[Method], model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-    """All drafters of the methods, each by a name of its own."""
-    made: dict[str, Candidate] = {}
+    """The drafters of all methods, by unique names."""
+    candidates: dict[str, Candidate] = {}
     for method in methods:
-        for name, one in method.auto_candidates(model, rows, capacity).items():
-            made[name if name not in made else f"{name} ({len(made)})"] = one
-    return made
+        for name, candidate in method.auto_candidates(model, rows, capacity).items():
+            candidates[name if name not in candidates else f"{name} ({len(candidates)})"] = candidate
+    return candidates
 
 
 def usual_methods(model: ModelRunner, own: Method | None) -> tuple[Method, ...]:
-    """The candidates if none are named: those that need nothing, the model's own method if it is lossless, bundled heads, and
-    the model in four bits if the native engine has it in more."""
-    found: list[Method] = [PromptLookup()] if model.family.recurrent else [PromptLookup(), Recycle()]
-    of_model: list[Method] = []
+    """The default candidates: lookups, recycled tokens, the model's own method if it is lossless, bundled exit heads, and the
+    model in int4 if the native engine runs it unquantised."""
+    first: list[Method] = [PromptLookup()]
+    last: list[Method] = []
     if not model.family.recurrent:
+        first.append(Recycle())
         if bundled_name_for(model) is not None:
-            of_model.append(AdaDecode())
-        is_plain = model.engine.name == "native" and model.engine.quantize is None
-        if is_plain and missing_room_for_copy(model.model, "int4") is None:
-            of_model.append(SelfSpeculative(draft_quantize="int4"))
-    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*found, *of_model))):
-        found.append(own)
-    return (*found, *of_model)
+            last.append(AdaDecode())
+        is_unquantised = model.engine.name == "native" and model.engine.quantize is None
+        if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
+            last.append(SelfSpeculative(draft_quantize="int4"))
+    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*first, *last))):
+        first.append(own)
+    return (*first, *last)

@@ -1,4 +1,4 @@
-"""What `auto` knows of a model across requests."""
+"""The state of `auto` that outlives requests: a policy for every number of rows, and when host work is done."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from skipstone.utils.limits import SMALL_STATE_BYTES
 
 @dataclass
 class HostWork:
-    """Work that takes some of the host's time in every step: looking texts up, or keeping continuations. It is done while it
-    pays, otherwise for PLAIN_AT_ONCE steps now and then, after ever longer rests, and at the beginning of a text.
+    """When work that takes host time in every step is done: looking texts up, or keeping continuations for recycling.
 
-    until: step at which it rests, for `rest` steps. text_until, text_limit: step up to which it is done for a new text, and the
-    last one to which that is put off. gain, spent: plain steps that it gains and takes in a step.
+    It is done while it pays, at the beginning of a text, and for PLAIN_AT_ONCE steps after ever longer rests. until: step at
+    which it rests, for `rest` steps. text_until, text_limit: step up to which it is done for a new text, and the latest value
+    of that. gain, spent: plain steps that it gains and takes, a running mean per step.
     """
 
     until: int = PLAIN_AT_ONCE
@@ -34,14 +34,14 @@ class HostWork:
         self.text_until, self.text_limit = step + COPIED, step + WINDOW
 
     def observe(self, step: int, gain: float, spent: float, is_copy: bool) -> None:
-        """A step in which it was done. is_copy: the text repeats what stands before, so that it is done on."""
+        """After a step in which it was done. is_copy: the text repeats earlier text, so the work goes on."""
         self.gain += (gain - self.gain) / WINDOW
         self.spent += (spent - self.spent) / WINDOW
         if is_copy:
             self.text_until = max(self.text_until, min(step + COPIED, self.text_limit))
 
     def is_wanted(self, step: int, pays: bool) -> bool:
-        """Asked once a step."""
+        """Whether to do it in this step. Called once a step."""
         if pays:
             self.until, self.rest = step + PLAIN_AT_ONCE, 2 * PLAIN_AT_ONCE
         elif step >= self.until + self.rest:
@@ -51,8 +51,8 @@ class HostWork:
 
 @dataclass
 class Learned:
-    """policies: by the number of rows that decode, as that changes what steps take. live: that number now. kept: of recycled
-    tokens. steps, kinds: taken so far, and what drafted in them. plain_seconds: of the latest plain steps."""
+    """policies: by the number of rows that decode, because step times depend on it. live: that number now. kept: continuations
+    for recycling. steps, kinds: number of steps, in all and by drafter. plain_seconds: of the latest plain steps."""
 
     policies: dict[int, Policy]
     live: int = 1
@@ -70,25 +70,24 @@ class Learned:
 
     @property
     def policy(self) -> Policy:
-        """Of the rows that decode now."""
         return self.policies[self.live]
 
     def begin_request(self) -> None:
-        """A request begins where none is running."""
+        """A request begins while no other is running."""
         for policy in self.policies.values():
             policy.begin_request()
         if self.log is not None:
             self.log.begin_request()
 
     def resize(self, live: int) -> None:
-        """So many rows decode now."""
+        """The number of rows that decode has changed."""
         if live == self.live or not live:
             return
         before, self.live = self.policy, live
         if live not in self.policies:
             nearest = min(self.policies, key=lambda rows: max(rows, live) / min(rows, live))
             self.policies[live] = self.policies[nearest].resized(live)
-        self.policy.budget = before.budget  # what may be lost is lost once
+        self.policy.budget = before.budget  # all numbers of rows share one budget
         if self.log is not None:
             self.log.policy(live, self.policy)
 
@@ -104,29 +103,30 @@ class Learned:
             "kinds": self.kinds,
             "current": policy.current,
             "plain_seconds": plain,
-            "plain_interval": (min(low, plain), max(high, plain)),  # the belief follows the latest ones
+            "plain_interval": (min(low, plain), max(high, plain)),
             "draft_steps": {name: line.step for name, line in costs.drafting.items()},
             "draft_setups": {name: line.start for name, line in costs.drafting.items()},
         }
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Where the median of such values lies in 95 of 100 cases, by their order; of few values the least and the largest."""
+    """The 95 % confidence interval of the median, by order statistics; the extremes of few values."""
     ordered, count = sorted(values), len(values)
     far = max(int(count / 2 - count**0.5), 0)  # the binomial distribution's standard deviation is half the root
     return ordered[far], ordered[count - 1 - far]
 
 
-def first_policy(candidates: Mapping[str, Candidate], slack: float, recycles: bool, rows: int = 1) -> Policy:
-    """A policy that knows guesses alone."""
-    costs = LearnedCosts(
-        MeanTime(0.0),
-        drafting={
-            name: LineTime(FIRST_START, one.draft_step) for name, one in candidates.items() if one.draft_step is not None
-        },
-        schedules={name: MeanTime(2.0) for name, one in candidates.items() if one.draft_step is None},
-        replays={name: MeanTime(2 * one.replay) for name, one in candidates.items() if one.replay is not None},
-    )
-    drafters = {name: DrafterState(searches=one.searches) for name, one in candidates.items()}
-    drafters |= {RECYCLE: DrafterState()} if recycles else {}
-    return Policy(costs, drafters, RegretBudget(slack), rows=rows)
+def first_policy(candidates: Mapping[str, Candidate], slack: float, recycles: bool) -> Policy:
+    """A policy whose costs are guesses."""
+    policy = Policy(LearnedCosts(MeanTime(0.0)), {}, RegretBudget(slack))
+    for name, one in candidates.items():
+        policy.drafters[name] = DrafterState(searches=one.searches)
+        if one.draft_step is None:
+            policy.costs.schedules[name] = MeanTime(2.0)
+        else:
+            policy.costs.drafting[name] = LineTime(FIRST_START, one.draft_step)
+        if one.replay is not None:
+            policy.costs.replays[name] = MeanTime(2 * one.replay)
+    if recycles:
+        policy.drafters[RECYCLE] = DrafterState()
+    return policy

@@ -1,4 +1,4 @@
-"""Lookups for a caller that decides how much of a match is drafted, and learns what became of every match."""
+"""Lookups whose draft length `auto` decides, with the outcome of every match, drafted or not."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ MATCH_LENGTHS = tuple(2**n for n in range(MATCH_BUCKETS + 1))
 
 
 class MatchDrafter(IndexedDrafter):
-    """The rows' texts, and the matches of their ends. uncopied: of every row, the latest tokens that were generated and not
-    copied. judged: matches of the latest step: (tokens, right tokens of the continuation, tokens that can be told)."""
+    """The rows' texts, and the matches of their ends. uncopied: by row, number of latest tokens that were generated and not
+    copied. judged: matches of the latest step, as (length, right tokens of the continuation, tokens that could be compared)."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
         super().__init__(rows, lambda: NgramIndex(MATCH_LENGTHS, "recent"), looks_up=looks_up)
         self.uncopied = [0] * rows
-        self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
+        self._matches: list[tuple[int, list[int]]] = [(0, [])] * rows
         self.judged: list[tuple[int, int, int]] = []
 
     def add_request(self, row: int, request: Request) -> None:
@@ -29,35 +29,36 @@ class MatchDrafter(IndexedDrafter):
         self.uncopied[row] = 0
 
     def count(self, verdicts: list[RowVerdict], is_lookup: bool) -> None:
-        """How much of the latest text is no copy. is_lookup: whether it was drafted so."""
+        """Counts committed tokens. is_lookup: whether a lookup drafted them."""
         for row, verdict in enumerate(verdicts):
             tokens = len(verdict.tokens)
             self.uncopied[row] = 0 if is_lookup and tokens >= COPIED else self.uncopied[row] + tokens
             self.went_on(row, verdict, drafted=is_lookup)
 
     def forget_matches(self) -> None:
-        """Nothing was looked up for the step that begins."""
-        self._found, self.judged = [(0, [])] * self.view.rows, []
+        """A step begins without a lookup."""
+        self._matches, self.judged = [(0, [])] * self.view.rows, []
 
     def look_up(self) -> list[int]:
-        """Tokens of the match of every row that decodes."""
+        """The length of the match of every row that decodes."""
         for index, text in zip(self.index, self.text, strict=True):
-            index.extend(text[len(index.text) :])  # what was committed since the last time
-        self._found = [self.look_for(row, MAX_DRAFTS) if alive else (0, []) for row, alive in enumerate(self.view.alive)]
-        return [match for (match, _), alive in zip(self._found, self.view.alive, strict=True) if alive]
+            index.extend(text[len(index.text) :])
+        self._matches = [self.look_for(row, MAX_DRAFTS) if alive else (0, []) for row, alive in enumerate(self.view.alive)]
+        return [match for (match, _), alive in zip(self._matches, self.view.alive, strict=True) if alive]
 
     def draft_matches(self, drafts: Sequence[int], limits: Sequence[int]) -> Draft:
-        """As much of every row's match as is wanted. drafts: of the rows that decode."""
-        told = iter(drafts)
-        wanted = [min(next(told), limit) if alive else 0 for alive, limit in zip(self.view.alive, limits, strict=True)]
-        return self.as_draft([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
+        """Drafts the beginnings of the matches. drafts: number of tokens, of the rows that decode."""
+        numbers = iter(drafts)
+        counts = [min(next(numbers), limit) if alive else 0 for alive, limit in zip(self.view.alive, limits, strict=True)]
+        return self.as_draft(
+            [RowDraft().chain(tokens[:count]) for (_, tokens), count in zip(self._matches, counts, strict=True)]
+        )
 
     def judge(self, verdicts: list[RowVerdict]) -> None:
-        """Compare the matches with what was committed."""
+        """Compares the matches with the committed tokens."""
         self.judged = []
-        for (match, found), verdict in zip(self._found, verdicts, strict=True):
+        for (match, tokens), verdict in zip(self._matches, verdicts, strict=True):
             if match and verdict.tokens:
-                told, right = min(len(found), len(verdict.tokens)), 0
-                while right < told and found[right] == verdict.tokens[right]:
-                    right += 1
-                self.judged.append((match, right, told))
+                pairs = list(zip(tokens, verdict.tokens, strict=False))
+                right = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+                self.judged.append((match, right, len(pairs)))

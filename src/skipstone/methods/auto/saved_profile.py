@@ -1,115 +1,111 @@
-"""What `auto` has learnt of a model on a machine, in a file: costs, acceptances, rates. `skipstone tune` writes it.
+"""The saved profile of `auto`: the costs, acceptances and rates that it has learnt of a model on a machine.
 
-Every process that decodes the same model in the same way begins with it. So does one that is given such a file of another
-machine of its kind, by its name or a hub id.
+`skipstone tune` writes it. Every process that decodes the same model in the same way starts with it. A user can also name such
+a file of a similar machine, or its hub id.
 """
 
-import json
 import platform
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.auto.policy_log import policy_from_json, policy_to_json
 from skipstone.models.fetching import fetch, hub_name
 from skipstone.policy.choose_drafter import RECYCLE, Policy
 from skipstone.policy.cost_model import HOST
 from skipstone.utils.files import cache_place, digest, write_json
+from skipstone.utils.settings_files import SettingsPart, read_json
 
 VERSION = 7  # of the file
 TUNED = "tune.json"  # its name in a repository on the hub
-NODE = "node"  # the one entry of the key that may differ in a file that a user names: the machine's own name
+NODE = "node"  # the machine's own name: the one entry of the key that may differ in a file that a user names
+POLICY = TypeAdapter(Policy)
+
+
+class SavedProfile(SettingsPart):
+    """key: see `key_of`. about: notes for readers. drafters: name -> identity. state: the policy as plain JSON values."""
+
+    version: int
+    key: dict[str, Any]
+    about: dict[str, Any]
+    drafters: dict[str, str]
+    state: dict[str, Any]
 
 
 def key_of(model: ModelRunner) -> dict[str, Any]:
-    """What it was learnt of, one row at a time."""
+    """What a profile is valid for: other values make other costs."""
     return {
         "model": model.fingerprint,
         "dtype": str(model.model.dtype),
         "device": str(model.device),
         "engine": model.engine.name,
-        "detail": model.engine.detail,  # of the native engine with its threads and what the weights are quantised to
+        "detail": model.engine.detail,  # threads and quantisation of the native engine
         "machine": platform.machine(),
         NODE: platform.node(),
     }
 
 
-def place_of(model: ModelRunner) -> Path | None:
-    """The file; None where the user has no home."""
-    return cache_place("auto", f"{digest(key_of(model))}.json")
-
-
 def save_profile(model: ModelRunner, policy: Policy, identities: dict[str, str], about: dict[str, Any]) -> Path:
-    """Write what was learnt. identities: drafter -> what tells it from others of its name. about: what a reader may want to
-    know of it, as plain JSON values. OSError where it cannot be written."""
-    path = place_of(model)
+    """Writes a policy. identities: by drafter, to tell drafters of one name apart. OSError if it cannot be written."""
+    key = key_of(model)
+    path = cache_place("auto", f"{digest(key)}.json")
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
-    held = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities}
-    write_json(path, {**held, "state": policy_to_json(policy)})
+    state = POLICY.dump_python(policy, mode="json")
+    write_json(path, {"version": VERSION, "key": key, "about": about, "drafters": identities, "state": state})
     return path
 
 
 def load_profile(model: ModelRunner, first: Policy, identities: dict[str, str], source: str | None = None) -> Policy | None:
-    """What a file says of these drafters. source: the file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION);
-    None for what this machine has kept of the model.
+    """The saved policy of these drafters; what the file lacks, and the budget, come from `first`.
 
-    first: where decoding would begin without it, whose budget counts, and what it says of drafters that the file does not know.
-    None where nothing is kept, or where that is damaged or of another version or machine; of a file that a user names, all that
-    is an error as in `named`.
+    source: a file or hub id that a user names; None for this machine's own file. None if that is missing, damaged, or of
+    another version or machine. A named file must be usable: OSError or ValueError otherwise, as in `read_named`.
     """
     if source is not None:
-        return _policy(named(source, model), first, identities, source)
-    path = place_of(model)
+        return _merge(read_named(source, model), first, identities, source)
+    key = key_of(model)
+    path = cache_place("auto", f"{digest(key)}.json")
     with suppress(OSError, ValueError):
-        if path is not None and (held := read(path))["key"] == key_of(model):
-            return _policy(held, first, identities, path)
+        if path is not None and (profile := read(path)).key == key:
+            return _merge(profile, first, identities, path)
     return None
 
 
-def named(source: str, model: ModelRunner) -> dict[str, Any]:
-    """What a file of `skipstone tune` holds that a user names. OSError where there is none; ValueError where it is none, is of
-    another version, or was learnt of another model, device, dtype, engine or kind of machine."""
+def read_named(source: str, model: ModelRunner) -> SavedProfile:
+    """The file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION). OSError if there is none. ValueError for
+    another file, another version, or another model, device, dtype, engine or kind of machine."""
     path = Path(source).expanduser()
     if not path.exists() and path.suffix != ".json" and (meant := hub_name(source)) is not None and "/" in meant.repo:
         path = fetch(source, TUNED) / TUNED
-    held = read(path, source)
-    here = key_of(model)
-    for part, value in here.items():
-        if part != NODE and held["key"].get(part) != value:
-            raise ValueError(f"{source} was learnt elsewhere: its {part} is {held['key'].get(part)}, here it is {value}")
-    return held
+    profile = read(path, source)
+    for part, value in key_of(model).items():
+        if part != NODE and profile.key.get(part) != value:
+            raise ValueError(f"{source} was learnt elsewhere: its {part} is {profile.key.get(part)}, here it is {value}")
+    return profile
 
 
-def read(path: Path, source: object = None) -> dict[str, Any]:
-    """A file of `skipstone tune`, of whichever model. source: what a user called it. OSError where there is no file; ValueError
-    for one that is none, is damaged, or is of another version."""
-    source = path if source is None else source
+def read(path: Path, source: object = None) -> SavedProfile:
+    """A saved profile, of any model. source: the user's name for it. Errors as in `read_json`."""
+    return read_json(path, SavedProfile, VERSION, "a profile of `skipstone tune`", source)
+
+
+def _merge(profile: SavedProfile, first: Policy, identities: dict[str, str], source: object) -> Policy:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: {path.name} is damaged: {error}") from error
-    parts = {"version": int, "key": dict, "about": dict, "drafters": dict, "state": dict}
-    if not isinstance(held, dict) or any(not isinstance(held.get(name), kind) for name, kind in parts.items()):
-        raise ValueError(f"{source}: {path.name} is no file of `skipstone tune`, which holds {', '.join(parts)}")
-    if held["version"] != VERSION:
-        raise ValueError(f"{source}: {path.name} is of version {held['version']}, this skipstone reads version {VERSION}")
-    return held
+        policy = POLICY.validate_python(profile.state)
+    except ValueError as error:
+        raise ValueError(f"{source} is damaged: its state cannot be read ({error})") from error
+    same = {name for name, identity in identities.items() if profile.drafters.get(name) == identity} | {RECYCLE}
+    costs = policy.costs
 
+    def merge(saved: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+        return {name: saved.get(name, value) if name in same else value for name, value in fresh.items()}
 
-def _policy(held: dict[str, Any], first: Policy, identities: dict[str, str], source: object) -> Policy:
-    """What a file says, as `load_profile`. ValueError where it is damaged."""
-    try:
-        known = policy_from_json(held["state"])
-        same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
-        costs, fresh = known.costs, first.costs
-        costs.drafting = {name: costs.drafting[name] if name in same else one for name, one in fresh.drafting.items()}
-        costs.schedules = {name: costs.schedules[name] if name in same else one for name, one in fresh.schedules.items()}
-        costs.replays = {name: costs.replays.get(name, one) if name in same else one for name, one in fresh.replays.items()}
-        costs.scoring = {name: one for name, one in costs.scoring.items() if name in same or name == HOST}
-        same |= {RECYCLE} & known.drafters.keys()
-        known.drafters = {name: known.drafters[name] if name in same else one for name, one in first.drafters.items()}
-        return known.restarted(first.budget)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source} is damaged: its state cannot be read ({type(error).__name__}: {error})") from error
+    costs.drafting = merge(costs.drafting, first.costs.drafting)
+    costs.schedules = merge(costs.schedules, first.costs.schedules)
+    costs.replays = merge(costs.replays, first.costs.replays)
+    costs.scoring = {name: scoring for name, scoring in costs.scoring.items() if name in same or name == HOST}
+    policy.drafters = merge(policy.drafters, first.drafters)
+    return policy.restarted(first.budget)

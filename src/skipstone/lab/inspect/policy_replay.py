@@ -1,0 +1,93 @@
+"""Makes all decisions of a log of `auto` again, without a model."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skipstone.methods.auto.policy_log import DECISION, RESULTS
+from skipstone.methods.auto.saved_profile import POLICY
+from skipstone.policy.choose_drafter import Decision, Policy, StepResult
+
+
+@dataclass(frozen=True)
+class ReplayedDecision:
+    """A decision of a log, made again. position: committed tokens before it. recorded, again: the decision then and now.
+    replay_seconds: of replays before it. deciding, learning: seconds that these take now. lost: plain steps that the budget was
+    charged."""
+
+    position: int
+    recorded: Decision
+    again: Decision
+    results: list[StepResult]
+    replay_seconds: float
+    deciding: float
+    learning: float
+    lost: float
+
+    @property
+    def is_same(self) -> bool:
+        return self.recorded == self.again
+
+    @property
+    def tokens(self) -> float:
+        return sum(one.tokens for one in self.results)
+
+    @property
+    def seconds(self) -> float:
+        """Of its steps, and of the replays before them."""
+        return self.replay_seconds + sum(one.seconds for one in self.results)
+
+    @property
+    def steps(self) -> int:
+        return sum(one.steps for one in self.results)
+
+
+def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[ReplayedDecision]:
+    """All decisions of a file, made again. clock: seconds, for the time of deciding and learning.
+
+    ValueError with the line for a file that is no log of this version; OSError for one that cannot be read.
+    """
+    policies: dict[tuple[int, ...], Policy] = {}
+    replay_seconds = 0.0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                event = json.loads(line)
+                writer = tuple(event.pop("writer"))
+                ((kind, values),) = event.items()
+                if kind == "state":
+                    policies[writer] = POLICY.validate_python(values)
+                elif kind == "request":
+                    for policy in [policy for key, policy in policies.items() if key[0] == writer[0]]:
+                        policy.begin_request()
+                elif kind == "replay":
+                    policies[writer].observe_replay(*values)
+                    replay_seconds += values[3]
+                elif kind != "steps":
+                    raise ValueError(f"an unknown event {kind!r}")
+                elif (decision := _decide_again(clock, policies[writer], *values)) is not None:
+                    yield replace(decision, replay_seconds=replay_seconds)
+                    replay_seconds = 0.0
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
+                ) from error
+
+
+def _decide_again(
+    clock: Callable[[], float], policy: Policy, arguments: Sequence[Any], decided: Any, taken: Any, results: Any
+) -> ReplayedDecision | None:
+    """Decide again and learn. None if nothing was decided."""
+    taken, results, position = DECISION.validate_python(taken), RESULTS.validate_python(results), policy.position
+    began = clock()
+    again = policy.decide(*arguments)
+    decided_at, balance = clock(), policy.budget.request
+    policy.observe(taken, results)
+    learning, tokens = clock() - decided_at, sum(one.tokens for one in results)
+    if decided is None:
+        return None
+    lost = balance + policy.budget.slack * tokens - policy.budget.request
+    recorded = DECISION.validate_python(decided)
+    return ReplayedDecision(position, recorded, again, results, 0.0, decided_at - began, learning, lost)
