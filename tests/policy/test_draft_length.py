@@ -44,20 +44,6 @@ def test_thresholds_look_across_a_cliff() -> None:
     assert 3.0 * (0.02 + 0.3) / 0.9 > 1.0 > first
 
 
-@given(chances, prices, scorings, st.floats(0.0, 0.6), st.floats(0.0, 0.3))
-def test_thresholds_rise_with_price_and_costs(
-    acceptance: float, price: float, scoring: Callable[[int], float], step: float, fixed: float
-) -> None:
-    base = stop_thresholds(step, fixed, scoring, acceptance, price, 12)
-    for other in (
-        stop_thresholds(step, fixed, scoring, acceptance, price * 1.1, 12),
-        stop_thresholds(step + 0.1, fixed, scoring, acceptance, price, 12),
-        stop_thresholds(step, fixed + 0.1, scoring, acceptance, price, 12),
-        stop_thresholds(step, fixed, scoring, acceptance * 0.9, price, 12),
-    ):
-        assert all(one <= two + 1e-12 for one, two in zip(base, other, strict=True))
-
-
 @given(st.lists(chances, max_size=12), prices, scorings)
 def test_of_one_row_the_best_number_of_drafts_is_scored(
     acceptances: list[float], price: float, scoring: Callable[[int], float]
@@ -118,23 +104,3 @@ def test_of_a_batch_the_best_numbers_of_drafts_are_scored(
 
     every = itertools.product(*(range(len(chain) + 1) for chain in rows))
     assert worth(tuple(found)) == pytest.approx(max(map(worth, every)))
-
-
-def rate(acceptance: float, step: float, fixed: float, drafts: int) -> float:
-    """Tokens a plain step of always `drafts` drafts, scoring flat."""
-    tokens = sum(acceptance**n for n in range(drafts + 1))
-    return tokens / (drafts * step + 1 + (fixed if drafts else 0.0))
-
-
-@given(chances, st.floats(0.02, 0.6), st.floats(0.0, 0.1))
-def test_with_one_acceptance_the_rule_finds_the_best_length(acceptance: float, step: float, fixed: float) -> None:
-    """Where every draft is accepted with the same probability, the best policy drafts a fixed number (all others are mixtures).
-    The rule at the price of its own rate, iterated from plain decoding's, ends within a hundredth of it."""
-    most = 40
-    best = max(rate(acceptance, step, fixed, drafts) for drafts in range(most + 1))
-    price = best
-    theta = stop_thresholds(step, fixed, flat, acceptance, price, most)
-    drafts = 0
-    while drafts < most and acceptance**drafts >= theta[drafts]:
-        drafts += 1
-    assert rate(acceptance, step, fixed, drafts) >= 0.99 * best

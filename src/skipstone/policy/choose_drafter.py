@@ -26,7 +26,7 @@ MARGIN = 0.02  # share by which another drafter's rate must be larger: noise of 
 CHOOSE_EVERY = 16  # tokens between two choices of a drafter; with 24, chains lose up to 5 % on text that changes (simulated)
 WINDOW = 32  # tokens of a replay: one pass over them takes hardly longer than one over eight
 COPIED = 8  # tokens that a lookup commits in a copied passage, which says nothing of other drafters
-EXPLORATION_SHARE = 0.004  # of the time that exploration may lose; at first thrice as much, and less with each HALF_LIFE
+EXPLORATION_SHARE = 0.004  # of the time that exploration may lose, beyond its initial account
 MAX_EXPLORATION = 4.0  # plain steps on the exploration account at first, and at most: a trial that fails costs up to three
 SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the upper confidence bound of a rate
 REMEASURE_AFTER = 1000  # tokens after which a drafter is replayed, and timed, again
@@ -163,8 +163,8 @@ class Policy:
 
     drafters: with RECYCLE if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode. current:
     the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: number of steps in a row that took
-    longer than expected (negative: less long); surprised: their drafter; disputed: time charged beyond the expected one.
-    starts_request: no step of the request was taken yet.
+    longer than expected (negative: less long); surprised: their drafter. starts_request: no step of the request was
+    taken yet.
     """
 
     costs: LearnedCosts
@@ -183,7 +183,6 @@ class Policy:
     trial: tuple[str, int] | None = None
     surprises: int = 0
     surprised: str = HOST
-    disputed: float = 0.0
     starts_request: bool = True
 
     # ------------------------------------------------------------------------------------------------- decisions
@@ -231,7 +230,7 @@ class Policy:
             return best
         if self.current not in rates:
             return None
-        return self.current if rate > (1 + MARGIN if self.drafters[self.current].is_hopeless else 1 - MARGIN) else None
+        return self.current if rate > 1 - MARGIN else None
 
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
@@ -253,9 +252,7 @@ class Policy:
     def _draft(self, current: str | None, price: float) -> Decision:
         """A step of the best drafter."""
         if current is None:
-            steps = PLAIN_AT_ONCE if self.exploration < MAX_EXPLORATION / 2 else WINDOW
-            first = max(CHOOSE_EVERY - self.position, 0)  # until the first replay
-            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=first or steps)
+            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=WINDOW)
         own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
         if own.is_hopeless:
             return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
@@ -289,14 +286,12 @@ class Policy:
         return decision._replace(steps=steps, stake=stake)
 
     def _look_up(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
-        """A lookup, if it gains more than the current drafter in the same time. The price of its length is at least the rate of
-        lookups: the next step may find no copied text."""
+        """A lookup, if it gains more than the current drafter in the same time."""
         if not any(matches):
             return None
         rows, scoring = len(matches), self.costs.scoring[HOST]
         survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
-        length_price = max(price, self.lookups[0] / self.lookups[1])
-        drafts = best_drafts(survivals, length_price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
+        drafts = best_drafts(survivals, price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
         tokens = 1 + sum([sum(chain[:n]) for chain, n in zip(survivals, drafts, strict=True)]) / rows
         if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
             return None
@@ -422,9 +417,8 @@ class Policy:
             self.matches.observe(*match)
         if RECYCLE in self.drafters and not (kind == LOOKUP and tokens >= COPIED):
             self._observe_ranks(decision, [rank for one in results for rank in one.ranks])
-        share = EXPLORATION_SHARE + 2 * EXPLORATION_SHARE / (1 + self.position / HALF_LIFE)
         lost = time - tokens / decision.price if decision.explores else 0.0
-        self.exploration = min(max(self.exploration - lost, -1.0) + share * time, MAX_EXPLORATION)
+        self.exploration = min(max(self.exploration - lost, -1.0) + EXPLORATION_SHARE * time, MAX_EXPLORATION)
         self.position += round(tokens)
         self.starts_request = False
         if self.current is not None and self.current in self.costs.drafting:
@@ -454,9 +448,8 @@ class Policy:
         plain = self.costs.plain
         if abs(self.surprises) > 1:
             factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
-            if factor**2 > CHANGED:  # the charges were in plain steps that were too short
+            if factor**2 > CHANGED:
                 plain.value = seconds
-                self.budget.charge(-self.disputed, 0.0)
             else:
                 self.costs.doubt(self.surprised)
             self.surprises = 0
@@ -470,7 +463,7 @@ class Policy:
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
         time = self._charged(taken, expected, preparing)
         if not self._is_warming_up(decision, taken - expected > MAX_EXPLORATION) and not preparing:
-            self._watch(kind, taken / expected, time - expected)
+            self._watch(kind, taken / expected)
             is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
             if abs(self.surprises) < 2 and not is_routine:
                 self._time(kind, results[-1])
@@ -508,14 +501,13 @@ class Policy:
         self.trial = (kind, left) if left and not is_slow else None
         return self.trial is not None and not has_schedule
 
-    def _watch(self, kind: str, factor: float, excess: float) -> None:
-        """Counts surprises; two in a row cause a probe. factor: time over expected time. excess: charge beyond that."""
+    def _watch(self, kind: str, factor: float) -> None:
+        """Counts surprises; two in a row cause a probe. factor: time over expected time."""
         if self.starts_request or 1 / CHANGED < factor < CHANGED:
             self.surprises = 0
             return
         sign = 1 if factor > 1 else -1
-        goes_on, self.surprised = self.surprises * sign > 0, kind
-        self.surprises, self.disputed = (self.surprises + sign, self.disputed + excess) if goes_on else (sign, excess)
+        self.surprises, self.surprised = (self.surprises if self.surprises * sign > 0 else 0) + sign, kind
 
     def _time(self, kind: str, result: StepResult) -> None:
         """Learns costs from the times of a step."""
@@ -530,7 +522,7 @@ class Policy:
             if result.scoring and result.drafts:
                 costs.observe_scoring(name, result.drafts + 1, result.scoring / plain)
             if result.drafting and result.passes:
-                costs.observe_drafting(name, result.passes, result.drafting / plain)
+                costs.drafting[name].observe(result.passes, result.drafting / plain)
         costs.timed_at[name] = self.position
 
     def _observe_ranks(self, decision: Decision, ranks: Sequence[int]) -> None:

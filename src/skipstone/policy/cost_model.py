@@ -103,15 +103,11 @@ class LineTime:
     def __call__(self, length: float) -> float:
         return self.start + self.step * length
 
-    def scale(self, factor: float) -> None:
-        self.start, self.step = self.start * factor, self.step * factor
-
     def observe(self, length: float, time: float) -> None:
         believed, keep = self(length), 1 - 1 / MEMORY
         if not self.measurements:  # a guess: a time far from it replaces it
             if abs(time / believed - 1) > MAX_CHANGE:
-                self.scale(time / believed)
-                believed = time
+                self.start, self.step, believed = self.start * time / believed, self.step * time / believed, time
             self.guess, self.sums = (self.start, self.step), (0.0, 0.0, 0.0, 0.0, 0.0)
         self.measurements += 1
         start, step = self.guess
@@ -247,12 +243,3 @@ class LearnedCosts:
             self.scoring[drafter] = self.scoring[HOST].copy()
         for name in [drafter] if HOST in (*self.timed_at, drafter) else [drafter, HOST]:
             self.scoring[name].observe(tokens, time)
-
-    def observe_drafting(self, drafter: str, passes: int, time: float) -> None:
-        """Learns from a chain of so many draft steps. If the guess was wrong, other guesses change by the same factor."""
-        line = self.drafting[drafter]
-        before, was_guess = line(passes), not line.measurements
-        line.observe(passes, time)
-        for other in self.drafting.values():
-            if was_guess and not other.measurements:
-                other.scale(line(passes) / before)

@@ -70,11 +70,6 @@ def test_one_price_is_near_the_best_lengths(rows: tuple[float, ...], step: float
     assert reached(rows, step, slope, together=True) >= 0.88
 
 
-def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
-    shares = [reached(rows, 0.3, slope, together=False) for rows in ROWS for slope in (0.02, 0.1)]
-    assert min(shares) < 0.85
-
-
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
     """Which rows draft on behind their first drafts, of these survivals."""
     rows = len(survivals)
@@ -91,11 +86,6 @@ def test_rows_pay_for_a_draft_step_together() -> None:
     assert stopped([0.9, 0.72, 0.3, 0.05], 0.5, 0.1) == [True, True, True, False], "a row below .5 goes along"
     assert stopped([0.5], 0.5, 0.1) == [True], "one row alone pays all"
     assert stopped([0.49], 0.5, 0.1) == [False]
-
-
-def test_a_batch_drafts_less_as_rows_are_added_that_gain_nothing() -> None:
-    """At the same thresholds: what one good row would pay alone it does not pay for eight."""
-    assert [stopped([0.9, *[0.01] * others], 0.3, 0.05)[0] for others in (0, 1, 2, 3, 7)] == [True, True, True, False, False]
 
 
 def test_what_may_be_lost_is_lost_once_however_many_rows_decode() -> None:

@@ -10,7 +10,7 @@ from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import HostWork, median_interval
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
-from skipstone.policy.choose_drafter import COLD_STEPS, COPIED, PLAIN, PLAIN_AT_ONCE, RECYCLE, WINDOW, Decision
+from skipstone.policy.choose_drafter import COPIED, PLAIN_AT_ONCE, WINDOW
 from tests.helpers.machine import llama, prompt, start
 
 
@@ -51,17 +51,6 @@ def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> Non
     assert (looked_up(0), looked_up(10), looked_up(200)) == (COPIED, 10 + COPIED, WINDOW)
 
 
-def test_looking_up_pays_while_it_gains_more_than_it_takes() -> None:
-    work = HostWork()
-    assert work.gain > work.spent, "at first"
-    for _ in range(200):
-        work.observe(0, 0.0, 0.05, False)
-    assert work.gain < work.spent
-    for _ in range(20):
-        work.observe(0, 3.0, 0.05, False)
-    assert work.gain > work.spent
-
-
 def looking() -> AutoDrafter:
     """In the midst of a text, with lookups and recycled tokens."""
     decoder = start(Auto((PromptLookup(), Recycle())), ModelRunner(llama()), [Request(prompt(9), 100)])
@@ -70,38 +59,6 @@ def looking() -> AutoDrafter:
     assert isinstance(decoder.session.drafter, AutoDrafter)
     decoder.session.drafter._settle()
     return decoder.session.drafter
-
-
-@pytest.mark.parametrize(("remaining", "looks"), [(2.1, True), (1.9, False), (-1.0, False)])
-def test_nothing_is_looked_up_or_kept_where_little_of_it_could_be_drafted(remaining: float, looks: bool) -> None:
-    drafter = looking()
-    policy = drafter.learned.policy
-    policy.budget.overall, policy.current = remaining, None
-    drafter._plan_host_work()
-    assert (drafter._looks_up, drafter._keeps) == (looks, looks)
-    policy.current = RECYCLE
-    drafter._plan_host_work()
-    assert (drafter._looks_up, drafter._keeps) == (looks, remaining >= 0), "what is drafted from is kept up to date"
-
-
-@pytest.mark.parametrize(
-    ("keeps", "plain_before", "behind_prompt", "by_its_parts"),
-    [(False, COLD_STEPS, False, True), (False, 0, True, True), (False, 0, False, False), (True, COLD_STEPS, True, True)],
-)
-def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
-    keeps: bool, plain_before: int, behind_prompt: bool, by_its_parts: bool
-) -> None:
-    """Where it finds the caches that a plain step of plain decoding finds. Otherwise it counts as what it took, at most a half
-    more than a plain step."""
-    drafter = looking()
-    plain = drafter.learned.policy.costs.plain.value
-    drafter._decision = Decision(PLAIN)
-    drafter._looks_up, drafter._keeps = True, keeps
-    drafter._plain_in_a_row, drafter._ran_prompt, drafter._host_seconds = plain_before, behind_prompt, plain / 10
-    drafter._add_plain(1.0, 9 * plain)
-    (result,) = drafter._results
-    assert (result.steps, drafter._warm) == (1, [])
-    assert result.seconds == pytest.approx(1.1 * plain if by_its_parts else 1.5 * plain)
 
 
 def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
