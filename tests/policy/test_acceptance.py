@@ -60,8 +60,8 @@ def test_matches_count_by_length_and_place() -> None:
     """Matches of two tokens continue rightly for one token, those of twelve for all five that can be told."""
     state, fresh = MatchAcceptance(), MatchAcceptance()
     for _ in range(600):
-        state.observe(2, right=1, told=5)
-        state.observe(12, right=5, told=5)
+        state.observe(2, right=1, compared=5)
+        state.observe(12, right=5, compared=5)
     short, long = state.predict(2, MAX_DRAFTS), state.predict(12, MAX_DRAFTS)
     assert short[0] > 0.95
     assert short[1] < 0.05

@@ -119,14 +119,8 @@ class LineTime:
         self.sums = one, n, nn, e, ne
         one += (RELATIVE_NOISE / START_DEVIATION) ** 2
         nn += (RELATIVE_NOISE / max(step, FIRST_SLOPE)) ** 2
-        self.step = step + (one * ne - n * e) / (one * nn - n * n)
-        self.start = start + (nn * e - n * ne) / (one * nn - n * n)
-        if self.step <= 0:  # the start gives way
-            self.step = step / MEMORY
-            self.start = start + (e - n * (self.step - step)) / one
-        if self.start < 0:
-            self.start = 0.0
-            self.step = max(step + (ne + n * start) / nn, step / MEMORY)
+        self.step = max(step + (one * ne - n * e) / (one * nn - n * n), step / MEMORY)
+        self.start = max(start + (e - n * (self.step - step)) / one, 0.0)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """How many tokens to draft: as long as the expected gain is larger than the price of the time.
 
-The text is given, so a policy changes the time alone. The best rate max E[tokens] / E[time] is the root `price` of
-max E[tokens - price x time] = 0 (Dinkelbach, 1967): a plain step of time is worth `price` tokens. Every draft that gains more
-tokens than its time is worth is made.
+A policy changes only the time, not the text. The best rate max E[tokens] / E[time] is the root `price` of
+max E[tokens - price x time] = 0 (Dinkelbach, 1967): a plain step is worth `price` tokens. A draft is made if it gains more
+tokens than its time is worth.
 
 Times are in plain steps. `scoring(n)` is V(n), the time of a pass that scores n tokens of a row, the last committed token
 among them. It never falls. A survival S_i is the probability that the first i drafts are all accepted.
@@ -15,13 +15,9 @@ from typing import NamedTuple
 
 Scoring = Callable[[int], float]
 
-LOOKAHEAD = 8
-"""Drafts that `stop_thresholds` looks ahead. V may be flat for some tokens and then rise at once: a rule that looks one draft
-ahead never crosses such a step. Kernels round up to 8 rows, so the next step is at most 8 tokens away."""
-MAX_DRAFTS = 24
-"""Drafts of a chain: with an acceptance of .9 the next one survives in 7 of 100 steps."""
-NEVER = float("inf")
-"""A threshold that no survival reaches."""
+LOOKAHEAD = 8  # drafts that a rule must look ahead to cross a step of V: kernels round up to 8 rows
+MAX_DRAFTS = 24  # of a chain: with an acceptance of .9 the next one survives in 7 of 100 steps
+NEVER = float("inf")  # a threshold that no survival reaches
 
 
 class RankTree(NamedTuple):
@@ -38,22 +34,21 @@ def stop_thresholds(
 ) -> list[float]:
     """theta_0 .. theta_(max_drafts - 1): after i drafts, draft on if their survival is at least theta_i (S_0 = 1).
 
-    draft_step: time of one draft step. fixed: time that a step takes as soon as it drafts. acceptance: mean of this drafter's
-    drafts. With A the acceptance, c the draft step, V the scoring and o the fixed time,
+    With c = draft_step, o = fixed (added by the first draft), V = scoring and A = the drafter's mean acceptance,
 
         theta_i = min over m of price (m c + V(i + 1 + m) - V(i + 1) [+ o if i = 0]) / (A + A^2 + ... + A^m).
 
-    If V is flat this is price c / A. Optimal where survivals only fall and thresholds do not.
+    If V is flat this is price c / A. It is optimal if survivals only fall and thresholds never do.
     """
     if acceptance <= 0:
         return [NEVER] * max_drafts
     gains = list(accumulate(acceptance**m for m in range(1, LOOKAHEAD + 1)))
     times = [drafts * draft_step + scoring(drafts + 1) for drafts in range(max_drafts + 1)]
-    found = []
+    thresholds = []
     for drafts in range(max_drafts):
-        begun = times[drafts] - (fixed if drafts == 0 else 0.0)
-        found.append(price * min([(time - begun) / gain for time, gain in zip(times[drafts + 1 :], gains, strict=False)]))
-    return found
+        spent = times[drafts] - (fixed if drafts == 0 else 0.0)
+        thresholds.append(price * min([(time - spent) / gain for time, gain in zip(times[drafts + 1 :], gains, strict=False)]))
+    return thresholds
 
 
 def best_drafts(survivals: Sequence[Sequence[float]], price: float, scoring: Scoring) -> list[int]:

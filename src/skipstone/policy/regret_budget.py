@@ -1,4 +1,4 @@
-"""How much time `auto` may lose against plain decoding. No drafter and no wrong estimate can lose more.
+"""The time that `auto` may lose against plain decoding. No drafter and no wrong estimate can lose more.
 
 A conservative policy in the sense of Wu, Shariff, Lattimore and Szepesvari (ICML 2016): exploration is paid from savings.
 All amounts are in plain steps.
@@ -9,24 +9,23 @@ from dataclasses import dataclass
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won: about one trial of each of four drafters
 REQUEST_CREDIT = 12.0
-"""Plain steps that one request may lose of the time that others have won. With 4, requests that begin with text that is hard
-to foretell drafted no more and became the slowest ones (docs/lab)."""
-MAX_BALANCE = 32.0
-"""Plain steps that are saved at most: twenty times what a drafting step loses at worst, or one step of an expensive drafter."""
+"""Plain steps that one request may lose of the time that others have won. With 4, requests with a hard beginning no longer
+drafted and became the slowest ones (docs/lab)."""
+MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 
 
 @dataclass(slots=True)
 class RegretBudget:
-    """Two accounts, of all requests and of the running one. Both must pay for a step.
+    """Two accounts, of all requests and of the running one. Both must cover a step.
 
     Every token adds `slack`, and every step is charged its time minus its tokens. A step is taken only if `remaining` covers
-    its loss if no draft is accepted. So after every step
+    its loss without an accepted draft. So after every step
 
         charged time <= (1 + slack) tokens + CREDIT         over all requests,
         charged time <= (1 + slack) tokens + REQUEST_CREDIT over the running one,
 
-    plus what the last step took longer than expected. `MAX_BALANCE` only makes the first bound stricter: it also holds with
-    MAX_BALANCE instead of CREDIT over any part of the text.
+    plus the excess of the last step over its expected time. Because of MAX_BALANCE, the first bound also holds over any part of
+    the text with MAX_BALANCE instead of CREDIT.
     """
 
     slack: float = SLACK
@@ -34,18 +33,17 @@ class RegretBudget:
     request: float = REQUEST_CREDIT
 
     def begin_request(self) -> None:
-        """A request begins where none is running."""
         self.request = REQUEST_CREDIT
 
     def charge(self, time: float, tokens: float) -> None:
-        """Steps took this time and committed these tokens (of a batch: the mean of its rows)."""
+        """Charges steps that took this time and committed these tokens (of a batch: the mean of its rows)."""
         gain = (1 + self.slack) * tokens - time
         self.overall = min(self.overall + gain, MAX_BALANCE)
         self.request += gain
 
     @property
     def remaining(self) -> float:
-        """The loss that the next step may have."""
+        """The loss that the next step may cause."""
         return min(self.overall, self.request)
 
     def steps_until(self, amount: float, max_steps: int) -> int:

@@ -1,9 +1,8 @@
 """Measured costs of decoding on one machine, by batch size, in seconds of the whole batch. `measure_costs` fills them."""
 
-from bisect import bisect_left
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -37,12 +36,8 @@ class CostCurve:
             while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] > blocks[-1][0] * blocks[-2][1]:
                 (a, m), (b, n) = blocks[-2:]
                 blocks[-2:] = [(a + b, m + n)]
-        return cls.rising(places, [total / count for total, count in blocks for _ in range(count)])
-
-    @classmethod
-    def rising(cls, places: list[int], values: list[float]) -> Self:
-        """A curve of rising values, without the falls that rounding makes in their last digit."""
-        return cls(tuple(places), tuple(np.maximum.accumulate(values).tolist()))
+        means = [total / count for total, count in blocks for _ in range(count)]
+        return cls(tuple(places), tuple(np.maximum.accumulate(means).tolist()))  # a mean may fall in its last digit
 
     def __call__(self, place: float) -> float:
         places, values = self.places, self.values
@@ -145,27 +140,8 @@ class CostTables:
             raise ValueError(f"costs are of one batch size or several in ascending order, found {sizes}")
 
     def at(self, batch: int) -> BatchCosts:
-        """The costs of a batch size, interpolated between two that were measured. ValueError outside of their range."""
-        sizes = [table.batch for table in self.batches]
-        if not sizes[0] <= batch <= sizes[-1]:
-            known = ", ".join(map(str, sizes))
-            raise ValueError(f"costs were measured for batches of {known}, not for one of {batch}")
-        above = bisect_left(sizes, batch)
-        return self.batches[above] if sizes[above] == batch else _between(self.batches[above - 1], self.batches[above], batch)
-
-
-def _between(below: BatchCosts, above: BatchCosts, batch: int) -> BatchCosts:
-    share = (batch - below.batch) / (above.batch - below.batch)
-
-    def mixed(a: Any, b: Any) -> Any:
-        if isinstance(a, CostCurve):
-            places = sorted({*a.places, *b.places})
-            return CostCurve.rising(places, [mixed(a(place), b(place)) for place in places])
-        if isinstance(a, bool):
-            return a or b
-        if isinstance(a, dict):
-            return {name: mixed(a[name], b[name]) for name in a if name in b}
-        return a + share * (b - a)
-
-    values = {one.name: mixed(getattr(below, one.name), getattr(above, one.name)) for one in fields(BatchCosts)}
-    return BatchCosts(**{**values, "batch": batch, "context": round(values["context"])})
+        """The costs of a batch size. ValueError if it was not measured."""
+        tables = {table.batch: table for table in self.batches}
+        if batch not in tables:
+            raise ValueError(f"costs were measured for batches of {', '.join(map(str, tables))}, not for one of {batch}")
+        return tables[batch]
