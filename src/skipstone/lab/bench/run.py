@@ -125,7 +125,7 @@ def enter(journal: RunFile, subject: BenchModel, plan: BenchPlan, say: Say) -> l
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
         config, runner = subject.model.config, ModelRunner(subject.model)
         ceiling = machine.ceiling(subject.model, 256)
-        say(machine.told(subject.name, ceiling))
+        say(machine.describe_ceiling(subject.name, ceiling))
         journal.add(
             {
                 "kind": "model",

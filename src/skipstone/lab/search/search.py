@@ -1,9 +1,9 @@
-"""`skipstone search`: a layer set for a model, found before it is used, by measured tokens a second (Draft & Verify, arXiv
-2309.08168, section 3.2, where it takes hours of Bayesian optimisation).
+"""`skipstone search`: searches offline for the layer set with the most tokens per second (Draft & Verify, arXiv 2309.08168,
+section 3.2, which needs hours of Bayesian optimisation).
 
-A proposal costs a draft-sized pass over each text, which tells its matchness; what the linear model of matchness expects to be
-fastest is then decoded with, and the fastest set that was decoded with is kept. All trials stand in a file: a search that was
-interrupted goes on with them.
+A proposal is judged by its matchness, in one pass over each text. The set that the linear model of matchness expects to be
+fastest is then decoded with. The result is the fastest set that was decoded with. All trials are in a file, so an interrupted
+search goes on.
 """
 
 import math
@@ -33,34 +33,34 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import LineFile, read_lines
 
-RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
-PER_DECODE = 12  # sets judged by matchness for each that is decoded with
+RATIOS = (0.3, 0.4, 0.45, 0.5)  # default skip ratios, which take turns
+PER_DECODE = 12  # sets judged by matchness per set that is decoded with
 LUCK = 0.05  # standard error of a speed-up that was measured once
 
 
 @dataclass(frozen=True)
 class LayerSetResult:
-    """One layer set that was tried."""
+    """One trial of a layer set."""
 
     kind: str  # "judged" by its matchness, or "decoded" with
     attention: list[int]  # layers whose attention it leaves out
     mlp: list[int]
     matchness: float
-    seconds: float  # into the search, all of its runs together
-    speed: float | None = None  # tokens a second over those of plain decoding in turns with it, where it was decoded with
-    acceptance: float | None = None  # acceptance rate, where it was decoded with
+    seconds: float  # since the beginning of the search, over all of its runs
+    speed: float | None = None  # speed-up over plain decoding in turns with it, if it was decoded with
+    acceptance: float | None = None  # acceptance rate, if it was decoded with
 
 
 @dataclass
 class SearchResult:
-    """Everything that was tried."""
+    """All trials."""
 
     trials: list[LayerSetResult]
 
     @property
     def best(self) -> LayerSetResult | None:
-        """The set that was decoded with at the highest mean speed, LUCK / sqrt(n) taken off for n decodings: not the luckiest
-        one. Its last trial, with that mean."""
+        """The last trial of the best set, with the mean speed of its n decodings. LUCK / sqrt(n) is subtracted before sets are
+        compared, so that not the luckiest one wins."""
         sets: dict[tuple[Any, ...], list[LayerSetResult]] = {}
         for one in self.trials:
             if one.speed is not None:
@@ -79,7 +79,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What is searched with."""
+    """Settings of a search."""
 
     texts: Sequence[Tensor]  # prompts, [T] int64 each
     tokens: int = 32  # generated of each
@@ -96,9 +96,8 @@ def search(
     path: Path,
     done: Callable[[SearchResult, float], None] = lambda *_: None,
 ) -> SearchResult:
-    """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
-    was found and the seconds spent. ValueError for a model of too few layers or one that cannot skip any, and for another
-    search's file."""
+    """Searches for `budget` seconds, including those of trials in the file. done: called after every trial with all trials and
+    the seconds spent. ValueError for a model of too few layers, for one that cannot skip any, and for another search's file."""
     runner = ModelRunner(model)
     SelfSpeculative.check_states(runner)
     space = LayerSetSpace.of(runner)
@@ -139,7 +138,7 @@ def search(
 
 
 def _most_promising(learner: LinearThompson, space: LayerSetSpace, settings: SearchSettings) -> LayerMask:
-    """Of every size the best by what is known, and of those the one of most worth."""
+    """The most valuable of the estimated best sets of all sizes."""
     sets = []
     for ratio in settings.ratios:
         learner.resize(space.count(ratio))
@@ -148,7 +147,7 @@ def _most_promising(learner: LinearThompson, space: LayerSetSpace, settings: Sea
 
 
 def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
-    """What two searches must share to be one."""
+    """The parameters that a continued search must share."""
     place = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
     asked = {"tokens": settings.tokens, "drafts": settings.drafts, "threshold": settings.threshold}
     lists = {"ratios": list(settings.ratios), "texts": [text.tolist() for text in settings.texts]}
@@ -156,7 +155,7 @@ def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> list[LayerSetResult]:
-    """The trials of a file that was begun with the same key."""
+    """The trials of a file with the same key."""
     try:
         first, *rest = read_lines(path) or [key]
         trials = [LayerSetResult(**one) for one in rest]
@@ -181,7 +180,7 @@ class _SearchText:
 
     @torch.inference_mode()
     def matchness(self, skip: SkipSet) -> float:
-        """Share of the written tokens that what is left would have chosen, after the target's keys and values of the prompt."""
+        """Share of the written tokens that the remaining sublayers choose, given the target's KV cache of the prompt."""
         hidden = run_tokens(self.runner, self.store, self.ids[:, self.begin : -1], self.begin, skip)
         return (self.runner.logits(hidden).argmax(-1) == self.ids[:, self.begin + 1 :]).double().mean().item()
 

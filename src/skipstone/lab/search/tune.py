@@ -1,4 +1,4 @@
-"""`auto` over a user's own prompts: what every candidate brings on them, and what is worth doing about it."""
+"""Decodes a user's prompts with `auto`, reports the speed-up of every candidate, and recommends what to do."""
 
 import itertools
 import time
@@ -20,17 +20,17 @@ from skipstone.methods.layerskip import LayerSkip
 from skipstone.policy.choose_drafter import LOOKUP, RECYCLE, Policy
 
 EXITS = (1 / 8, 1 / 4, 1 / 2)
-"""Shares of the depth at which early exits are looked at, beside the candidates that are there."""
+"""Shares of the depth of the early exits that are added to the candidates."""
 WORTH_TRAINING = 0.3
-"""Agreement of an untrained exit with the text from which on training exits is recommended."""
+"""Agreement of an untrained exit with the text above which training exits is recommended."""
 PAYS = 1.05
-"""Speed-up from which on a candidate is said to pay."""
+"""Speed-up above which a candidate pays."""
 
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """What is known of one way to draft. rate: its speed-up over plain decoding. acceptance: of its drafts, on average; None
-    for what has none of its own. draft_step: in plain steps. turns: that it drafted in."""
+    """One candidate. rate: its speed-up over plain decoding. acceptance: mean of its drafts, None if unknown. draft_step: in
+    plain steps. turns: number of steps that it drafted in."""
 
     name: str
     rate: float
@@ -41,7 +41,7 @@ class CandidateReport:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a run came to. speed_up: of all of it over plain decoding. texts: decoded. stats: of all."""
+    """The result so far. speed_up: of all texts over plain decoding. texts: number of decoded ones."""
 
     candidates: tuple[CandidateReport, ...]
     speed_up: float
@@ -53,7 +53,7 @@ class TuningResult:
 
 
 def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]:
-    """The usual ones, those that a user names, and early exits, which cost nothing to be looked at."""
+    """The usual ones, those that a user names, and early exits, whose replays are cheap."""
     depth = model.depth
     exits = [LayerSkip(layer) for layer in sorted({max(1, round(share * depth)) for share in EXITS} - {depth})]
     return (*Auto().methods(model), *more, *exits)
@@ -62,9 +62,9 @@ def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]
 def tune(
     model: PreTrainedModel, prompts: Sequence[Tensor], more: Sequence[Method], seconds: float, options: dict[str, Any]
 ) -> Iterator[TuningResult]:
-    """Decode prompts [T] again and again until the time is over, once at least; yields what is known after every text.
+    """Decodes prompts [T] in turn, each at least once, until the time is over. Yields the result so far after every text.
 
-    more: candidates beside the usual ones. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
+    more: further candidates. options: `GenerationConfig` fields. ValueError for a candidate that cannot be one.
     """
     runner = ModelRunner(model)
     method, began = Auto(candidates(runner, more), use_profile=False), time.perf_counter()
@@ -78,13 +78,13 @@ def tune(
         assert output.stats is not None
         total.merge(output.stats)
         if known.learned.policy.costs.plain.measurements:
-            yield told(known.learned, total, count, identities)
+            yield summarise(known.learned, total, count, identities)
         if count >= len(prompts) and time.perf_counter() - began > seconds:
             return
 
 
-def told(learned: Learned, stats: Stats, texts: int, identities: dict[str, str]) -> TuningResult:
-    """What is known by now. identities: of the drafters, as in a saved profile."""
+def summarise(learned: Learned, stats: Stats, texts: int, identities: dict[str, str]) -> TuningResult:
+    """The result so far. identities: of the drafters, as in a saved profile."""
     policy, kinds = learned.policies[1], learned.kinds
     rates, costs = policy.rates(), policy.costs
     found = [CandidateReport("prompt_lookup", policy.lookups[0] / policy.lookups[1], None, None, kinds.get(LOOKUP, 0))]
@@ -99,7 +99,7 @@ def told(learned: Learned, stats: Stats, texts: int, identities: dict[str, str])
 
 
 def recommendation(found: TuningResult) -> str:
-    """What to do, in a sentence."""
+    """A recommendation, in a sentence."""
     best = max(found.candidates, key=lambda one: one.rate * (one.turns > 0), default=None)
     exits = [one for one in found.candidates if one.name.startswith("layerskip") and one.acceptance is not None]
     near = max(exits, key=lambda one: one.acceptance or 0.0, default=None)

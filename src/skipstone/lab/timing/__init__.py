@@ -1,1 +1,1 @@
-"""What is timed and how: calls, passes, the machine, and the arithmetic of measurements."""
+"""Timing of calls and passes, the machine, measured costs, and the statistics of measurements."""

@@ -1,4 +1,4 @@
-"""What the machine could do at best, and what it is: the ceiling and the provenance of a run."""
+"""The machine of a run: its bandwidth ceiling, other load, and the provenance of figures."""
 
 import os
 import platform
@@ -18,17 +18,15 @@ from transformers import PreTrainedModel
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.timing.measure import run_tokens, store_for, timings
 
-PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
-
-
-MOST_WAITED = 0.1  # share of its time that a process waits for a processor on a machine that is its own
+PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # named with their versions
+MAX_WAITED_SHARE = 0.1  # of its time that a process waits for a processor on an idle machine
 
 
 class ProcessorWatch:
     """How long the threads of this process waited for a processor that another process used, in a `with` block.
 
-    waited_share: of the time that they ran or waited, and at most the share of the processors' time that others used: threads
-    of one process wait for each other, too. None where the system does not tell (only Linux does).
+    waited_share: of the time that they ran or waited. It is at most the share of the processors' time that other processes
+    used, because threads of one process wait for each other, too. None on systems other than Linux.
     """
 
     waited_share: float | None = None
@@ -49,8 +47,8 @@ class ProcessorWatch:
 
 
 def was_busy(waited_share: float | None) -> bool:
-    """Whether a machine did so much else while something was measured that the figures say little."""
-    return waited_share is not None and waited_share > MOST_WAITED
+    """Whether other programs disturbed a measurement."""
+    return waited_share is not None and waited_share > MAX_WAITED_SHARE
 
 
 def _thread_seconds() -> dict[str, tuple[float, float]]:
@@ -64,7 +62,7 @@ def _thread_seconds() -> dict[str, tuple[float, float]]:
 
 
 def _machine_seconds() -> float | None:
-    """Seconds that all processors of this machine have worked; None where nobody tells."""
+    """Seconds that all processors of this machine have worked; None if the system does not tell."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:
@@ -76,7 +74,7 @@ def _machine_seconds() -> float | None:
 def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
     """Bytes per second that the device's memory delivers: the better of a copy (read and write) and a matrix-vector product.
 
-    megabytes: size of the buffer, larger than any cache (256 on CPU, 1024 on CUDA unless told).
+    megabytes: size of the buffer, larger than any cache (default: 256 on CPU, 1024 on CUDA).
     """
     size = (megabytes or (1024 if device.type == "cuda" else 256)) << 20
     width = 4096
@@ -89,8 +87,8 @@ def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one token must read: everything but an embedding table that is not the head too, of which it reads
-    one row. (For a mixture of experts this counts all experts, an upper bound.)"""
+    """Bytes of weights that one token must read. An embedding table that is not also the head is left out, since a token reads
+    one row of it. For a mixture of experts all experts count, an upper bound."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     total = sum(p.numel() * p.element_size() for p in model.parameters())  # shared tensors are listed once
@@ -99,7 +97,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def kv_bytes(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of one token in all layers, as our store holds them."""
+    """Bytes of keys and values of one token in all layers of our KV cache."""
     runner = ModelRunner(model)
     store = store_for(runner, 1)
     with torch.inference_mode():
@@ -107,8 +105,8 @@ def kv_bytes(model: PreTrainedModel) -> int:
     return store.bytes() // (store.capacity + 1)
 
 
-def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:
-    """The ceiling in a sentence. about: the model's line, where its dtype and device are to be said."""
+def describe_ceiling(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:
+    """The ceiling in a sentence. about: the model's line, if the sentence shall name its dtype and device."""
     mark = "SYNTHETIC MODEL (random weights): " if about and about["synthetic"] else ""
     where = f", {about['dtype']}, {about['device']}" if about else ""
     return (
@@ -118,9 +116,9 @@ def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) 
 
 
 def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = None) -> dict[str, Any]:
-    """Most tokens per second at batch 1 if memory were all that counts: bytes of weights and KV a token over the bandwidth.
+    """The limit of tokens per second at batch 1 by memory bandwidth alone: bandwidth over bytes of weights and KV per token.
 
-    mean_length: tokens in the store at a typical step. A model that fits into the caches may exceed it.
+    mean_length: tokens in the KV cache at a typical step. A model that fits into the processor's caches may exceed the limit.
     """
     speed = bandwidth(model.device, megabytes)
     weights, kv = weight_bytes(model), kv_bytes(model) * mean_length
@@ -168,7 +166,7 @@ def _git() -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        ask("ls-files", "--error-unmatch", Path(__file__).name)  # the repository around us may be another project's
+        ask("ls-files", "--error-unmatch", Path(__file__).name)  # an installed package may lie in another project's repository
         return {"sha": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,7 +1,6 @@
-"""What is timed, and how: calls of engines, passes over layers.
+"""Times whole calls of generation backends, and passes through layers.
 
-Everything that the benchmark compares is an engine behind the same two lines: a prompt and transformers' options in, emitted
-ids out. The tokens counted are those ids; nothing is tokenised again.
+Every backend takes a prompt and transformers' options and returns token ids. These ids are counted; nothing is tokenised again.
 """
 
 import gc
@@ -27,9 +26,9 @@ from skipstone.models.device_map import input_device
 from skipstone.models.passes import Pass, SkipSet
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
-MOST_SCRATCH = 64  # slots beside a text's own that drafts, trees and shadows use at most
-REPEATS = 7  # how often a pass is timed; the median counts
-LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed
+MAX_SCRATCH_SLOTS = 64  # slots that drafts, trees and replays use in addition to a text's own
+REPEATS = 7  # times of a pass; the median counts
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths of the timed scoring passes
 
 
 def synchronise(device: torch.device) -> None:
@@ -40,13 +39,13 @@ def synchronise(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class GeneratedOutput:
-    """What one call gave."""
+    """The result of one call. Times are of `time.perf_counter`."""
 
     tokens: list[int]  # the new ids, without the prompt
-    stats: Stats | None = None  # our own figures, where the engine is ours
-    first_at: float | None = None  # when the first new token was there, by `time.perf_counter`; None where nobody looked
+    stats: Stats | None = None  # of our own methods
+    first_at: float | None = None  # time of the first new token; None if unknown
     setup_seconds: float = 0.0  # before the first pass
-    ended_at: float | None = None  # when the last token was there, by `time.perf_counter`; None where nothing was done after it
+    ended_at: float | None = None  # time of the last token; None if nothing was done after it
 
 
 class GenerationBackend(Protocol):
@@ -70,7 +69,7 @@ class GenerationBackend(Protocol):
 
 @dataclass(frozen=True)
 class MethodBackend:
-    """One of our methods as an engine."""
+    """One of our methods as a backend."""
 
     method: Method
 
@@ -97,21 +96,20 @@ class MethodBackend:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One prompt continued by one engine. Times are seconds of wall-clock, the device synchronised."""
+    """One prompt continued by one backend. Times are seconds of wall-clock, with a synchronised device."""
 
     tokens: list[int]
     seconds: float  # of the whole call, prefill included
     stats: Stats | None = None
     first_seconds: float | None = None  # to the first token
-    setup_seconds: float = 0.0  # the part in which the call was checked and prepared for
-    memory: int | None = None  # most bytes that the process (on a GPU: the device) held; None where another one did the work
-    known: dict[str, Any] | None = None  # what a method has learnt about the model so far
-    grown: dict[str, Any] | None = None  # what this call added to the counts of that
+    setup_seconds: float = 0.0  # of checks and preparations
+    memory: int | None = None  # peak bytes of the process (on a GPU: of the device); None if another process decoded
+    known: dict[str, Any] | None = None  # the method's report of what it has learnt about the model
+    grown: dict[str, Any] | None = None  # growth of the counts in that report during this call
 
 
 def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What was added to counts, whole numbers at any depth, and to what is called a sum; others are left out, and what is new
-    began at 0."""
+    """The differences of all counts (whole numbers at any depth, and entries named sum). New ones began at 0."""
     found: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, Mapping):
@@ -122,8 +120,7 @@ def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
 
 
 def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> dict[str, Any]:
-    """Options of `model.generate`, the same for every engine; nothing but top_p cuts the distribution. temperature: 0 is
-    greedy."""
+    """Options of `model.generate`, the same for every backend. Only top_p cuts the distribution. temperature: 0 is greedy."""
     if temperature == 0:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
     return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
@@ -132,13 +129,12 @@ def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.
 def measure(
     model: PreTrainedModel, engine: GenerationBackend, prompt: Tensor, options: Mapping[str, Any], seed: int
 ) -> Measurement:
-    """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
-    it was."""
+    """Times one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers; torch's generator keeps its
+    state."""
     ids = prompt[None].to(input_device(model))  # [1, T]
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
-        # the warning that speculation does not pay is what the table is there to show
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)  # that drafting does not pay is visible in the table
         torch.manual_seed(seed)
         before = _known(engine, model)
         counted = not getattr(engine, "elsewhere", False) and _forget_peak(model.device)
@@ -159,15 +155,17 @@ def _known(engine: GenerationBackend, model: PreTrainedModel) -> dict[str, Any] 
 
 
 def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt: Tensor, options: Mapping[str, Any]) -> None:
-    """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
-    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Where the
-    model's layers are compiled, all graphs are that one row of it may meet in such a call; a draft model's are not. Later
-    garbage collections leave out what there is then: one over all of it takes as long as some hundred short steps."""
+    """Runs every backend once, untimed: first calls allocate, compile kernels and fill caches.
+
+    options: of the later calls. A few tokens suffice, unless shapes depend on their number (`long_warm_up`). An engine that
+    compiles layers compiles all graphs of one row of the model, not of a draft model. All present objects are frozen, since a
+    garbage collection over them takes as long as a hundred short steps.
+    """
     engines = list(engines)
     few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     if any(isinstance(engine, MethodBackend) for engine in engines):
         runner = ModelRunner(model)
-        slots = len(prompt) + options["max_new_tokens"] + MOST_SCRATCH
+        slots = len(prompt) + options["max_new_tokens"] + MAX_SCRATCH_SLOTS
         runner.engine.warm_up(1, slots, kv_dtype=runner.kv_dtype)
     for engine in engines:
         measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
@@ -176,19 +174,19 @@ def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt
 
 
 def _forget_peak(device: torch.device) -> bool:
-    """Forget earlier peaks of memory. False where the system cannot."""
+    """Resets the memory peak. False if the system cannot."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set is what it is now
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of the resident set
         return True
     return False
 
 
 def _peak(device: torch.device) -> int | None:
-    """The most bytes held at once since they were forgotten: on a GPU by torch's allocator, on a CPU the process's resident set
-    (Linux); None where the system does not tell."""
+    """The memory peak in bytes since the reset: of torch's allocator on a GPU, of the process's resident set on a CPU (Linux).
+    None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
@@ -199,7 +197,7 @@ def _peak(device: torch.device) -> int | None:
 
 
 def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> list[float]:
-    """Seconds of each of some runs, after one that is left out."""
+    """Seconds of each run, after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
         synchronise(device)
@@ -211,7 +209,7 @@ def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEAT
 
 
 def store_for(runner: ModelRunner, tokens: int) -> KVCache:
-    """An empty store of one row for so many tokens."""
+    """An empty KV cache of one row for so many tokens."""
     store = KVCache(1, runner.depth, tokens, runner.kv_dtype)
     store.reserve(tokens)
     return store
@@ -224,17 +222,17 @@ def one_row(begin: int, width: int, device: torch.device) -> Pass:
 
 
 def run_tokens(runner: ModelRunner, store: KVCache, ids: Tensor, begin: int, skip: SkipSet | None = None) -> Tensor:
-    """Run ids [1, n] through all layers behind `begin` tokens of a store of one row, into which their keys and values are
-    written. Returns [1, n, d]. skip: sublayers to leave out."""
+    """Runs ids [1, n] through all layers behind the first `begin` tokens of a KV cache of one row, and stores their keys and
+    values. Returns [1, n, d]. skip: sublayers to leave out."""
     at = one_row(begin, ids.shape[1], runner.device)
     return runner.run(runner.embed(ids, at.positions), at, store, range(runner.depth), skip)
 
 
 class TimedPasses:
-    """Passes behind `length` other tokens, each timed by itself; which tokens they are makes no difference."""
+    """Timed passes behind `length` arbitrary tokens."""
 
     def __init__(self, runner: ModelRunner, length: int) -> None:
-        """ValueError for a model whose positions are too few for the longest draft."""
+        """ValueError for a model with too few positions for the longest draft."""
         self.runner, widest = runner, max(LENGTHS) + 1
         self.length = min(length, runner.max_positions - widest)
         if self.length < 0:
@@ -247,13 +245,13 @@ class TimedPasses:
             self.store.length = [self.length]
 
     def seconds(self, width: int = 1, layers: range | None = None) -> float:
-        """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""
+        """The median time of a pass over `width` tokens through some or all layers, without the head."""
         runner, (at, hidden) = self.runner, self._tokens(width)
         taken = range(runner.depth) if layers is None else layers
         return median(timings(lambda: runner.run(hidden, at, self.store, taken), runner.device))
 
     def head_seconds(self) -> float:
-        """The median of what norm and LM head take for one token."""
+        """The median time of norm and LM head for one token."""
         runner, (at, hidden) = self.runner, self._tokens(1)
         state = runner.run(hidden, at, self.store, range(runner.depth))  # [1, 1, d]
         return median(timings(lambda: runner.logits(state), runner.device))
@@ -280,8 +278,8 @@ class PassTimes:
 
 @torch.inference_mode()
 def measure_passes(timed: TimedPasses) -> PassTimes:
-    """Time every layer for one token, the head, and whole passes over drafts."""
+    """Times every layer for one token, the head, and whole passes over drafts."""
     layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.runner.depth)]
-    share = timed.seconds() / sum(layers)  # one layer at a time finds its weights in the cache
+    share = timed.seconds() / sum(layers)  # a single layer finds its weights in the processor's cache
     rows = {length: timed.seconds(length + 1) for length in LENGTHS}
     return PassTimes([seconds * share for seconds in layers], timed.head_seconds(), rows)

@@ -1,9 +1,8 @@
-"""What decoding costs on this machine: measured once per model, engine, dtype, number of threads and batch size, and kept.
+"""Measures the costs of decoding, once per model, engine, dtype, number of threads and batch size, and stores them.
 
-What is timed is what decoding runs: steps of the loop, drafts of the methods' own sessions, scoring and verification. Nothing
-that a timed call writes is committed, so that every call finds the same tokens behind it. All entries take turns, round after
-round; of each the shortest time counts, as whatever else runs only ever adds to it, once a second one has confirmed it.
-`EntryTimes` says what counts where the machine never stands still.
+The calls that decoding makes are timed: steps of the loop, drafts, scoring and verification. No timed call commits a token, so
+all find the same context. All entries take turns, round after round. The shortest time of an entry counts, because other
+programs only add time, once a second one has confirmed it. `EntryTimes` has the rule for a machine that is always busy.
 """
 
 import json
@@ -42,24 +41,24 @@ from skipstone.models.passes import SkipSet
 from skipstone.utils.files import cache_place, digest, write_cache
 
 VERSION = 1  # of the file
-BATCHES = (1, 8)  # batch sizes that are measured unless told
-CONTEXT = 128  # tokens behind which all is measured, fewer where the model has fewer positions
-FAR = 512  # tokens behind which the slope of the context is measured, fewer likewise
-MOST_ROWS = 64  # tokens of all rows of a pass, at most
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a row in the passes that are timed
-FEW_TOKENS = (1, 4, 8, 16, 64)  # those whose layers are timed alone, and all where a step is long
-SLOPES = (1, 8)  # those that are timed behind FAR tokens too
-EXITS = (1 / 4, 1 / 2, 3 / 4)  # exit layers beside the first and the last but one, as shares of the depth
-DRAFTS = (1, 3)  # draft tokens of two chains, whose difference is what a draft step costs
-MOST_SECONDS = 5.0  # for one batch size, which only a machine with other work to do needs; one round is in any case
-LEAST, MOST = 3, 40  # rounds
-MOST_SPREAD = 0.25  # of the times, above which the machine had other work to do
-LEAST_SHARE = 0.9  # of the processor's time in that of the clock, below which the same is true
-AGREE = 0.05  # share by which the two shortest times of an entry may differ
-IN_A_ROW = 3  # times that an entry is timed when it is its turn, at most
-PLAIN_STEPS = 48  # of a text of plain decoding, which then begins anew
-TURN = 0.004  # seconds of its turn after which it is not timed once more
-LONG = 0.05  # seconds of a plain step from which on fewer entries are timed
+BATCHES = (1, 8)  # default batch sizes
+CONTEXT = 128  # tokens of context of all measurements, fewer if the model has fewer positions
+FAR_CONTEXT = 512  # tokens of context for the slope of the context, fewer likewise
+MAX_TOKENS = 64  # tokens of all rows of a pass, at most
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a row in the timed passes
+FEW_TOKENS = (1, 4, 8, 16, 64)  # those of the passes through layers only, and of all passes if steps are long
+SLOPES = (1, 8)  # those that are also timed with FAR_CONTEXT tokens
+EXITS = (1 / 4, 1 / 2, 3 / 4)  # exit layers between the first and the last but one, as shares of the depth
+DRAFTS = (1, 3)  # draft tokens of two chains; their difference is the cost of draft steps
+MAX_SECONDS = 5.0  # for one batch size (only a busy machine needs them); one round is made in any case
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
+MAX_SPREAD = 0.25  # of the times of an idle machine
+MIN_PROCESSOR_SHARE = 0.9  # processor time over clock time on an idle machine
+MAX_DIFFERENCE = 0.05  # share by which the two shortest times of an entry may differ
+MAX_TIMES_IN_A_ROW = 3  # of an entry, per turn
+TURN_SECONDS = 0.004  # after which an entry is not timed again in the same turn
+PLAIN_STEPS = 48  # of a text of plain decoding, before it starts again
+LONG_STEP_SECONDS = 0.05  # time of a plain step above which fewer entries are timed
 
 TimedCall = Callable[[], float]
 Entry = tuple[str, int]
@@ -67,21 +66,19 @@ Entry = tuple[str, int]
 
 
 class CostTimer:
-    """A batch behind `context` tokens, and what is timed of it.
-
-    Every session holds its rows behind as many tokens of which only the first was run: what keys and values say makes no
-    difference to the time.
+    """The timed calls of a batch with `context` tokens in every row. Only the first of these was run, because the values of
+    keys and values do not change the time.
     """
 
     def __init__(self, runner: ModelRunner, batch: int) -> None:
-        """ValueError for a model whose positions are too few, or that keeps states without positions."""
+        """ValueError for a model with too few positions, or with recurrent states."""
         if runner.family.recurrent:
             raise ValueError("costs are measured behind tokens that were never run, which a model with recurrent states needs")
         self.runner, self.batch = runner, batch
-        self.widest = max(1, MOST_ROWS // batch)
+        self.widest = max(1, MAX_TOKENS // batch)
         spare = self.widest + 1 + PLAIN_STEPS
         self.context = min(CONTEXT, (runner.max_positions - spare) // 2)
-        self.far = min(FAR, runner.max_positions - spare)
+        self.far = min(FAR_CONTEXT, runner.max_positions - spare)
         if self.context < 1:
             raise ValueError(f"the model has {runner.max_positions} positions, too few to measure what decoding costs")
         self.room = self.far + spare
@@ -99,7 +96,7 @@ class CostTimer:
         return Request(torch.zeros(1, dtype=torch.int64, device="cpu"), new)
 
     def _behind(self, drafter: Drafter) -> Session:
-        """A session whose rows stand behind a context that was never run."""
+        """A session with a context that was never run."""
         session = Session(self.runner, self.batch, self.room, drafter)
         for row in range(self.batch):
             session.admit(row, self._request(1))
@@ -109,7 +106,7 @@ class CostTimer:
         return session
 
     def entries(self, sparse: bool) -> dict[Entry, TimedCall]:
-        """All that is timed; sparse: less of it."""
+        """All timed calls. sparse: fewer of them."""
         depth = self.runner.depth
         tokens = [n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest]
         tokens = tokens if self.widest in tokens else [*tokens, self.widest]
@@ -135,7 +132,7 @@ class CostTimer:
                 found[name, k] = lambda skip=skip, k=k: self._skipping(self.chains, self.chain, skip, k)
         return found
 
-    # ---------------------------------------------------------------------------------------------- what is timed
+    # ---------------------------------------------------------------------------------------------- timed calls
 
     def _clock(self, work: Callable[[], Any]) -> float:
         synchronise(self.runner.device)
@@ -146,7 +143,7 @@ class CostTimer:
 
     def _plain_step(self) -> float:
         """One step of the loop."""
-        if not self.plain.busy:  # at first, and when the texts have ended
+        if not self.plain.busy:  # at first, and after the end of the texts
             for row in range(self.batch):
                 self.plain.admit(row, self._request(2 + PLAIN_STEPS))
             while self.plain.session.prefilling:
@@ -155,7 +152,7 @@ class CostTimer:
         return self._clock(self.plain.step)
 
     def _given(self, tokens: int) -> Draft:
-        """A draft of given tokens, one fewer than are scored."""
+        """A draft of so many tokens less one: scoring adds the last committed token."""
         known = [place % self.runner.embeddings for place in range(1, tokens)]
         return self.lookup.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
 
@@ -184,8 +181,8 @@ class CostTimer:
         return self.drafted(session, drafts)
 
     def drafted(self, session: Session, drafts: int) -> float:
-        """A chain, of which nothing is committed, after a pass through all layers, as in decoding: the layers that draft lie in
-        no cache at first."""
+        """The time of a chain, of which nothing is committed. A pass through all layers runs first, as in decoding, so the
+        processor's caches do not hold the layers that draft."""
         self._scored(1, self.context)
         seconds = self._clock(lambda: session.drafter.propose_draft([drafts] * self.batch))
         session.commit(None, [NOTHING] * self.batch)
@@ -194,26 +191,25 @@ class CostTimer:
 
 @dataclass
 class EntryTimes:
-    """All times of every entry, in seconds, the first ones left out.
+    """All times of every entry, in seconds, without the first ones.
 
-    What an entry costs is its shortest time, which nothing else has disturbed. On a machine that is busy all the time there is
-    no such time of an entry that takes longer than its turn on a core; there it is the mean, by which all are equally too long.
+    The cost of an entry is its shortest time, which nothing has disturbed. A machine that is always busy disturbs every call
+    that is longer than a time slice. Then the cost is the mean, so that all costs are too long by about the same factor.
     """
 
     all: dict[Entry, list[float]]
-    processor_share: float = 1.0  # of the time that all took together, how much the process had a core; more with threads
+    processor_share: float = 1.0  # processor time of the process over clock time; above 1 with threads
 
     def spread(self) -> float:
-        """How far an entry's median lies above its minimum, as a share of it: the median of all entries."""
+        """The median over all entries of (median / minimum - 1)."""
         return median(median(times) / min(times) - 1 for times in self.all.values())
 
     @cached_property
     def busy(self) -> bool:
-        """Whether the machine had other work to do."""
-        return self.spread() > MOST_SPREAD or self.processor_share < LEAST_SHARE
+        """Whether the machine ran other programs."""
+        return self.spread() > MAX_SPREAD or self.processor_share < MIN_PROCESSOR_SHARE
 
     def cost(self, name: str, number: int) -> float:
-        """What an entry costs."""
         times = self.all[name, number]
         return fmean(times) if self.busy else min(times)
 
@@ -222,20 +218,20 @@ class EntryTimes:
         return {number: self.cost(name, number) for one, number in self.all if one == name}
 
     def step(self, name: str) -> float:
-        """What a draft step costs: what a longer chain takes more than a short one; at least half of its share of the longer
-        one, where a stall has made the short one too long."""
+        """The cost of a draft step: the difference of a long and a short chain per step. At least half of the long chain's
+        mean, because a stall may have made the short one too long."""
         short, long = (self.cost(name, drafts) for drafts in DRAFTS)
         return max((long - short) / (DRAFTS[1] - DRAFTS[0]), long / DRAFTS[1] / 2)
 
 
-def _take_turns(entries: Mapping[Entry, TimedCall], most_seconds: float) -> EntryTimes:
-    """Time entries round after round, each round beginning with another one: all of them LEAST times, and then those whose
-    shortest times are no two of a kind yet."""
+def _take_turns(entries: Mapping[Entry, TimedCall], max_seconds: float) -> EntryTimes:
+    """Times entries round after round, starting each round with another entry: all of them MIN_ROUNDS times, then those whose
+    two shortest times differ."""
     times: dict[Entry, list[float]] = {entry: [] for entry in entries}
     began, processor = time.perf_counter(), time.process_time()
-    for number in range(MOST):
-        left = [entry for entry, found in times.items() if number < LEAST or not _confirmed(found)]
-        if not left or (number and time.perf_counter() - began > most_seconds):
+    for number in range(MAX_ROUNDS):
+        left = [entry for entry, found in times.items() if number < MIN_ROUNDS or not _confirmed(found)]
+        if not left or (number and time.perf_counter() - began > max_seconds):
             break
         first = number * len(left) // 3 % len(left)
         for entry in left[first:] + left[:first]:
@@ -245,27 +241,27 @@ def _take_turns(entries: Mapping[Entry, TimedCall], most_seconds: float) -> Entr
 
 
 def _confirmed(times: Sequence[float]) -> bool:
-    """Whether the two shortest times agree: a stall does not strike twice alike."""
-    least, second = sorted(times)[:2]
-    return second <= (1 + AGREE) * least
+    """Whether the two shortest times agree: two stalls are hardly ever equally long."""
+    shortest, second = sorted(times)[:2]
+    return second <= (1 + MAX_DIFFERENCE) * shortest
 
 
 def _turn(timed: TimedCall) -> list[float]:
-    """Some times in a row, of which the first may have been cold."""
-    found, end = [timed()], time.perf_counter() + TURN
-    while len(found) < IN_A_ROW and time.perf_counter() < end:
+    """Some times in a row; the first may find cold caches."""
+    found, end = [timed()], time.perf_counter() + TURN_SECONDS
+    while len(found) < MAX_TIMES_IN_A_ROW and time.perf_counter() < end:
         found.append(timed())
     return found
 
 
 @torch.inference_mode()
-def measure(runner: ModelRunner, batch: int, most_seconds: float = MOST_SECONDS) -> BatchCosts:
+def measure(runner: ModelRunner, batch: int, max_seconds: float = MAX_SECONDS) -> BatchCosts:
     """The costs of one batch size. ValueError for a model that has too few positions or only one layer."""
     if runner.depth < 2:
         raise ValueError("costs are measured of models with at least 2 layers")
     bench = CostTimer(runner, batch)
-    sparse = min(bench.entries(True)["plain", 1]() for _ in range(LEAST)) > LONG
-    times = _take_turns(bench.entries(sparse), 0.0 if sparse else most_seconds)
+    sparse = min(bench.entries(True)["plain", 1]() for _ in range(MIN_ROUNDS)) > LONG_STEP_SECONDS
+    times = _take_turns(bench.entries(sparse), 0.0 if sparse else max_seconds)
     return _table(bench, times)
 
 
@@ -314,7 +310,7 @@ def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int
         session.prefill(8)
     for row in range(batch):  # a token that the draft model has not read yet
         drafter.text[row].append(0)
-    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MOST_SECONDS / 4).step("model")
+    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MAX_SECONDS / 4).step("model")
 
 
 # -------------------------------------------------------------------------------------------------------- the file
@@ -322,8 +318,8 @@ def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int
 
 @dataclass(frozen=True)
 class StoredCosts:
-    """Costs, and where they come from. key: what they were measured of. path: the file; None where it cannot be written.
-    measured: when, in UTC. seconds: how long it took. fresh: it was now."""
+    """Costs, and their origin. key: see `key_of`. path: the file; None if it cannot be written. measured: the date, in UTC.
+    seconds: time of measuring. fresh: whether they were measured now."""
 
     costs: CostTables
     key: dict[str, Any]
@@ -334,7 +330,7 @@ class StoredCosts:
 
 
 def key_of(runner: ModelRunner) -> dict[str, Any]:
-    """What costs depend on: other facts, other costs."""
+    """Everything that costs depend on."""
     engine = runner.engine
     native = engine.name == "native"
     device = runner.device
@@ -359,10 +355,10 @@ def costs_of(
     draft_models: Sequence[DraftModel] = (),
     again: bool = False,
 ) -> StoredCosts:
-    """The costs of a model on its engine: from the file, where it holds them, else measured and written there.
+    """The costs of a model on its engine, from its file; what the file lacks is measured and added.
 
-    again: measure whatever the file holds. A file that is damaged, of another version or about something else counts as none.
-    ValueError for a model with too few positions or layers.
+    again: ignore the file. A file that is damaged, of another version or of another key is ignored, too. ValueError for a model
+    with too few positions or layers.
     """
     runner = model if isinstance(model, ModelRunner) else ModelRunner(model)
     key, path = key_of(runner), _path(runner)
@@ -387,12 +383,12 @@ def costs_of(
 
 
 def _path(runner: ModelRunner) -> Path | None:
-    """The file of a model's costs; None where the user has no home."""
+    """The file of a model's costs; None if there is no cache folder."""
     return cache_place("costs", f"{digest(key_of(runner))}.json")
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> StoredCosts | None:
-    """What a file says of a key; None for nothing of use."""
+    """The costs in a file; None if it is unusable or of another key."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         held = json.loads(path.read_text(encoding="utf-8"))
         if held["version"] != VERSION or held["key"] != key:

@@ -81,7 +81,7 @@ def _method_values(group: MeasurementGroup) -> dict[str, Any]:
 
 def _ceilings(lines: Sequence[Line]) -> list[str]:
     """The speed that each machine allows, one sentence per model."""
-    return [machine.told(line["model"], line["ceiling"], line) for line in lines if line["kind"] == "model"]
+    return [machine.describe_ceiling(line["model"], line["ceiling"], line) for line in lines if line["kind"] == "model"]
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
