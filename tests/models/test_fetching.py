@@ -146,8 +146,8 @@ def test_what_another_machine_has_learnt_is_where_auto_begins(hub: Hub, tuned: P
     [
         (lambda held: held["key"].update(model="0" * 16), "was learnt elsewhere: its model is 0000000000000000, here it is"),
         (lambda held: held["key"].update(machine="abacus"), "was learnt elsewhere: its machine is abacus, here it is"),
-        (lambda held: held.update(version=1), "is of version 1, this skipstone reads version"),
-        (lambda held: held.pop("state"), "is no file of `skipstone tune`"),
+        (lambda held: held.update(version=1), "of version 1, this skipstone reads version"),
+        (lambda held: held.pop("state"), "says nothing of a profile of `skipstone tune`"),
         (lambda held: held["state"].clear(), "is damaged: its state cannot be read"),
     ],
 )

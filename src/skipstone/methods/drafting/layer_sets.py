@@ -1,7 +1,7 @@
-"""Which sublayers a draft model leaves out, what that costs and what it is worth, and the files of such sets.
+"""Layer sets: the sublayers that drafting leaves out, their costs and speed-up, and their files.
 
-A layer set says of every attention and every MLP between the first and the last layer, which always run, whether it is skipped.
-Every cost is in plain steps: one is the time of a step of plain decoding.
+A layer set says for every attention and MLP whether it is skipped. The first and the last layer always run. All costs are in
+plain steps, the time of a step of plain decoding.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MAX_DRAFTS = 25  # drafts of the longest step whose speed-up is computed
 
 @dataclass(frozen=True)
 class LayerSetSpace:
-    """All layer sets of a model of `layers` layers. ValueError for fewer than 4: nothing sensible would be left."""
+    """All layer sets of a model of `layers` layers. ValueError for fewer than 4, where too little would be left."""
 
     layers: int
 
@@ -40,7 +40,7 @@ class LayerSetSpace:
 
     @classmethod
     def of(cls, model: ModelRunner) -> Self:
-        """All layer sets of a model. ValueError where its sublayers cannot be left out."""
+        """All layer sets of a model. ValueError if its sublayers cannot be left out."""
         if reason := model.family.unskippable:
             raise ValueError(f"no sublayer of this {model.config.model_type} model can be skipped: it {reason}")
         return cls(model.depth)
@@ -51,11 +51,11 @@ class LayerSetSpace:
         return 2 * (self.layers - 2)
 
     def count(self, ratio: float) -> int:
-        """How many sublayers a skip ratio leaves out (of those that may be skipped, as in SWIFT's code)."""
+        """Number of sublayers that a skip ratio leaves out (of those that may be skipped, as in SWIFT's code)."""
         return round(ratio * self.size)
 
     def uniform(self, count: int) -> LayerMask:
-        """As many attentions as MLPs (one more, where `count` is odd), each spread evenly over the depth."""
+        """As many attentions as MLPs (one more if `count` is odd), each spread evenly over the depth."""
         middle = self.layers - 2
         skipped = np.zeros(self.size, dtype=bool)
         for first, number in ((0, count - count // 2), (middle, count // 2)):
@@ -69,12 +69,12 @@ class LayerSetSpace:
         return skipped
 
     def to_skip_set(self, skipped: LayerMask) -> SkipSet:
-        """What the model understands."""
+        """The set as layer numbers."""
         attention, mlp = (np.flatnonzero(half) + 1 for half in np.split(skipped, 2))
         return SkipSet(frozenset(attention.tolist()), frozenset(mlp.tolist()))
 
     def from_skip_set(self, skip: SkipSet) -> LayerMask:
-        """The way back. ValueError for layers that do not exist or may not be skipped."""
+        """The mask of layer numbers. ValueError for layers that do not exist or may not be skipped."""
         skipped, middle = np.zeros(self.size, dtype=bool), self.layers - 2
         for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
             if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
@@ -131,18 +131,18 @@ def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: i
 
 @dataclass(frozen=True)
 class SearchObjective:
-    """What a search maximises. by: "speed" or the paper's "matchness". max_drafts: drafts a step."""
+    """The objective of a search. by: "speed" or the paper's "matchness". max_drafts: drafts a step."""
 
     costs: SkipCosts = SkipCosts(0.0, 0.0, (1.0,))
     by: str = "speed"
     max_drafts: int = MAX_DRAFTS
 
     def __call__(self, matchness: float, skipped: LayerMask) -> float:
-        """The worth of a set of that matchness."""
+        """The value of a set of that matchness."""
         return float(self.of_many(matchness, self.costs.draft(skipped)))
 
     def of_many(self, matchness: Any, draft: Any) -> Any:
-        """The worth of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
+        """The values of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
         return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.max_drafts)
 
 
@@ -151,8 +151,8 @@ PROFILE = "profile.json"  # file of a repository on the hub: its profile
 
 
 class LayerSetProfile(SettingsPart):
-    """A layer set's file. model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted
-    from 0, whose sublayer drafting leaves out. about: how it was found."""
+    """A layer set's file. model: fingerprint of the weights. name: of the model. attention, mlp: layers, counted from 0, whose
+    sublayer drafting leaves out. about: notes on the search."""
 
     version: int = PROFILE_VERSION
     model: str
@@ -169,15 +169,15 @@ class LayerSetProfile(SettingsPart):
 def save_profile(
     path: Path, model: Any, about: dict[str, Any], attention: Sequence[int], mlp: Sequence[int], name: str = ""
 ) -> None:
-    """Write the profile of a model, whole or not at all. The rest is as in `LayerSetProfile`."""
+    """Writes the profile of a model atomically. Other arguments are those of `LayerSetProfile`."""
     key = fingerprint(model)
     profile = LayerSetProfile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
     write_json(path, profile.model_dump(mode="json"))
 
 
 def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
-    """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError where there is none;
-    ValueError for what is no profile, and for another model's."""
+    """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError if there is none;
+    ValueError for another file, and for another model's profile."""
     if not isinstance(source, (str, Path)):
         raise ValueError(f"profile must be the name of a file, found {source!r}")
     profile = read_profile(_file_of(source), source)
@@ -187,12 +187,12 @@ def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
 
 
 def read_profile(path: Path, source: object = None) -> LayerSetProfile:
-    """The profile in a file, of whichever model. source: what a user called it. Errors as in `load_profile`."""
+    """The profile in a file, of any model. source: the user's name for it. Errors as in `load_profile`."""
     return read_json(path, LayerSetProfile, PROFILE_VERSION, "a layer set", source)
 
 
 def _file_of(source: str | Path) -> Path:
-    """A file here; else one of the hub, which a name that looks like a file's own is not."""
+    """A local file, or else a file of the hub, unless the name is that of a file (.json)."""
     path = Path(source).expanduser()
     found = None if path.exists() or path.suffix == ".json" else hub_name(source)
     return path if found is None or "/" not in found.repo else fetch(str(source), PROFILE) / PROFILE

@@ -1,4 +1,4 @@
-"""SWIFT's layer set optimisation (section 4.1): which set drafts, and when the search for a better one ends."""
+"""SWIFT's layer set optimisation (section 4.1): the set that drafts, and the end of the search for a better one."""
 
 from collections import deque
 from typing import Any
@@ -10,17 +10,15 @@ from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.models.passes import SkipSet
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
-HISTORY = 500
-NUMBER_BYTES = 64
-"""Changes of the layer set that are remembered."""
+HISTORY = 500  # changes of the layer set that are kept
+NUMBER_BYTES = 64  # of a number of a search, in a list
 
 
 class LayerSetOptimisation:
-    """Section 4.1.2, across requests. One evaluation follows another until the stopping rule holds; the best set so far drafts.
+    """Section 4.1.2, across requests. Sets are evaluated until the stopping rule holds, and the best one so far drafts.
 
-    profile: a set that was found before, then nothing is searched. skipped, skip: the set in use, as a mask and as the model
-    understands it. matchness: the estimate of it; None where nothing is known. evaluations: so far. searching: whether the
-    search goes on. steps: that drafted.
+    profile: a known set, so nothing is searched. skipped, skip: the set in use, as a mask and as a SkipSet. matchness: its
+    estimate, None if unknown. evaluations: their number so far. searching: whether the search goes on. steps: that drafted.
     """
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:
@@ -39,21 +37,21 @@ class LayerSetOptimisation:
 
     @property
     def nbytes(self) -> int:
-        """The latest sets and their measurements: some numbers for each sublayer."""
+        """Bytes of the history: some numbers for each sublayer and change."""
         return SMALL_STATE_BYTES + HISTORY * self.space.size * NUMBER_BYTES
 
     def _use(self, skipped: LayerMask) -> None:
-        """Draft with a set from now on."""
+        """Makes a set the one that drafts."""
         self.skipped, self.skip = skipped, self.space.to_skip_set(skipped)
         self.matchness = self.search.estimate(skipped)
         self.history.append({"evaluation": self.evaluations, "matchness": self.matchness, **self._places()})
 
     def candidate(self) -> LayerMask | None:
-        """The next set to evaluate; None where the search is over."""
+        """The next set to evaluate; None after the end of the search."""
         return self.search.propose() if self.searching else None
 
     def evaluated(self, skipped: LayerMask, matchness: float, positions: int) -> None:
-        """Take over one evaluation (Eq. 4), draft with the best set, and end the search where its time has come."""
+        """Learns from one evaluation (Eq. 4), chooses the set that drafts, and ends the search by the stopping rule."""
         search = self.search
         search.observe(skipped, matchness, positions)
         self.evaluations, self.since_better, self.steps_left = self.evaluations + 1, self.since_better + 1, self.steps_left - 1
@@ -62,8 +60,8 @@ class LayerSetOptimisation:
             self.since_better = 0
             self._use(best)
         self.matchness = search.estimate(self.skipped)
-        found = self.matchness is not None and self.matchness > self.target_matchness
-        self.searching = not (self.steps_left <= 0 or self.since_better >= self.patience or found)
+        is_reached = self.matchness is not None and self.matchness > self.target_matchness
+        self.searching = not (self.steps_left <= 0 or self.since_better >= self.patience or is_reached)
 
     def _places(self) -> dict[str, list[int]]:
         return {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)}
