@@ -114,7 +114,7 @@ def test_the_report_has_it_beside_what_was_measured() -> None:
     step = 2 * 0.003 + 0.001 + 0.013 - 0.5 * 0.002 + 0.001  # two draft steps a step, five tokens scored
     assert own["costed_speedup"] == pytest.approx(2 * 0.010 / step)
     assert "costed_speedup" not in plain
-    shown = tables.own(group)
+    shown = tables.tables([group])[0]
     cells = {row[0]: row[shown.columns.index("by costs")] for row in shown.rows}
     assert cells == {"hf-generate": "-", "autoregressive": "-", "layerskip": f"{own['costed_speedup']:.2f} / 2.22"}
     (group,) = groups(run)
