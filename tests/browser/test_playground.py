@@ -357,14 +357,6 @@ def test_light_and_dark(chromium: Any, server: Process, page: Any) -> None:
     other.context.close()
 
 
-def test_a_narrow_page_does_not_scroll_sideways(page: Any) -> None:
-    page.set_viewport_size({"width": 380, "height": 800})
-    ask(page)
-    written(page)
-    page.check("#refused")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_the_code_that_is_copied_runs(page: Any) -> None:
     ask(page, max_tokens=12)
     written(page)

@@ -11,5 +11,5 @@ UP, DOWN = 1.0, 3600.0
 """Seconds of more or less load before replicas are added or taken away: the second, longer than tests take on any machine."""
 
 if __name__ == "__main__":
-    serve.Scale = functools.partial(serve.Scale, up=UP, down=DOWN)  # type: ignore[assignment,misc]
+    serve.ReplicaSettings = functools.partial(serve.ReplicaSettings, upscale_delay_seconds=UP, downscale_delay_seconds=DOWN)  # type: ignore[assignment,misc]
     main()

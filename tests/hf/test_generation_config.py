@@ -16,7 +16,7 @@ from skipstone.cli.model_options import GenerationModelOptions, read_overrides
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
-from skipstone.serving.batch_files.batch import Chosen
+from skipstone.serving.batch_files.batch import ModelSettings
 from tests.helpers import families
 from tests.helpers.served import in_thread
 from tests.helpers.support import tokenizer
@@ -107,13 +107,13 @@ def test_a_file_that_nothing_can_load_is_ignored_by_a_flag(name: str, tmp_path: 
         GenerationModelOptions(folder).load()
     for model in (
         GenerationModelOptions(folder, generation_config={}).load()[0],
-        Chosen(folder, generation_config={}).load().model,
+        ModelSettings(folder, generation_config={}).load().model,
     ):
         assert model.generation_config.eos_token_id == (5 if "eos" in HARMFUL[name] else 0)
 
 
 def test_a_batch_without_the_model_s_defaults_is_another_run() -> None:
-    assert Chosen(generation_config={}).about() != Chosen().about()
+    assert ModelSettings(generation_config={}).journal_settings() != ModelSettings().journal_settings()
 
 
 def test_a_field_that_transformers_refuses_can_be_overridden(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_a_field_that_transformers_refuses_can_be_overridden(tmp_path: Path) -> 
 def test_a_batch_does_not_begin_with_them(tmp_path: Path) -> None:
     folder = str(nano(tmp_path, '{"eos_token_id": 0, "num_beams": 4}'))
     with pytest.raises(ValueError, match="num_beams=4"):
-        Chosen(folder).load()
-    loaded = Chosen(folder, overrides={"num_beams": None}).load()
+        ModelSettings(folder).load()
+    loaded = ModelSettings(folder, overrides={"num_beams": None}).load()
     assert loaded.model.generation_config.num_beams is None
-    assert Chosen(folder, generation_config={"top_k": 3}).load().model.generation_config.top_k == 3
+    assert ModelSettings(folder, generation_config={"top_k": 3}).load().model.generation_config.top_k == 3
 
 
 def test_a_replacement_keeps_the_ids_and_the_method_of_the_model() -> None:

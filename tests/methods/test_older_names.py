@@ -22,7 +22,7 @@ from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.methods import resolve
-from skipstone.serving.batch_files.batch import Chosen
+from skipstone.serving.batch_files.batch import ModelSettings
 from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
 from tests.helpers.pairwise import slow_except
@@ -83,7 +83,7 @@ def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Meth
 
 
 def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
-    found = Chosen(engine="native", method=text_of(name, settings)).load().method
+    found = ModelSettings(engine="native", method=text_of(name, settings)).load().method
     assert found is not None
     return found
 

@@ -207,7 +207,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("speculative", ["off", "auto", "prompt_lookup", {"method": "layerskip", "exit_layer": 6}])
+@pytest.mark.parametrize("speculative", ["auto", {"method": "layerskip", "exit_layer": 6}])
 def test_structured_output_obeys_its_schema_whatever_drafts(nano: InThread, speculative: Any) -> None:
     """The text is that without drafts, greedily and, of methods that draw with the target's noise, with a seed."""
     format_ = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
@@ -311,13 +311,6 @@ def test_other_mistakes_have_their_own_status(nano: InThread) -> None:
     assert "chat template" in refusal(chat)
 
 
-def test_openai_s_client_raises_what_it_raises_elsewhere(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="not supported"):
-        client.completions.create(model="skipstone-nano", prompt="a", extra_body={"wings": 2})
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="other", prompt="a")
-
-
 # ----------------------------------------------------------------------------------------------------- other routes
 
 
@@ -334,12 +327,8 @@ def test_what_the_server_says_of_itself(nano: InThread, client: openai.OpenAI) -
 
 
 def test_counters_go_up_by_what_was_done(nano: InThread) -> None:
-    def counted(name: str) -> float:
-        lines = nano.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
-
     names = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "spec_decode_num_draft_tokens_total")
-    before = [counted(name) for name in names]
+    before = [nano.counted(name) for name in names]
     answer = post(
         nano,
         prompt=TEXTS[1],
@@ -348,12 +337,12 @@ def test_counters_go_up_by_what_was_done(nano: InThread) -> None:
         speculative={"method": "layerskip", "exit_layer": 6},
         return_metrics=True,
     ).json()
-    written, read, ended, drafted = (counted(name) - was for name, was in zip(names, before, strict=True))
+    written, read, ended, drafted = (nano.counted(name) - was for name, was in zip(names, before, strict=True))
     assert written == answer["usage"]["completion_tokens"]
     assert read == answer["usage"]["prompt_tokens"]
     assert ended == 1
     assert drafted == answer["timings"]["draft_n"] > 0
-    assert counted("num_requests_running") == counted("num_requests_waiting") == 0
+    assert nano.at_work() == 0
 
 
 @pytest.mark.parametrize("method", ["layerskip exit_layer=6", "prompt_lookup", "off", "auto"])
@@ -389,7 +378,7 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypa
     with in_thread(lambda: loaded, max_num_seqs=1, max_waiting=2, drain_seconds=5) as nano, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(post, nano, **restricted) for _ in range(2)]
         assert begun.wait(60)
-        while nano.server._compiling < 2:
+        while nano.server._num_compiling < 2:
             time.sleep(0.01)
         third = post(nano, **restricted)
         assert third.status_code == 429
@@ -402,7 +391,7 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypa
         gate.set()
         for one in waiting:
             assert json.loads(one.result().json()["choices"][0]["text"]) == "slow"
-        assert nano.server._compiling == 0
+        assert nano.server._num_compiling == 0
 
 
 def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
@@ -429,7 +418,7 @@ def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(load
         server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
         body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
-        answer, _ = await server.answer(server.parser.parse_completion, body, chat=False)
+        answer, _ = await server.answer(body)
         assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 2
         server.abandon(answer)
         for _ in range(500):

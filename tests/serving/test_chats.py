@@ -21,9 +21,7 @@ from tests.helpers.served import InThread, in_thread, refusal
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}{% if message.role == 'system' and message.content == 'refuse' %}"
-    "{{ raise_exception('no such role') }}{% endif %}"
-    "# {{ message.role }}: {{ message.content }}"
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\n"
     "{% endfor %}{% if add_generation_prompt %}def{% endif %}"
 )
@@ -82,16 +80,6 @@ def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, cli
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_second_turn_reads_only_what_is_new(server: InThread) -> None:
-    turns = [{"role": "user", "content": "write a function that adds all the numbers of a long list of lists"}]
-    body = {"max_tokens": 20, "temperature": 0}
-    first = server.http.post("/v1/chat/completions", json={"messages": turns, **body}).json()
-    answer = first["choices"][0]["message"]
-    turns += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "and another"}]
-    usage = server.http.post("/v1/chat/completions", json={"messages": turns, **body}).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
-
-
 def test_log_probabilities_of_a_chat(server: InThread) -> None:
     body = {"messages": ASKED, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     content = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
@@ -102,16 +90,17 @@ def test_log_probabilities_of_a_chat(server: InThread) -> None:
         assert bytes(one["bytes"]).decode() == one["token"]
 
 
-def test_a_template_that_refuses_is_said(server: InThread) -> None:
-    body = {"messages": [{"role": "system", "content": "refuse"}], "max_tokens": 5}
-    assert "no such role" in refusal(server.http.post("/v1/chat/completions", json=body))
-
-
 # ------------------------------------------------------------------------------------------------------------- tools
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "double"}}])
-@pytest.mark.parametrize("speculative", ["off", "auto", "layerskip exit_layer=6"])
+@pytest.mark.parametrize(
+    ("choice", "speculative"),
+    [
+        ("required", "off"),
+        ({"type": "function", "function": {"name": "double"}}, "auto"),
+        ("required", "layerskip exit_layer=6"),
+    ],
+)
 def test_a_demanded_call_is_made_whatever_drafts(client: openai.OpenAI, choice: Any, speculative: str) -> None:
     asked: dict[str, Any] = {"model": "skipstone-nano", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
     asked |= {"max_tokens": 60, "seed": 3, "extra_body": {"speculative": speculative}}
@@ -149,8 +138,10 @@ def test_tools_that_may_be_called_leave_a_text_as_it_is(loaded: Any, chatty: Any
 def test_the_answer_of_a_tool_goes_back_into_the_chat(server: InThread) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "double", "arguments": '{"n": 2}'}}
     turns = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "4"}]
+    turns.insert(0, {"role": "developer", "content": "be brief"})
     found = server.http.post("/tokenize", json={"messages": turns}).json()["tokens"]
     text = server.http.post("/detokenize", json={"tokens": found}).json()["prompt"]
+    assert "# system: be brief" in text, "the role of templates"
     assert text.endswith('# assistant: double({"n": 2})# tool: 4def')
     assert server.http.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 3}).status_code == 200
 
@@ -202,36 +193,6 @@ def test_arguments_that_are_no_json() -> None:
             body.messages[0].turn()
     with pytest.raises(ValidationError, match="only an assistant"):
         ChatBody.model_validate({"messages": [{"role": "user", "tool_calls": [call]}]})
-
-
-def test_a_tool_whose_schema_has_definitions(client: openai.OpenAI) -> None:
-    """As pydantic writes them."""
-    parameters = {
-        "$defs": {"N": NUMBER},
-        "type": "object",
-        "properties": {"of": {"$ref": "#/$defs/N"}},
-        "required": ["of"],
-        "additionalProperties": False,
-    }
-    tools: Any = [TOOLS[0], {"type": "function", "function": {"name": "halve", "parameters": parameters, "strict": True}}]
-    asked: Any = {"type": "function", "function": {"name": "halve"}}
-    found = client.chat.completions.create(
-        model="skipstone-nano",
-        messages=ASKED,
-        tools=tools,
-        tool_choice=asked,
-        max_tokens=60,
-        seed=1,  # type: ignore[arg-type]
-    )
-    (call,) = found.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert json.loads(call.function.arguments) in ({"of": {"n": 1}}, {"of": {"n": 2}})
-
-
-def test_a_developer_is_the_system_of_templates(server: InThread) -> None:
-    turns = [{"role": "developer", "content": "be brief"}, *ASKED]
-    tokens = server.http.post("/tokenize", json={"messages": turns}).json()["tokens"]
-    assert "# system: be brief" in server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
 
 
 # --------------------------------------------------------------------------------------------------------- /v1/responses

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from skipstone.assets import NANO
-from skipstone.serving.ray.cluster import Share, connect, places, reason, weights
+from skipstone.serving.ray.cluster import NodeShare, connect, count_places, weight_bytes
+from skipstone.serving.ray.serve import load_error
 from tests.helpers.commandline import run
 from tests.helpers.served import free_port
 
@@ -21,29 +22,29 @@ def node(cpus: float, memory: float, gpus: float = 0, alive: bool = True) -> dic
 
 def test_a_node_has_room_for_as_many_replicas_as_its_scarcest_resource_allows() -> None:
     nodes = [node(4, 10e9), node(3, 5e9), node(64, 1e12, alive=False), {"Alive": True, "Resources": {}}]
-    assert places(nodes, Share(cpus=1, memory=0)) == 7
-    assert places(nodes, Share(cpus=2, memory=0)) == 2 + 1, "half a replica on each of two nodes is none"
-    assert places(nodes, Share(cpus=1, memory=4 * 10**9)) == 2 + 1
-    assert places(nodes, Share(cpus=1, gpus=1)) == 0
-    assert places([node(4, 10e9, gpus=2)], Share(cpus=1, gpus=1)) == 2
+    assert count_places(nodes, NodeShare(cpus=1, memory=0)) == 7
+    assert count_places(nodes, NodeShare(cpus=2, memory=0)) == 2 + 1, "half a replica on each of two nodes is none"
+    assert count_places(nodes, NodeShare(cpus=1, memory=4 * 10**9)) == 2 + 1
+    assert count_places(nodes, NodeShare(cpus=1, gpus=1)) == 0
+    assert count_places([node(4, 10e9, gpus=2)], NodeShare(cpus=1, gpus=1)) == 2
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
     (tmp_path / "b.bin").write_bytes(b"x" * 5)
     (tmp_path / "README.md").write_bytes(b"x" * 100)
-    assert weights(str(tmp_path)) == 15
-    assert weights(str(tmp_path / "a.safetensors")) == 10
-    assert weights("owner/name") == 0
-    assert weights(None) == sum(file.stat().st_size for file in NANO.glob("*.safetensors"))
+    assert weight_bytes(str(tmp_path)) == 15
+    assert weight_bytes(str(tmp_path / "a.safetensors")) == 10
+    assert weight_bytes("owner/name") == 0
+    assert weight_bytes(None) == sum(file.stat().st_size for file in NANO.glob("*.safetensors"))
 
 
 def test_why_a_replica_does_not_start_is_the_last_line_of_its_traceback() -> None:
     traceback = (
         "Traceback (most recent call last):\n  File 'a.py'\n    raise ValueError(told)\n  ValueError: /model: no such folder\n"
     )
-    assert reason(["", f"The deployment failed to start 2 times:\n{traceback}. Retrying"]) == "/model: no such folder"
-    assert reason(["The deployment waits for a node."]) == ""
+    assert load_error(["", f"The deployment failed to start 2 times:\n{traceback}. Retrying"]) == "/model: no such folder"
+    assert load_error(["The deployment waits for a node."]) == ""
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "ray://", ":6379", "auto"])

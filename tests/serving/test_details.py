@@ -14,9 +14,10 @@ import skipstone
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
-from skipstone.serving.answers import Answer
 from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.completions_api import step_json
 from skipstone.serving.layer_map import describe_layers
+from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.pending_request import StepOutput
 from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.schemas import CompletionBody
@@ -119,7 +120,7 @@ def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator
     body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, "stream_speculative": "full"}
     asked = CompletionBody(prompt=PROMPT, **{**body, **more}, speculative=method)
     parser = RequestParser(model, tokenizer, resolve("autoregressive"), 256)
-    (pending,) = parser.parse_completion(asked)
+    (pending,) = parser.parse(asked)
     pieces: list[StepOutput] = []
     group = BatchGroup(
         model, pending.method, 2, 256, 64, lambda _, event: pieces.append(event) if isinstance(event, StepOutput) else None
@@ -127,8 +128,7 @@ def steps(loaded: tuple[ModelRunner, Any], method: str, **more: Any) -> Iterator
     group.admit(pending)
     while group.busy:
         group.step()
-    answer = Answer("nano", [], chat=False, tokenizer=tokenizer)
-    return (answer._step(piece) for piece in pieces)
+    return (step_json(piece, TokenReader(tokenizer)) for piece in pieces)
 
 
 def test_only_full_is_told_details_and_true_stays_as_it_was(loaded: tuple[ModelRunner, Any]) -> None:

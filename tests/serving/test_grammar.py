@@ -135,8 +135,6 @@ def test_a_recursive_schema_with_an_end_is_taken(grammars: GrammarCompiler, sche
         {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
         {"type": "string", "pattern": "^ab$", "minLength": 3},
-        {"const": "\ud83d"},
-        {"type": "object", "properties": {"\ud83d": {}}},
     ],
 )
 def test_a_schema_that_cannot_be_fulfilled_is_refused(grammars: GrammarCompiler, schema: dict[str, Any]) -> None:
@@ -275,7 +273,7 @@ def test_grammars_of_many_requests_take_no_more_bytes_than_allowed(
 
     grammars.compile_schema({"type": "object", "properties": MANY_PROPERTIES})
     before = process.memory_info().rss
-    with pytest.raises(module.NoGrammarMemory, match="ask again later"):
+    with pytest.raises(module.GrammarMemoryError, match="ask again later"):
         ask(range(30))
     assert kept
     assert process.memory_info().rss - before < 2 * (48 << 20)

@@ -60,7 +60,7 @@ class OutputText:
         format_ = {"type": "json_schema", "json_schema": {"schema": schema}}
         asked = {"prompt": "x = ", "max_tokens": 60, "response_format": format_, "speculative": method, **given}
         body = CompletionBody.model_validate(asked)
-        (pending,) = self.parser.parse_completion(body, self.parser.compile_grammar(body))
+        (pending,) = self.parser.parse(body, self.parser.compile_grammar(body))
         return self.written(pending)
 
     def written(self, pending: PendingRequest) -> tuple[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,12 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.batch_group import BatchGroup
+from skipstone.serving.errors import RequestError
 from skipstone.serving.logits_processors import Bias, Penalty
 from skipstone.serving.model_thread import MethodSteps, ModelThread, RequestEvents
-from skipstone.serving.pending_request import (
-    CANCELLED,
-    FAILED,
-    LENGTH,
-    TIMEOUT,
-    PendingRequest,
-    RequestEnd,
-    RequestError,
-    StepOutput,
-)
+from skipstone.serving.pending_request import CANCELLED, FAILED, LENGTH, TIMEOUT, PendingRequest, RequestEnd, StepOutput
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
@@ -80,6 +73,25 @@ class Heard:
         self.until(lambda: all(pending in self.ended for pending in requests))
 
 
+def write_all(model_thread: ModelThread, heard: Heard, *requests: PendingRequest) -> None:
+    """Submit requests and wait for their ends."""
+    model_thread.submit(list(requests))
+    heard.all_of(list(requests))
+    assert model_thread.stop()
+
+
+def measured_thread(measure: Callable[[ModelThread], int], *arguments: Any) -> tuple[ModelThread, list[int]]:
+    """A thread, and what is measured of it before every step."""
+    values = list[int]()
+
+    class Measured(ModelThread):
+        def _receive(self, wait: bool, calls: bool = True) -> None:
+            values.append(measure(self))
+            super()._receive(wait, calls)
+
+    return Measured(*arguments), values
+
+
 @pytest.fixture
 def raw() -> Any:
     return families.build("llama", max_position_embeddings=8192)
@@ -123,7 +135,7 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
     heard, groups = Heard(), weakref.WeakSet[Any]()
     gc.collect()
     gc.disable()
-    model_thread = ModelThread(ModelRunner(raw), 2, 256, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)
     try:
         for count in range(1, 13):
             method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
@@ -181,18 +193,14 @@ def test_recurrent_states_count_as_well(name: str) -> None:
 def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = BatchGroup(model, method, 2, 256, 64, lambda *_: None).memory_bytes(256)
-    most = 0
 
-    class Watched(ModelThread):
-        def _receive(self, wait: bool, calls: bool = True) -> None:
-            nonlocal most
-            scorer = self.scheduler._scorer
-            stores = [] if scorer is None or scorer._store is None else [scorer._store]
-            held = sum(map(held_bytes, self.admission.groups.values())) + sum(one.bytes() for one in stores)
-            most = max(most, held)
-            super()._receive(wait, calls)
+    def held(thread: ModelThread) -> int:
+        scorer = thread.scheduler._scorer
+        scored = 0 if scorer is None or scorer._store is None else scorer._store.bytes()
+        return scored + sum(map(held_bytes, thread.admission.groups.values()))
 
-    model_thread = Watched(model, 2, 256, 32, heard, prefill_chunk_size=32, kv_cache_bytes=limit)
+    limits = AdmissionLimits(2, 256, 32, prefill_chunk_size=32, kv_cache_bytes=limit)
+    model_thread, values = measured_thread(held, model, limits, heard)
     requests = [
         PendingRequest(
             Request(prompt(140, seed), 100),
@@ -201,45 +209,35 @@ def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: A
         )
         for seed in range(6)
     ]
-    model_thread.submit(requests)
-    heard.all_of(requests)
-    model_thread.stop()
-    assert limit // 2 < most <= limit
+    write_all(model_thread, heard, *requests)
+    assert limit // 2 < max(values) <= limit
     for pending in requests:
         assert heard.tokens[pending] == written(raw, method, pending.request.prompt, 100)
 
 
 def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
     """Twenty likeliest tokens in every place of a prompt take more memory than its request: few prompts have them at a time."""
-    heard, most = Heard(), 0
+    heard, method = Heard(), skipstone.Autoregressive()
 
-    class Watched(ModelThread):
-        def _receive(self, wait: bool, calls: bool = True) -> None:
-            nonlocal most
-            most = max(most, sum(bool(pending.prompt_logprobs) for pending in self.admission.waiting))
-            super()._receive(wait, calls)
+    def scored(thread: ModelThread) -> int:
+        return sum(bool(pending.prompt_logprobs) for pending in thread.admission.waiting)
 
-    method = skipstone.Autoregressive()
-    model_thread = Watched(ModelRunner(raw), 1, 256, 32, heard)
+    model_thread, values = measured_thread(scored, ModelRunner(raw), AdmissionLimits(1, 256, 32), heard)
     requests = [
         PendingRequest(Request(prompt(40, seed), 20), method, num_logprobs=20, prompt_logprobs=[], echo=True)
         for seed in range(8)
     ]
-    model_thread.submit(requests)
-    heard.all_of(requests)
-    model_thread.stop()
-    assert most == 1
+    write_all(model_thread, heard, *requests)
+    assert max(values) == 1
     assert all(len(pending.prompt_logprobs or []) == 39 for pending in requests)
 
 
 def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = BatchGroup(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
-    model_thread = ModelThread(model, 1, 1024, 8, heard, kv_cache_bytes=limit)
+    model_thread = ModelThread(model, AdmissionLimits(1, 1024, 8, kv_cache_bytes=limit), heard)
     pending = PendingRequest(Request(prompt(500, 1), 1), method, num_logprobs=2, prompt_logprobs=[], echo=True, generates=False)
-    model_thread.submit([pending])
-    heard.all_of([pending])
-    model_thread.stop()
+    write_all(model_thread, heard, pending)
     assert heard.ended[pending].status == 400
     assert "--kv-cache-memory-bytes" in heard.ended[pending].message
 
@@ -248,20 +246,15 @@ def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_
     model, heard = ModelRunner(raw), Heard()
     methods = [skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count) for count in range(1, 9)]
     limit = BatchGroup(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
-    most = 0
 
-    class Watched(ModelThread):
-        def _receive(self, wait: bool, calls: bool = True) -> None:
-            nonlocal most
-            most = max(most, sum(map(held_bytes, self.admission.groups.values())))
-            super()._receive(wait, calls)
+    def held(thread: ModelThread) -> int:
+        return sum(map(held_bytes, thread.admission.groups.values()))
 
-    model_thread = Watched(model, 2, 256, 32, heard, kv_cache_bytes=limit)
+    limits = AdmissionLimits(2, 256, 32, kv_cache_bytes=limit)
+    model_thread, values = measured_thread(held, model, limits, heard)
     requests = [PendingRequest(Request(prompt(20, seed), 24), method) for seed in range(3) for method in methods]
-    model_thread.submit(requests)
-    heard.all_of(requests)
-    model_thread.stop()
-    assert 0 < most <= limit
+    write_all(model_thread, heard, *requests)
+    assert 0 < max(values) <= limit
     for pending in requests:
         assert heard.tokens[pending] == written(raw, pending.method, pending.request.prompt, 24)
 
@@ -269,11 +262,9 @@ def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_
 def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_name(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = BatchGroup(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
-    model_thread = ModelThread(model, 2, 1024, 8, heard, kv_cache_bytes=limit)
+    model_thread = ModelThread(model, AdmissionLimits(2, 1024, 8, kv_cache_bytes=limit), heard)
     short, long = PendingRequest(Request(prompt(20, 0), 8), method), PendingRequest(Request(prompt(500, 1), 8), method)
-    model_thread.submit([long, short])
-    heard.all_of([long, short])
-    model_thread.stop()
+    write_all(model_thread, heard, long, short)
     assert (heard.ended[short].reason, heard.ended[long].status) == (LENGTH, 400)
     assert "--kv-cache-memory-bytes" in heard.ended[long].message
 
@@ -329,7 +320,7 @@ def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 3, 128, 64, heard, prefill_chunk_size=8)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(3, 128, 64, prefill_chunk_size=8), heard)
     requests = [PendingRequest(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
     for pending in requests:
         model_thread.submit([pending])
@@ -396,7 +387,7 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
     with torch.no_grad():
         broken.get_input_embeddings().weight[bad] = float("nan")
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(broken), 2, 128, 64, heard, prefill_chunk_size=8)
+    model_thread = ModelThread(ModelRunner(broken), AdmissionLimits(2, 128, 64, prefill_chunk_size=8), heard)
     spoiled = [PendingRequest(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
     good = [PendingRequest(Request(one, 8), method) for one in ids]
     for pair in zip(spoiled, good, strict=True):  # a row is a good request's, then a spoiled one's, then a good one's again
@@ -415,7 +406,7 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
 
 def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 8), heard)
     endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
     next_one = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
     model_thread.submit([endless])
@@ -433,7 +424,7 @@ def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -
 
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 1, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 1), heard)
     slow = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0], timeout_seconds=0.3)
     model_thread.submit([slow])
     heard.until(lambda: slow in heard.tokens)
@@ -452,12 +443,12 @@ def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any
 
 def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 4, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 4), heard)
     requests = [PendingRequest(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
     model_thread.submit(requests)
     assert model_thread.stop(30)
     assert [heard.ended[pending].reason for pending in requests] == [LENGTH] * 3
-    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 4, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 4), heard)
     endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
     model_thread.submit([endless])
     assert not model_thread.stop(0.1)
@@ -466,7 +457,7 @@ def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
 
 def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heard, own = Heard(), DecodingLoop.step
-    model_thread = ModelThread(ModelRunner(raw), 2, 256, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)
     broken, whole = (
         PendingRequest(Request(prompt(5, 1), 100), METHODS[1]),
         PendingRequest(Request(prompt(5, 2), 20), METHODS[0]),
@@ -493,18 +484,16 @@ def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: py
 
 def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 32, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 32, 8), heard)
     long = PendingRequest(Request(prompt(30, 1), 10), METHODS[0])
-    model_thread.submit([long])
-    heard.all_of([long])
+    write_all(model_thread, heard, long)
     assert heard.ended[long].status == 400
     assert "32 tokens" in heard.ended[long].message
-    assert model_thread.stop()
 
 
 def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
     heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 4096, 8, heard)
+    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 8), heard)
     endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
     behind = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
     other = PendingRequest(Request(prompt(5, 3), 3), METHODS[1])
@@ -514,14 +503,6 @@ def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
     assert behind not in heard.ended
     model_thread.cancel(endless)
     heard.all_of([behind])
-    assert model_thread.stop()
-
-
-def test_an_idle_engine_does_nothing(raw: Any) -> None:
-    heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), 1, 64, 8, heard)
-    time.sleep(0.1)
-    assert heard.steps == 0
     assert model_thread.stop()
 
 

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 import skipstone
 from skipstone.serving import logs
-from skipstone.serving.answers import Choice
 from skipstone.serving.app import make_app
+from skipstone.serving.completions_api import Choice
 from skipstone.serving.pending_request import StepOutput
 from skipstone.serving.request_record import UNKNOWN_ROUTE, RecordMiddleware, RequestRecord
 from skipstone.serving.server import Server
@@ -45,10 +45,10 @@ def client(loaded: Any) -> Iterator[TestClient]:
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     """Gives the requests' lines that were written up to now, as JSON tells them."""
-    caplog.set_level(logging.INFO, logger="skipstone.serving.pending_request")
+    caplog.set_level(logging.INFO, logger="skipstone.serving.requests")
 
     def written() -> list[dict[str, Any]]:
-        records = [record for record in caplog.records if record.name == "skipstone.serving.pending_request"]
+        records = [record for record in caplog.records if record.name == "skipstone.serving.requests"]
         assert not any(SECRET in form().format(record) for record in records for form in logs.FORMS.values())
         return [json.loads(logs.JsonFormatter().format(record)) for record in records]
 
@@ -134,10 +134,10 @@ def request_of(body: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """It goes when the first token is written."""
-    own, attach_answer = Server._add_output, asyncio.Event()
+    own, first_token = Server._add_output, asyncio.Event()
 
     def more(server: Server, choice: Choice, piece: StepOutput) -> Any:
-        attach_answer.set()
+        first_token.set()
         return own(server, choice, piece)
 
     monkeypatch.setattr(Server, "_add_output", more)
@@ -151,7 +151,7 @@ def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypat
         async def receive() -> dict[str, Any]:
             if events:
                 return events.pop()
-            await attach_answer.wait()
+            await first_token.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from skipstone.serving.batch_files import batch
-from skipstone.serving.batch_files.batch import Chosen, Loaded
-from skipstone.serving.batch_files.lines import Lines
+from skipstone.serving.batch_files.batch import LoadedModel, ModelSettings
+from skipstone.serving.batch_files.request_lines import RequestFile
 from tests.helpers.batches import greedy, read, request, write
 from tests.helpers.served import InThread, caller, in_thread, refusal
 
@@ -68,5 +68,5 @@ def test_a_batch_writes_an_error_for_that_line_only(spoiled: Any, tmp_path: Path
     lines = [request("good", greedy("def add(")), request("bad", greedy([5, 6, BAD])), request("more", greedy("import"))]
     output = tmp_path / "out.jsonl"
     source = write(tmp_path / "in.jsonl", lines)
-    assert batch.run(Loaded(Chosen(), *spoiled), output, Lines(source), lambda *_: None) == 1
+    assert batch.run(LoadedModel(ModelSettings(), *spoiled), output, RequestFile(source), lambda *_: None) == 1
     assert [one["response"]["status_code"] for one in read(output)] == [200, 500, 200]

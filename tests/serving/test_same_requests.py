@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -21,10 +20,10 @@ from skipstone.cli.model_options import GenerationModelOptions, ModelOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
-from skipstone.serving.batch_files.answering import answered
-from skipstone.serving.batch_files.lines import Line
+from skipstone.serving.batch_files.answer_line import answer_line
+from skipstone.serving.batch_files.request_lines import RequestLine
 from skipstone.serving.schemas import ChatBody, CompletionBody
-from skipstone.serving.server import Server
+from skipstone.serving.server import Server, read_all
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import families
 from tests.helpers.options import LAW, TEXT
@@ -95,13 +94,10 @@ def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: 
     async def scenario() -> None:
         server = Server(lambda: (model, words), ServerSettings(max_num_seqs=1, drain_seconds=0, method="autoregressive"))
         await server.start()
-        chat = "chat" in url
-        asked = ChatBody.model_validate(body) if chat else CompletionBody.model_validate(body)
-        _, updates = await server.answer(server.parser.parser_of(chat), asked, chat=chat)
-        async with aclosing(updates):
-            async for _ in updates:
-                pass
-        answer = await answered(server, Line("a", "POST", url, body))
+        asked = ChatBody.model_validate(body) if "chat" in url else CompletionBody.model_validate(body)
+        _, updates = await server.answer(asked)
+        await read_all(updates)
+        answer = await answer_line(server, RequestLine("a", "POST", url, body))
         assert answer["response"]["status_code"] == 200, answer
         await server.stop()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from skipstone.serving.chat_templates import takes_arguments_as_text
 from skipstone.serving.server import Server
-from skipstone.serving.templates import takes_arguments_as_text
 from tests.helpers.served import InThread, in_thread, refusal
 
 CALLS = "{%% for call in message.tool_calls or [] %%}<call>%s</call>{%% endfor %%}"
@@ -147,7 +147,7 @@ def test_a_defect_is_answered_and_the_connection_stays(server: InThread, monkeyp
     connection.connect()
     first = connection.sock
     with monkeypatch.context() as patched:
-        patched.setattr(Server, "run_on_text_thread", fails)
+        patched.setattr(Server, "parse", fails)
         connection.request("POST", "/tokenize", json.dumps({"prompt": "a"}), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         assert (answer.status, "planted" in answer.read().decode()) == (500, False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipstone.serving.schemas import Function, Tool
-from skipstone.serving.tools import ToolCallParser, argument_schemas
+from skipstone.serving.tool_call_parser import ToolCallParser, argument_schemas
 
 NAMES = frozenset({"weather", "add"})
 WEATHER = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -80,36 +80,6 @@ def test_arguments_may_be_json_in_a_text_and_every_call_has_an_id_of_its_own() -
     assert calls.found[0].id != calls.found[1].id
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "shown", "called"),
-    [
-        (f"I look it up.\n<tool_call>\n{WEATHER}\n</tool_call>", "I look it up.\n", 1),
-        (f"<tool_call>{WEATHER}</tool_call>", "", 1),
-        (f"[TOOL_CALLS][{WEATHER}]", "", 1),
-        (WEATHER, "", 1),
-        ("a < b and [TOOL, <tool_", "a < b and [TOOL, <tool_", 0),
-        ("[1, 2, 3] is a list", "[1, 2, 3] is a list", 0),
-        ('{"name": "weather"', '{"name": "weather"', 0),
-        (f'see {{"x": 1}} and {WEATHER}', f'see {{"x": 1}} and {WEATHER}', 0),
-        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", 0),
-        ("  \n", "  \n", 0),
-    ],
-)
-def test_a_stream_shows_what_is_no_call_and_holds_back_what_may_be_one(text: str, shown: str, called: int, size: int) -> None:
-    calls = ToolCallParser(NAMES)
-    found = "".join(calls.add(text[place : place + size]) for place in range(0, len(text), size))
-    assert text.startswith(found)
-    assert found + calls.rest() == shown
-    assert len(calls.found) == called
-
-
-def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
-    calls = ToolCallParser(NAMES)
-    assert calls.add("Hello <to") == "Hello "
-    assert calls.add("day>") == "<today>"
-
-
 def test_no_more_calls_than_are_wanted() -> None:
     calls = ToolCallParser(NAMES, max_calls=1)
     assert calls.add(f"[{WEATHER}, {ADD}]") + calls.rest() == ""
@@ -172,22 +142,8 @@ def test_any_json_object_is_read_as_python_reads_it(
     assert read(cut, size) == (cut, []), "it may have been a call"
 
 
-FRAGMENTS = [
-    *[
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|python_tag|>",
-        "weather",
-        "add",
-        "{}",
-        '{"a": 1}',
-        WEATHER,
-        ADD,
-    ],
-    *["{", "}", "[", "]", '"', ",", ";", " ", "\n", "<", "<tool", '"name"', ": ", "x", '{"name": "add", "arguments": {'],
-]
+FRAGMENTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "weather", "add", "{}", '{"a": 1}']
+FRAGMENTS += [*'{}[]",; <x', "\n", "<tool", '"name"', ": ", '{"name": "add", "arguments": {', WEATHER, ADD]
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.integers(1, 5))
@@ -241,6 +197,10 @@ def test_nothing_is_held_back_any_longer_than_it_may_be_a_call(text: str, shown_
         (f"[TOOL_CALLS][{WEATHER}] done", " done", 1),
         (f"{WEATHER} is a call", f"{WEATHER} is a call", 0),
         (f"\n\n<tool_call>{WEATHER}", "", 1),
+        (f"I look it up.\n<tool_call>\n{WEATHER}\n</tool_call>", "I look it up.\n", 1),
+        (f'see {{"x": 1}} and {WEATHER}', f'see {{"x": 1}} and {WEATHER}', 0),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", 0),
+        ("a < b and [TOOL, <tool_", "a < b and [TOOL, <tool_", 0),
     ],
 )
 def test_text_around_marked_calls_is_shown(text: str, shown: str, called: int) -> None:

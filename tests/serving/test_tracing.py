@@ -119,13 +119,13 @@ def test_a_stream_says_when_its_first_chunk_came(client: TestClient, spans: InMe
 
 
 def test_a_traceparent_is_gone_on_with(client: TestClient, spans: InMemorySpanExporter, caplog: Any) -> None:
-    caplog.set_level("INFO", logger="skipstone.serving.pending_request")
+    caplog.set_level("INFO", logger="skipstone.serving.requests")
     client.post("/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     span, below = split(spans)
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT
     assert {f"{one.context.trace_id:032x}" for one in (span, *below.values()) if one.context is not None} == {TRACE}
-    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.pending_request"]
+    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.requests"]
     assert record.fields["trace_id"] == TRACE
 
 

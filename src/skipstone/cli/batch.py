@@ -16,8 +16,8 @@ from skipstone.cli.options import OptionGroup, flag, option
 from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions, expect_packages
 
 if TYPE_CHECKING:
-    from skipstone.serving.batch_files.batch import Chosen
-    from skipstone.serving.batch_files.lines import Lines
+    from skipstone.serving.batch_files.batch import ModelSettings
+    from skipstone.serving.batch_files.request_lines import RequestFile
 
 SOME_FAILED = 3
 """The exit code if the output is whole and some of its lines hold an error."""
@@ -59,23 +59,23 @@ def batch(
 ) -> None:
     """Answer a file of requests, line by line in its order; a run that was killed goes on where it stopped."""
     chosen_method = method.parse()
-    from skipstone.serving.batch_files.journal import expect_free, whole
-    from skipstone.serving.batch_files.lines import Lines
+    from skipstone.serving.batch_files.journal import count_errors, expect_free
+    from skipstone.serving.batch_files.request_lines import RequestFile
 
     expect_free(output, resume=resume)
-    lines = Lines(requests)
+    lines = RequestFile(requests)
     if not actors.ray:  # actors may lie on machines that have other folders
         expect_model(model.model)
     check_method_values(chosen_method)
     expect_packages("a batch", "fastapi", "prometheus_client", "sse_starlette")
-    from skipstone.serving.batch_files.batch import Chosen
+    from skipstone.serving.batch_files.batch import ModelSettings
 
     began = time.monotonic()
-    if (failed := whole(output, lines)) is None:
+    if (failed := count_errors(output, lines)) is None:
         setup = model.dtype, model.device, model.engine, model.quantize, model.kv_dtype, model.trust_remote_code
         replacement = model.generation_config, model.override_generation_config or {}
         limit = limits.max_num_seqs, limits.max_model_len
-        chosen = Chosen(model.model, *setup, chosen_method, served_model_name, *limit, *replacement)
+        chosen = ModelSettings(model.model, *setup, chosen_method, served_model_name, *limit, *replacement)
         with _journal_named_after_interrupt(output):
             failed = _answer(chosen, output, lines, actors)
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
@@ -96,14 +96,14 @@ def _journal_named_after_interrupt(output: Path) -> Iterator[None]:
         raise
 
 
-def _answer(chosen: "Chosen", output: Path, lines: "Lines", actors: ActorOptions) -> int:
+def _answer(chosen: "ModelSettings", output: Path, lines: "RequestFile", actors: ActorOptions) -> int:
     """Answer all lines. Returns how many answers are errors."""
-    from skipstone.serving.batch_files import batch, cluster
+    from skipstone.serving.batch_files import batch, ray_batch
 
     if actors.ray:
-        placing = cluster.Placing(actors.address, actors.actors, actors.cpus_per_actor)
+        ray_options = ray_batch.RayOptions(actors.address, actors.actors, actors.cpus_per_actor)
         with _progress(len(lines)) as progress:
-            return cluster.run(chosen, placing, output, lines, progress)
+            return ray_batch.run(chosen, ray_options, output, lines, progress)
     loaded = chosen.load()
     with _progress(len(lines)) as progress:
         return batch.run(loaded, output, lines, progress)

@@ -125,16 +125,17 @@ def _serve_replicas(
     if server.port == 0:
         raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
     installed("ray.serve", "--ray needs Ray Serve", "ray")
-    from skipstone.serving.ray.cluster import Share, weights
-    from skipstone.serving.ray.serve import Place, Scale, listen
+    from skipstone.serving.ray.cluster import NodeShare, weight_bytes
+    from skipstone.serving.ray.serve import Endpoint, ReplicaSettings, listen
 
     if model.model is not None and os.path.exists(model.model):
         model = replace(model, model=os.path.abspath(model.model))  # replicas have another working directory
     default_gpus = int(model.device.startswith("cuda"))
     gpus = default_gpus if replicas.gpus_per_replica is None else replicas.gpus_per_replica
-    share = Share(replicas.cpus_per_replica or 1, gpus, weights(model.model))
-    place = Place(server.host, server.port, server.key)
-    listen(model.load, settings, Scale(*replicas.range, share, replicas.ray_address), place, server.log_format)
+    share = NodeShare(replicas.cpus_per_replica or 1, gpus, weight_bytes(model.model))
+    endpoint = Endpoint(server.host, server.port, server.key)
+    settings_of_replicas = ReplicaSettings(*replicas.range, share, replicas.ray_address)
+    listen(model.load, settings, settings_of_replicas, endpoint, server.log_format)
 
 
 def _serve_here(load: Callable[[], tuple[Any, Any]], settings: "ServerSettings", server: ServerOptions) -> None:

@@ -7,40 +7,44 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, replace
 
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.batch_group import BatchGroup, Send
 from skipstone.serving.device_errors import DeviceErrorCounter
-from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestError
+from skipstone.serving.errors import RequestError
+from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd
 from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
 
 RETRY_AFTER_SECONDS = 1
 """The Retry-After header of a 429."""
 
+PREFILL_CHUNK_SIZE = 256
+"""Prompt tokens that a row runs between two decoding steps of the others."""
+
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """max_num_seqs: rows of every batch group. max_model_len: tokens of a text, its prompt included. max_waiting: requests that
+    may wait for a row. kv_cache_bytes: keys and values of all groups together; None for a share of the device's memory."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_waiting: int
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
+    kv_cache_bytes: int | None = None
+
+
 class Admission:
-    """The queue of waiting requests, and the batch groups that take them.
+    """The queue of waiting requests, and the batch groups that take them. send: is called with the event of a request that ends
+    here."""
 
-    max_num_seqs: rows of every group. max_model_len: tokens of a text, its prompt included. max_waiting: length of the queue.
-    send: is called with the event of a request that ends here. kv_cache_bytes: limit of all groups together; None for a share
-    of the device's memory."""
-
-    def __init__(
-        self,
-        model: ModelRunner,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_waiting: int,
-        send: Send,
-        prefill_chunk_size: int,
-        kv_cache_bytes: int | None,
-    ) -> None:
-        self.model, self.max_num_seqs, self.max_model_len, self.max_waiting = model, max_num_seqs, max_model_len, max_waiting
-        self.prefill_chunk_size, self._send = prefill_chunk_size, send
-        self.kv_cache_bytes = default_kv_cache_bytes(model) if kv_cache_bytes is None else kv_cache_bytes
+    def __init__(self, model: ModelRunner, limits: AdmissionLimits, send: Send) -> None:
+        self.model, self.limits, self._send = model, limits, send
+        self.kv_cache_bytes = limits.kv_cache_bytes or default_kv_cache_bytes(model)
         self.waiting: deque[PendingRequest] = deque()
         self.groups: dict[str, BatchGroup] = {}  # the least recently used first
         self.scorer_bytes = 0  # reserved by the prompt that is being scored
@@ -61,9 +65,9 @@ class Admission:
 
     def register(self, requests: list[PendingRequest]) -> None:
         """Count new requests, all or none. RequestError (429) if the queue is full. The caller holds the lock."""
-        if self.num_waiting + len(requests) > self.max_waiting + max(self.max_num_seqs - self.num_running, 0):
+        if self.num_waiting + len(requests) > self.limits.max_waiting + max(self.limits.max_num_seqs - self.num_running, 0):
             message = f"{self.num_waiting} requests are waiting already; ask again later"
-            raise RequestError(429, message, RETRY_AFTER_SECONDS)
+            raise RequestError(429, message, retry_after=RETRY_AFTER_SECONDS)
         self.num_open += len(requests)
         self.num_waiting += len(requests)
 
@@ -97,7 +101,7 @@ class Admission:
                 if group is not None and not group.free_rows:
                     full.add(name)
                     continue
-                if group is None or not self._has_memory_in(group, pending.max_tokens):
+                if group is None or not self._has_memory_for(pending, group):
                     is_blocked = True
                     full |= {name, self._method_with_fewest_texts(name)}
                     continue
@@ -112,12 +116,9 @@ class Admission:
                 self.device_errors.add(error)
 
     def _method_with_fewest_texts(self, other_than: str) -> str:
-        groups = [
-            (len(one.requests) - len(one.free_rows), name)
-            for name, one in self.groups.items()
-            if one.busy and name != other_than
-        ]
-        return min(groups)[1] if groups else other_than
+        busy = {name: len(one.requests) - len(one.free_rows) for name, one in self.groups.items() if one.busy}
+        busy.pop(other_than, None)
+        return min(busy, key=lambda name: (busy[name], name), default=other_than)
 
     def _find_group(self, method: Method) -> BatchGroup | None:
         """The batch group of a method, created if needed; None while the other methods use all groups."""
@@ -125,11 +126,15 @@ class Admission:
         if (group := self.groups.pop(name, None)) is None:
             if len(self.groups) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
                 return None
-            group = BatchGroup(self.model, method, self.max_num_seqs, self.max_model_len, self.prefill_chunk_size, self._send)
+            limits = self.limits
+            group = BatchGroup(
+                self.model, method, limits.max_num_seqs, limits.max_model_len, limits.prefill_chunk_size, self._send
+            )
         self.groups[name] = group
         return group
 
-    def _has_memory_in(self, group: BatchGroup, tokens: int) -> bool:
+    def _has_memory_for(self, pending: PendingRequest, group: BatchGroup) -> bool:
+        tokens = pending.max_tokens
         purpose = f"a text of {tokens} tokens in the {len(group.requests)} rows of {group.method.name} needs"
         return self.has_memory(group.memory_bytes(tokens), purpose, group)
 
@@ -143,10 +148,8 @@ class Admission:
                 f"{purpose} {needed} bytes of keys and values, and the server has {self.kv_cache_bytes} "
                 "(--kv-cache-memory-bytes): ask for fewer tokens"
             )
-        while (
-            needed + self.scorer_bytes + sum(one.memory_bytes() for one in self.groups.values() if one is not group)
-            > self.kv_cache_bytes
-        ):
+        available = self.kv_cache_bytes - needed - self.scorer_bytes
+        while sum(one.memory_bytes() for one in self.groups.values() if one is not group) > available:
             if not self._drop_idle_group(group):
                 return False
         return True
@@ -160,3 +163,17 @@ class Admission:
 def default_kv_cache_bytes(model: ModelRunner) -> int:
     """A share of the memory of the model's device."""
     return int(KV_CACHE_SHARE * device_memory_bytes(model.device))
+
+
+def with_room_for(model: ModelRunner, method: Method, limits: AdmissionLimits) -> AdmissionLimits:
+    """The limits with enough memory for a text of full length in the default method's rows. ValueError if they forbid it."""
+    rows, length = limits.max_num_seqs, limits.max_model_len
+    group = BatchGroup(model, method, rows, length, limits.prefill_chunk_size, lambda *_: None)
+    needed = group.memory_bytes(length)
+    if limits.kv_cache_bytes is None:
+        return replace(limits, kv_cache_bytes=max(default_kv_cache_bytes(model), needed))
+    if limits.kv_cache_bytes < needed:
+        size = f"{rows} rows of {method.name} need {needed} bytes of keys and values for texts of {length} tokens"
+        remedy = "raise it, or lower --max-num-seqs or --max-model-len"
+        raise ValueError(f"{size}, and --kv-cache-memory-bytes is {limits.kv_cache_bytes}: {remedy}")
+    return limits

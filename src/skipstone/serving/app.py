@@ -1,9 +1,8 @@
 """The HTTP routes: OpenAI's, vLLM's `/tokenize` and `/detokenize`, health, metrics."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,14 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from skipstone import __version__
-from skipstone.serving import errors, logs, playground, tracing
-from skipstone.serving.answers import Answer
+from skipstone.serving import logs, playground, tracing
+from skipstone.serving.completions_api import Completion
+from skipstone.serving.errors import RequestError, error_response, invalid_body
 from skipstone.serving.middleware import AccessMiddleware, ErrorMiddleware
-from skipstone.serving.pending_request import PendingRequest, RequestError
 from skipstone.serving.request_record import RecordMiddleware
-from skipstone.serving.responses import ResponseBody, ResponseFormatter
-from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from skipstone.serving.server import Server, Updates, unless_disconnected
+from skipstone.serving.responses_api import ResponseBody
+from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from skipstone.serving.server import Server, read_all
 
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own telemetry (newer versions) is off: it would add a second span and report what exceptions say."""
@@ -59,18 +58,19 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return errors.invalid(error, request.headers.get("content-type"))
+        return error_response(invalid_body(error.errors(), request.headers.get("content-type")))
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> Response:
-        return errors.request_error(error)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        said = {404: f"there is no {request.url.path}", 405: f"{request.method} is not what {request.url.path} takes"}
+        path = request.url.path
+        messages = {404: f"there is no {path}", 405: f"{request.method} is not what {path} takes"}
         if error.detail == UNREADABLE_BODY:
-            said[400] = "the body cannot be read as JSON: it is no UTF-8, or is nested too deeply"
-        return errors.response(said.get(error.status_code, str(error.detail)), error.status_code)
+            messages[400] = "the body cannot be read as JSON: it is no UTF-8, or is nested too deeply"
+        return error_response(RequestError(error.status_code, messages.get(error.status_code, str(error.detail))))
 
 
 def _add_text_routes(app: FastAPI, server: Server) -> None:
@@ -78,87 +78,62 @@ def _add_text_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _answer(server, server.parser.parse_completion, body, request, chat=False)
+        return await _answer(server, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await _answer(server, server.parser.parse_chat, body, request, chat=True)
+        return await _answer(server, body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponseBody, request: Request) -> Response:
-        return await _respond(server, body, request)
+        return await _answer(server, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _check_model(server, body.model)
+        server.check_model(body.model)
         tokens = await server.parse(server.parser.tokenize, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.parser.max_model_len}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        _check_model(server, body.model)
+        server.check_model(body.model)
         size = server.parser.model.embeddings
         if any(not 0 <= token < size for token in body.tokens):
             raise RequestError(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
-        return {"prompt": await server.run_on_text_thread(server.tokenizer.decode, body.tokens)}
+        return {"prompt": await server.parse(server.tokenizer.decode, body.tokens)}
 
 
-def _check_model(server: Server, model: str | None) -> None:
-    if model is not None and model != server.settings.name:
-        raise RequestError(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
-
-
-async def _answer(
-    server: Server, parse: Callable[[Any], list[PendingRequest]], body: GenerationBody, request: Request, *, chat: bool
-) -> Response:
+async def _answer(server: Server, body: CompletionBody | ChatBody | ResponseBody, request: Request) -> Response:
     """An answer, as a stream or at once."""
-    _check_model(server, body.model)
-    if body.stream_options is not None and not body.stream:
+    if not isinstance(body, ResponseBody) and body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options needs stream=true")
-    answer, updates = await server.answer(parse, body, chat=chat)
+    completion, updates = await server.answer(body)
     if body.stream:
-        return Stream(_events(answer, updates, body), server, answer)
+        return Stream(completion.events(updates), server, completion)
+    work = [asyncio.ensure_future(read_all(updates)), asyncio.ensure_future(_wait_for_disconnect(request))]
     try:
-        all_read = await unless_disconnected(_wait_for_disconnect(request), _read_all(updates))
+        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        if not work[0].done():
+            return Response(status_code=499)
+        work[0].result()  # raises its error
+        return JSONResponse(completion.json_body())
     finally:
-        server.abandon(answer)
-    return Response(status_code=499) if all_read is None else JSONResponse(answer.body(body.return_metrics))
+        for one in work:
+            one.cancel()
+        server.abandon(completion)
 
 
-async def _respond(server: Server, body: ResponseBody, request: Request) -> Response:
-    """An answer of /v1/responses."""
-    _check_model(server, body.model)
-    chats = server.parser.has_chat_template
-    try:
-        generation_body = body.generation_body(chats)
-    except ValueError as error:
-        raise RequestError(400, str(error)) from None
-    answer, updates = await server.answer(server.parser.parser_of(chats), generation_body, chat=chats)
-    formatter = ResponseFormatter(answer, body)
-    if body.stream:
-        events = ({"event": one["type"], "data": _json(one)} async for one in formatter.events(updates))
-        return Stream(events, server, answer)
-    try:
-        all_read = await unless_disconnected(_wait_for_disconnect(request), _read_all(updates))
-    finally:
-        server.abandon(answer)
-    return Response(status_code=499) if all_read is None else JSONResponse(formatter.complete_body())
-
-
-async def _read_all(updates: Updates) -> bool:
-    """Wait until all is written."""
-    async with aclosing(updates):
-        async for _ in updates:
-            pass
-    return True
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Stream(EventSourceResponse):
     """Sends the events of an answer until the last one, or until the client has gone."""
 
-    def __init__(self, events: AsyncIterator[Any], server: Server, answer: Answer) -> None:
+    def __init__(self, events: AsyncIterator[Any], server: Server, completion: Completion) -> None:
         super().__init__(events, ping=PING_SECONDS, sep="\n")
-        self._server, self._answer = server, answer
+        self._server, self._completion = server, completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._server.open_streams += 1
@@ -166,35 +141,7 @@ class Stream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._server.open_streams -= 1
-            self._server.abandon(self._answer)
-
-
-async def _events(answer: Answer, updates: Updates, body: GenerationBody) -> AsyncIterator[str]:
-    """The chunks of an answer while it is written."""
-    async with aclosing(updates):
-        try:
-            for chunk in answer.first_chunks():
-                yield _json(chunk)
-            async for update in updates:
-                if (prompt := answer.prompt_chunk(update[0])) is not None:
-                    yield _json(prompt)
-                if (chunk := answer.chunk(*update, body.stream_speculative)) is not None:
-                    yield _json(chunk)
-            if body.tells_usage:
-                yield _json(answer.usage_chunk(body.return_metrics))
-        except RequestError as error:
-            yield _json(errors.request_error_body(error))
-    yield "[DONE]"
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    """Return when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            self._server.abandon(self._completion)
 
 
 def _model(server: Server) -> dict[str, Any]:
@@ -222,7 +169,7 @@ def _add_status_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{model:path}")  # an id may have slashes
     async def retrieve(model: str) -> dict[str, Any]:
-        _check_model(server, model)
+        server.check_model(model)
         return _model(server)
 
     @app.get("/server_info")

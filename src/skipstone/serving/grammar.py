@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.serving.finite_values import has_finite_value
+from skipstone.serving.schema_satisfiability import has_finite_value
 from skipstone.utils.extras import installed
 from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
 
@@ -52,7 +52,7 @@ NO_EXTENSION = "NoExtension"
 """The beginning of llguidance's error if no token leads on. Any other error is a limit."""
 
 
-class NoGrammarMemory(Exception):
+class GrammarMemoryError(Exception):
     """The grammars of other requests take too much memory."""
 
 
@@ -81,7 +81,7 @@ class GrammarCompiler:
         """The grammar of texts that fulfil a JSON schema. prompt: number of tokens before a text. choices: number of its texts.
 
         ValueError if the schema is wrong, too large or impossible. TimeoutError if the machine is too busy,
-        NoGrammarMemory if the grammars of others take too much memory.
+        GrammarMemoryError if the grammars of others take too much memory.
         """
         field = "response_format"
         check_schema(schema, field)
@@ -133,7 +133,7 @@ class GrammarCompiler:
         with self._lock:
             if (taken := sum(one.nbytes for one in self._taken)) + needed > GRAMMAR_BYTES:
                 said = f"this schema needs {needed} bytes, {taken} of {GRAMMAR_BYTES} are taken by those of other requests"
-                raise NoGrammarMemory(f"{said}; ask again later")
+                raise GrammarMemoryError(f"{said}; ask again later")
             memory = GrammarMemory(needed)
             self._taken.add(memory)
         return memory
@@ -143,15 +143,11 @@ class GrammarCompiler:
 
 
 def check_schema(schema: dict[str, Any], field: str) -> None:
-    """ValueError for a schema that is too deep, too long, endless or no valid Unicode. field: of the request."""
+    """ValueError for a schema that is too deep, too long or endless. field: of the request."""
     if is_too_deep(schema):
         raise ValueError(f"{field}: a schema is nested at most {MAX_SCHEMA_DEPTH} deep")
     if (length := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
         raise ValueError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters, found {length}")
-    try:
-        json.dumps(schema, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{field}: the schema is no valid Unicode; remove its unpaired surrogates") from None
     if not has_finite_value(schema):
         reasons = "its parts contradict each other, or every value needs a further one without end"
         raise ValueError(f"{field}: the schema has no finite value: {reasons}; correct it, or make recursive parts optional")
@@ -313,8 +309,8 @@ class _FollowedText:
 
 
 def _common_length(known: list[int], text: list[int]) -> int:
-    """How many tokens two lists have in common at their beginning."""
-    most = min(len(known), len(text))
-    if known[:most] == text[:most]:
-        return most
-    return next(place for place in range(most) if known[place] != text[place])
+    """Length of the common prefix."""
+    length = min(len(known), len(text))
+    if known[:length] == text[:length]:
+        return length
+    return next(place for place in range(length) if known[place] != text[place])

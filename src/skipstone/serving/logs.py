@@ -19,7 +19,7 @@ model."""
 THEIRS = ("transformers", "huggingface_hub")
 """Loggers with a handler of their own, which writes no JSON."""
 
-logger = logging.getLogger("skipstone.serving.pending_request")
+logger = logging.getLogger("skipstone.serving.requests")
 
 
 class TextFormatter(logging.Formatter):

@@ -1,10 +1,10 @@
-"""Prometheus counters under vLLM's names, with `skipstone:` before them."""
+"""Prometheus counters under vLLM's names, with the prefix `skipstone:`."""
 
 from typing import Any
 
 from skipstone.decoding.draft import Step
 from skipstone.policy.choose_drafter import PLAIN
-from skipstone.serving.answers import Choice
+from skipstone.serving.completions_api import Choice
 from skipstone.serving.request_record import RequestRecord
 from skipstone.utils.extras import installed
 
@@ -17,46 +17,41 @@ MAX_POSITIONS = 16
 
 
 class Metrics:
-    """The counters of a server. label: the model's name."""
+    """The counters of a server. model: its name, the label of all counters."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, model: str) -> None:
         prometheus = installed("prometheus_client", "a server needs prometheus-client", "serve")
         self._latest = prometheus.generate_latest
         self.content_type = prometheus.CONTENT_TYPE_LATEST
         self.registry = registry = prometheus.CollectorRegistry()
-        self._model = {"model_name": label}
+        self._model = {"model_name": model}
 
-        def made(kind: str, name: str, text: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
-            make = getattr(prometheus, kind)
-            metric = make(f"skipstone:{name}", text, ("model_name", *labels), registry=registry, **more)
+        def create(kind: str, name: str, text: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
+            metric = getattr(prometheus, kind)(f"skipstone:{name}", text, ("model_name", *labels), registry=registry, **more)
             return metric if labels else metric.labels(**self._model)
 
-        self.running = made("Gauge", "num_requests_running", "Requests that have a row.")
-        self.waiting = made("Gauge", "num_requests_waiting", "Requests that wait for a row.")
-        self._prompt_tokens = made("Counter", "prompt_tokens", "Tokens of prompts.")
-        self._cached_tokens = made(
-            "Counter", "prefix_cache_hits", "Tokens of prompts whose keys and values were there already."
+        self.running = create("Gauge", "num_requests_running", "Requests that have a row.")
+        self.waiting = create("Gauge", "num_requests_waiting", "Requests that wait for a row.")
+        self._prompt_tokens = create("Counter", "prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = create("Counter", "prefix_cache_hits", "Tokens of prompts with reused keys and values.")
+        self._written_tokens = create("Counter", "generation_tokens", "Generated tokens.")
+        self._queue_seconds = create("Histogram", "request_queue_time_seconds", "Wait for a row.", buckets=FIRST_TOKEN_BUCKETS)
+        self._first_token_seconds = create(
+            "Histogram", "time_to_first_token_seconds", "First token.", buckets=FIRST_TOKEN_BUCKETS
         )
-        self._written_tokens = made("Counter", "generation_tokens", "Tokens that were written.")
-        self._queue_seconds = made(
-            "Histogram", "request_queue_time_seconds", "Until there was a row.", buckets=FIRST_TOKEN_BUCKETS
+        self._token_seconds = create("Histogram", "time_per_output_token_seconds", "Further tokens.", buckets=TOKEN_BUCKETS)
+        self._request_seconds = create("Histogram", "e2e_request_latency_seconds", "Whole requests.", buckets=REQUEST_BUCKETS)
+        self._ended = create("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
+        self._requests = create("Counter", "http_requests", "All requests over HTTP.", ("route", "status"))
+        self.drafts = create("Counter", "spec_decode_num_drafts", "Drafts.")
+        self.drafted = create("Counter", "spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = create("Counter", "spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self._positions = create(
+            "Counter", "spec_decode_num_accepted_tokens_per_pos", "By position in the draft.", ("position",)
         )
-        self._first_token_seconds = made(
-            "Histogram", "time_to_first_token_seconds", "Until the first token.", buckets=FIRST_TOKEN_BUCKETS
-        )
-        self._token_seconds = made(
-            "Histogram", "time_per_output_token_seconds", "For every further token.", buckets=TOKEN_BUCKETS
-        )
-        self._request_seconds = made("Histogram", "e2e_request_latency_seconds", "Of whole requests.", buckets=REQUEST_BUCKETS)
-        self._ended = made("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
-        self._requests = made("Counter", "http_requests", "Requests over HTTP, all of them.", ("route", "status"))
-        self.drafts = made("Counter", "spec_decode_num_drafts", "Drafts.")
-        self.drafted = made("Counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
-        self.accepted = made("Counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._places = made("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
-        self.draft_seconds = made("Counter", "spec_decode_draft_seconds", "Spent on drafting.")
-        self.verify_seconds = made("Counter", "spec_decode_verify_seconds", "Spent on scoring.")
-        self._drafters = made("Counter", "spec_decode_steps", "Steps, by what drafted; plain: nothing.", ("method",))
+        self.draft_seconds = create("Counter", "spec_decode_draft_seconds", "Seconds of drafting.")
+        self.verify_seconds = create("Counter", "spec_decode_verify_seconds", "Seconds of scoring.")
+        self._drafters = create("Counter", "spec_decode_steps", "Steps by drafter; plain: no draft.", ("method",))
 
     def step(self, method: str, step: Step) -> None:
         """Count a step. method: name of its method."""
@@ -71,8 +66,8 @@ class Metrics:
                 self.drafts.inc()
                 self.drafted.inc(drafted)
                 self.accepted.inc(accepted)
-                for place in range(min(accepted, MAX_POSITIONS)):
-                    self._places.labels(**self._model, position=str(place)).inc()
+                for position in range(min(accepted, MAX_POSITIONS)):
+                    self._positions.labels(**self._model, position=str(position)).inc()
 
     def ended(self, choice: Choice) -> None:
         """Count a text that has ended."""

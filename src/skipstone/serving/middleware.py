@@ -6,10 +6,12 @@ import logging
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipstone.serving import errors, playground
+from skipstone.serving import playground
+from skipstone.serving.errors import RequestError, error_response
 
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a body."""
+TOO_LONG = f"the body is longer than {MAX_BODY_BYTES} bytes"
 PUBLIC_PATHS = ("/health", *playground.PATHS)
 """Paths that need no key."""
 
@@ -38,7 +40,7 @@ class ErrorMiddleware:
             if has_begun or scope["type"] != "http":
                 raise
             logger.exception("a route failed")
-            await errors.response("a defect of the server: see its log", 500)(scope, receive, send)
+            await error_response(RequestError(500, "a defect of the server: see its log"))(scope, receive, send)
 
 
 class AccessMiddleware:
@@ -52,13 +54,14 @@ class AccessMiddleware:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
+        given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
+        refusal = None
         if self.key is not None and scope["path"] not in PUBLIC_PATHS and not hmac.compare_digest(given, self.key):
-            await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            await errors.response(f"the body is longer than {MAX_BODY_BYTES} bytes", 413)(scope, receive, send)
+            refusal = RequestError(401, "the API key is missing or wrong")
+        elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            refusal = RequestError(413, TOO_LONG)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
             return
         seen = 0
 
@@ -67,7 +70,7 @@ class AccessMiddleware:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+                raise HTTPException(413, TOO_LONG)
             return message
 
         await self.app(scope, counted, send)

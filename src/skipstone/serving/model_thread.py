@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 from skipstone.decoding.draft import Step
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.serving.admission import Admission
-from skipstone.serving.pending_request import CANCELLED, FAILED, PendingRequest, RequestEnd, RequestError, RequestEvent
+from skipstone.serving.admission import Admission, AdmissionLimits
+from skipstone.serving.errors import RequestError
+from skipstone.serving.pending_request import CANCELLED, FAILED, PendingRequest, RequestEnd, RequestEvent
 from skipstone.serving.scheduler import Scheduler
 
-PREFILL_CHUNK_SIZE = 256
-"""Prompt tokens that a row runs between two decoding steps of the others."""
 POST_INTERVAL_SECONDS = 0.010
 """Time between two lists of events, which readers do not notice. Every list costs the interpreter's lock, and the next step of
 a small model waits for it. First tokens and ends of texts are posted at once."""
@@ -31,25 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelThread:
-    """Writes the texts of requests.
+    """Writes the texts of requests. post: receives the events."""
 
-    max_num_seqs: rows of every method. max_model_len: tokens of a text, its prompt included. max_waiting: requests that may
-    wait for a row. post: receives the events. kv_cache_bytes: limit of the keys and values of all methods together; None for a
-    share of the device's memory."""
-
-    def __init__(
-        self,
-        model: ModelRunner,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_waiting: int,
-        post: Post,
-        prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
-        kv_cache_bytes: int | None = None,
-    ) -> None:
-        self.admission = Admission(
-            model, max_num_seqs, max_model_len, max_waiting, self._send, prefill_chunk_size, kv_cache_bytes
-        )
+    def __init__(self, model: ModelRunner, limits: AdmissionLimits, post: Post) -> None:
+        self.admission = Admission(model, limits, self._send)
         self.scheduler = Scheduler(self.admission, self._send)
         self._post = post
         self._inbox: queue.SimpleQueue[PendingRequest | Callable[[], None]] = queue.SimpleQueue()

@@ -15,17 +15,6 @@ STOP, LENGTH, CANCELLED, TIMEOUT, FAILED = "stop", "length", "cancelled", "timeo
 of its grammar. CANCELLED: the client has gone. TIMEOUT: the request took too long. FAILED: a defect."""
 
 
-class RequestError(Exception):
-    """A request that is refused, with the HTTP status of the answer.
-
-    retry_after: seconds after which the client may ask again. code: OpenAI's word for the reason, None if the status says it
-    all."""
-
-    def __init__(self, status: int, message: str, retry_after: int | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.retry_after, self.code = status, retry_after, code
-
-
 @dataclass(eq=False)
 class PendingRequest:
     """One text to write, from its arrival to its end. The choices of one HTTP request are several of these.
@@ -74,21 +63,26 @@ class PendingRequest:
 
 @dataclass
 class RequestStats:
-    """Sums over the steps of one text. steps: decoding steps. draft_steps: steps that drafted. by_length: number of drafted
-    tokens -> number of accepted tokens -> steps. cached_tokens: prompt tokens with reused keys and values.
-    accepted_prediction_tokens: tokens of the request's prediction that were accepted."""
+    """Sums over the steps of one text.
+
+    steps: decoding steps. drafts: (number of drafted tokens, number of accepted tokens) -> steps that drafted. drafters: name
+    -> steps. cached_tokens: prompt tokens with reused keys and values. accepted_prediction_tokens: tokens of the request's
+    prediction that were accepted."""
 
     tokens: int = 0
     steps: int = 0
-    draft_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    drafters: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
     accepted_prediction_tokens: int = 0
-    seconds_draft: float = 0.0
-    seconds_score: float = 0.0
-    by_length: dict[int, Counter[int]] = field(default_factory=dict)
-    drafters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def drafted(self) -> int:
+        return sum(drafted * steps for (drafted, _), steps in self.drafts.items())
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted * steps for (_, accepted), steps in self.drafts.items())
 
     def add(self, step: Step, row: int) -> None:
         """Count a step in which the row committed tokens."""
@@ -96,15 +90,10 @@ class RequestStats:
         if step.prefill:
             return
         self.steps += 1
-        self.seconds_draft += step.seconds_draft
-        self.seconds_score += step.seconds_score
         if step.drafter:
             self.drafters[step.drafter] += 1
         if drafted := step.drafted[row]:
-            self.draft_steps += 1
-            self.drafted += drafted
-            self.accepted += step.accepted[row]
-            self.by_length.setdefault(drafted, Counter())[step.accepted[row]] += 1
+            self.drafts[drafted, step.accepted[row]] += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ It runs in a thread of its own, because transformers' preparation of a call chan
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,13 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import chat_text, token_ids
 from skipstone.hf.build_request import build_request
 from skipstone.hf.generate_call import resolve_for
+from skipstone.serving.chat_templates import takes_arguments_as_text
+from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
 from skipstone.serving.logits_processors import Bias, Penalty
-from skipstone.serving.pending_request import PendingRequest, RequestError, TokenLogprobs
-from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
-from skipstone.serving.templates import takes_arguments_as_text
-from skipstone.serving.tools import argument_schemas
+from skipstone.serving.pending_request import PendingRequest, TokenLogprobs
+from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, joined
+from skipstone.serving.tool_call_parser import argument_schemas
 
 OFF = "off"
 """The name of plain decoding in a body."""
@@ -35,6 +36,8 @@ DRAFT_MODEL_SETTINGS = ("draft_device", "draft_dtype")
 """Method settings of draft models. Each of their values loads one more model."""
 MAX_CHAT_DEPTH = 100
 """Nesting of what a chat template gets. A recursive template would run out of stack."""
+MAX_TOKEN_CHARACTERS = 64
+"""No token is longer. A text with more characters per token of the limit is too long in any case."""
 MAX_SETTING = 64
 """Maximum of an integer method setting in a body, or its default if that is larger. Many such settings are memory."""
 
@@ -55,38 +58,33 @@ class RequestParser:
     ) -> None:
         self.model, self.tokenizer, self.default_method = model, tokenizer, default_method
         self.max_model_len, self.timeout_seconds = max_model_len, timeout_seconds
-        self._grammars: GrammarCompiler | None = None  # made when one is asked for first
+        self._max_characters = max_model_len * MAX_TOKEN_CHARACTERS
 
-    def parse_completion(self, body: CompletionBody, grammar: Grammar | None = None) -> list[PendingRequest]:
+    def parse(self, body: GenerationBody, grammar: Grammar | None = None) -> list[PendingRequest]:
         """One request per choice, the choices of the first prompt first. ValueError for what cannot be done."""
-        given: Any = body.prompt
-        one = isinstance(given, str) or isinstance(given[0], int)
-        prompts = [self._prompt_ids(each) for each in ([given] if one else given)]
+        if isinstance(body, ChatBody):
+            return self._parse_chat(body, grammar)
+        assert isinstance(body, CompletionBody)
+        prompts = [self._prompt_ids(prompt) for prompt in _prompts(body)]
         requests = self._pending_requests(body, prompts, body.max_tokens, body.logprobs, grammar)
         if body.echo:
-            read: dict[int, list[TokenLogprobs]] = {}
+            logprobs: dict[int, list[TokenLogprobs]] = {}
             for pending in requests:
                 pending.echo, pending.generates = True, body.max_tokens != 0
-                pending.prompt_logprobs = None if body.logprobs is None else read.setdefault(id(pending.request.prompt), [])
+                pending.prompt_logprobs = None if body.logprobs is None else logprobs.setdefault(id(pending.request.prompt), [])
         return requests
 
-    def parse_chat(self, body: ChatBody, grammar: Grammar | None = None) -> list[PendingRequest]:
-        """The same for a chat."""
+    def _parse_chat(self, body: ChatBody, grammar: Grammar | None) -> list[PendingRequest]:
         if body.top_logprobs is not None and not body.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         prompt = self._chat_ids(body.messages, [one.model_dump(exclude_none=True) for one in body.offered])
-        return self._pending_requests(body, [prompt], most, num_logprobs, grammar)
+        return self._pending_requests(body, [prompt], max_tokens, num_logprobs, grammar)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
         return self.tokenizer.chat_template is not None
-
-    def parser_of(self, chat: bool) -> Callable[..., list[PendingRequest]]:
-        """The function that parses the body of a chat, or of a completion."""
-        return self.parse_chat if chat else self.parse_completion
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """The tokens of a text or a chat."""
@@ -102,11 +100,6 @@ class RequestParser:
         if len(prompt) > self._max_characters:
             raise self._too_long_error(f"{len(prompt)} characters")
         return token_ids(prompt, self.tokenizer)
-
-    @property
-    def _max_characters(self) -> int:
-        """Length beyond which a text has too many tokens in any case, because no token is longer than 64 characters."""
-        return self.max_model_len * 64
 
     def _too_long_error(self, found: str) -> RequestError:
         """The error for a prompt that does not fit. Clients look for its code."""
@@ -159,9 +152,14 @@ class RequestParser:
                 self._check_settings(inner)
 
     def _pending_requests(
-        self, body: GenerationBody, prompts: list[list[int]], most: int | None, logprobs: int | None, grammar: Grammar | None
+        self,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        grammar: Grammar | None,
     ) -> list[PendingRequest]:
-        method, found = self.parse_method(body.speculative), []
+        method, requests = self.parse_method(body.speculative), []
         prediction = self._prediction_ids(body)
         if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
@@ -171,90 +169,80 @@ class RequestParser:
                 raise ValueError("the prompt is empty: there is no token to start from")
             refuse_ids(self.model, min(prompt), max(prompt))
             room = self.max_model_len - len(prompt)
-            if room < 1 or (most is not None and most > room):
-                asked = f" + max_tokens={most}" if most else ""
-                raise self._too_long_error(f"{len(prompt)} tokens{asked}")
-            allowed = self._most_tokens(len(prompt), room) if most is None else max(most, 1)
-            options = self._options(body, len(prompt), allowed)
-            request = build_request(self.model, prompt, self.tokenizer, seed, options)
+            if room < 1 or (max_tokens is not None and max_tokens > room):
+                added = f" + max_tokens={max_tokens}" if max_tokens else ""
+                raise self._too_long_error(f"{len(prompt)} tokens{added}")
+            new_tokens = self._default_max_tokens(len(prompt), room) if max_tokens is None else max(max_tokens, 1)
+            request = build_request(self.model, prompt, self.tokenizer, seed, self._options(body, len(prompt), new_tokens))
             if body.stops and request.stop_strings is not None:
                 request = replace(request, stop_strings=request.stop_strings.without_prompt())
             for _ in range(body.n):
-                sampling = replace(request.sampling, seed=row_seed(seed, len(found)))
-                one = replace(request, sampling=sampling, prediction=prediction)
+                sampling = replace(request.sampling, seed=row_seed(seed, len(requests)))
+                of_choice = replace(request, sampling=sampling, prediction=prediction)
                 own_grammar = None if grammar is None else grammar.for_new_text(len(prompt))
                 if own_grammar is not None:
-                    one = _with_grammar(one, own_grammar)
-                pending = PendingRequest(
-                    one,
-                    method,
-                    logprobs,
-                    self.timeout_seconds,
-                    wants_details=body.stream_speculative == "full",
-                    grammar=own_grammar,
+                    of_choice = _with_grammar(of_choice, own_grammar)
+                details = body.stream_speculative == "full"
+                requests.append(
+                    PendingRequest(
+                        of_choice, method, num_logprobs, self.timeout_seconds, wants_details=details, grammar=own_grammar
+                    )
                 )
-                found.append(pending)
-        return found
+        return requests
 
-    def _most_tokens(self, prompt: int, room: int) -> int:
+    def _default_max_tokens(self, prompt: int, room: int) -> int:
         """`max_new_tokens` if a body does not say: what the generation config allows, at most `room`."""
-        own: Any = self.model.model.generation_config
-        if own.max_new_tokens is not None:
-            return min(own.max_new_tokens, room)
-        if own.max_length is None:
+        config: Any = self.model.model.generation_config
+        if config.max_new_tokens is not None:
+            return min(config.max_new_tokens, room)
+        if config.max_length is None:
             return room
-        if own.max_length <= prompt:
-            raise ValueError(f"the prompt has {prompt} tokens, the model's generation config says max_length={own.max_length}")
-        return min(own.max_length - prompt, room)
+        if config.max_length <= prompt:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, the model's generation config says max_length={config.max_length}"
+            )
+        return min(config.max_length - prompt, room)
 
     def _prediction_ids(self, body: GenerationBody) -> list[int]:
         """The tokens of the prediction, [] without one."""
         if body.prediction is None:
             return []
-        text = body.prediction.text
+        text = joined(body.prediction.content)
         if len(text) > self._max_characters:
             raise ValueError(f"prediction: at most {self.max_model_len} tokens, found {len(text)} characters")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.max_model_len]
 
     def has_grammar(self, body: GenerationBody) -> bool:
         """Whether a body has a grammar."""
-        wanted = body.response_format
-        return (wanted is not None and wanted.type != "text") or (isinstance(body, ChatBody) and body.demands_a_call)
+        wants_format = body.response_format is not None and body.response_format.type != "text"
+        return wants_format or (isinstance(body, ChatBody) and body.demands_a_call)
 
-    def compile_grammar(self, body: GenerationBody) -> Grammar | None:
-        """The grammar of a body; None for any text. It may take seconds and shares nothing with others, so it runs in a thread
-        of its own. ValueError for a wrong or too large schema; TimeoutError as in `GrammarCompiler.compile_schema`."""
-        wanted, choices = self._schema_of(body), body.n * _num_prompts(body)
+    def compile_grammar(self, body: GenerationBody) -> Grammar:
+        """The grammar of a body that has one. It may take seconds and shares nothing with others, so it runs in a thread of its
+        own. ValueError for a wrong or too large schema; TimeoutError as in `GrammarCompiler.compile_schema`."""
+        choices = body.n * (len(_prompts(body)) if isinstance(body, CompletionBody) else 1)
+        wanted = None if body.response_format is None or body.response_format.type == "text" else body.response_format
         if isinstance(body, ChatBody) and body.demands_a_call:
             if wanted is not None:
                 raise ValueError("response_format and a tool_choice that demands a call exclude each other")
             if body.ignore_eos:
                 raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
-            return self._compiler.compile_calls(argument_schemas(body.offered), choices)
-        return None if wanted is None else self._compiler.compile_schema(wanted, choices=choices)
-
-    def _schema_of(self, body: GenerationBody) -> dict[str, Any] | None:
-        """The schema of response_format; None for any text."""
-        wanted = body.response_format
-        if wanted is None or wanted.type == "text":
-            return None
+            return self._grammar_compiler.compile_calls(argument_schemas(body.offered), choices)
+        assert wanted is not None
         if body.ignore_eos:
             raise ValueError("response_format ends a text, which ignore_eos forbids")
         if wanted.type == "json_object":
-            return ANY_OBJECT
+            return self._grammar_compiler.compile_schema(ANY_OBJECT, choices=choices)
         if wanted.json_schema is None:
             raise ValueError("response_format: json_schema is missing")
-        return wanted.json_schema.schema_
+        return self._grammar_compiler.compile_schema(wanted.json_schema.schema_, choices=choices)
 
-    @property
-    def _compiler(self) -> GrammarCompiler:
-        if self._grammars is None:
-            eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
-            if eos is None:  # as in a base model's configs
-                eos = self.tokenizer.eos_token_id
-            ends = [eos] if isinstance(eos, int) else list(eos or [])
-            self._grammars = GrammarCompiler(self.tokenizer, self.model.embeddings, ends)
-        return self._grammars
+    @cached_property
+    def _grammar_compiler(self) -> GrammarCompiler:
+        eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
+        if eos is None:  # as in a base model's configs
+            eos = self.tokenizer.eos_token_id
+        return GrammarCompiler(self.tokenizer, self.model.embeddings, [eos] if isinstance(eos, int) else eos or [])
 
     def _options(self, body: GenerationBody, prompt: int, most: int) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
@@ -281,7 +269,7 @@ def _with_grammar(request: Request, grammar: Grammar) -> Request:
     return replace(request, sampling=sampling, eos=eos, criteria=criteria)
 
 
-def _num_prompts(body: GenerationBody) -> int:
-    """The number of prompts in a body."""
-    given: Any = body.prompt if isinstance(body, CompletionBody) else ""
-    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
+def _prompts(body: CompletionBody) -> list[Any]:
+    """The prompts of a body, each a text or token ids."""
+    given: Any = body.prompt
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipstone.serving.answers import Answer
+from skipstone.serving.completions_api import Completion
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
 
 CLIENT_CLOSED = 499
@@ -45,7 +45,7 @@ class RequestRecord:
     end_time: float = 0.0
     status: int = 0
     streamed: bool = False
-    answer: Answer | None = None
+    completion: Completion | None = None
     settings: dict[str, int | float] = field(default_factory=dict)
     as_json: bool | None = None
     trace: str = ""
@@ -54,12 +54,12 @@ class RequestRecord:
     @property
     def id(self) -> str:
         """Id of the answer, which clients know; without an answer an id of its own."""
-        return self.own_id if self.answer is None else self.answer.id
+        return self.own_id if self.completion is None else self.completion.id
 
     @property
     def finish_reasons(self) -> list[str]:
         """Why its texts have ended."""
-        return [] if self.answer is None else [choice.finish_reason or CANCELLED for choice in self.answer.choices]
+        return [] if self.completion is None else [choice.finish_reason or CANCELLED for choice in self.completion.choices]
 
     @property
     def failure(self) -> str | None:
@@ -79,14 +79,14 @@ class RequestRecord:
     def phases(self) -> dict[str, tuple[float, float]]:
         """Phase -> (start, end) in seconds of `time.monotonic`: "queue" until a row is free, "prefill" until the first token,
         "decode". With several texts, the first one that comes so far ends a phase."""
-        if self.answer is None:
+        if self.completion is None:
             return {}
-        requests, found = [choice.pending for choice in self.answer.choices], {}
+        requests, found = [choice.pending for choice in self.completion.choices], {}
         began = min(pending.arrival_time for pending in requests)
         rows = [pending.arrival_time + pending.queue_seconds for pending in requests if pending.queue_seconds]
         firsts = [
             choice.pending.arrival_time + choice.first_token_seconds
-            for choice in self.answer.choices
+            for choice in self.completion.choices
             if choice.first_token_seconds is not None
         ]
         for name, moments in (("queue", rows), ("prefill", firsts)):
@@ -103,12 +103,12 @@ class RequestRecord:
         found: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
         found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
         found["total_ms"] = _milliseconds(self.end_time - self.start_time)
-        if self.answer is not None:
-            found |= self._answer_fields(self.answer)
+        if self.completion is not None:
+            found |= self._completion_fields(self.completion)
         return found | ({"trace_id": self.trace} if self.trace else {})
 
-    def _answer_fields(self, answer: Answer) -> dict[str, Any]:
-        usage, choices = answer.usage(), answer.choices
+    def _completion_fields(self, completion: Completion) -> dict[str, Any]:
+        usage, choices = completion.usage(), completion.choices
         firsts = [choice.first_token_seconds for choice in choices if choice.first_token_seconds is not None]
         figures = [choice.pending.stats for choice in choices]
         return {
@@ -129,11 +129,11 @@ class RequestRecord:
 _current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", default=None)
 
 
-def attach_answer(answer: Answer, body: Any) -> None:
+def attach_completion(completion: Completion, body: Any) -> None:
     """Add an answer and its body to the record of the request that is being handled."""
     if (record := _current.get()) is None:
         return
-    record.answer = answer
+    record.completion = completion
     given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
     record.settings = {name: value for name, value in given.items() if value is not None}
     if (wanted := getattr(body, "response_format", None)) is not None:

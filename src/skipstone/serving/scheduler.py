@@ -84,7 +84,7 @@ class Scheduler:
         if pending is None or self._scorer is None:
             return
         try:
-            self._scorer.score_chunk(self.admission.model, self.admission.prefill_chunk_size)
+            self._scorer.score_chunk(self.admission.model, self.admission.limits.prefill_chunk_size)
         except Exception as error:
             logger.exception("a prompt could not be read")
             self.admission.fail(pending, RequestEnd(FAILED, "the prompt could not be read: see the server's log"))
@@ -104,7 +104,7 @@ class Scheduler:
             return self._scorer
         self._set_scorer(None)
         prompt, admission = pending.request.prompt, self.admission
-        token_bytes, state_bytes = row_bytes(admission.model, admission.prefill_chunk_size)
+        token_bytes, state_bytes = row_bytes(admission.model, admission.limits.prefill_chunk_size)
         nbytes = len(prompt) * token_bytes + state_bytes
         try:
             has_memory = admission.has_memory(nbytes, f"the log-probabilities of a prompt of {len(prompt)} tokens need")

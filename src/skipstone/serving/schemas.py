@@ -1,18 +1,22 @@
-"""The bodies of requests: what is not named here is refused, never ignored."""
+"""The bodies of requests. Unknown fields are refused, never ignored."""
 
 import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MOST_CHOICES, MAX_PROMPTS = 16, 128
-MOST_STOPS, LONGEST_STOP = 16, 256
+MAX_CHOICES, MAX_PROMPTS = 16, 128
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_TEXT_CHARACTERS = 4 << 20
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenDigits = Annotated[str, Field(pattern=r"^[0-9]+$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def refuse_surrogates(value: Any) -> None:
@@ -48,13 +52,13 @@ class RequestBody(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: one more chunk at the end, with the usage and no choice."""
+    """include_usage: whether a last chunk has the usage and no choice."""
 
     include_usage: bool = False
 
 
 class Schema(Body):
-    """Of response_format: a JSON schema, with a name that changes nothing."""
+    """json_schema of response_format. Its name changes nothing."""
 
     name: str = ""
     description: str | None = None
@@ -76,34 +80,31 @@ class TextPart(Body):
     text: str
 
 
-def joined(content: str | list[TextPart]) -> str:
+def joined(content: str | list[TextPart] | None) -> str:
     """The text of parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class Prediction(Body):
-    """prediction: a text that the answer will be much like."""
+    """prediction: a text that the answer will resemble."""
 
     type: Literal["content"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return joined(self.content)
-
 
 class GenerationBody(RequestBody):
-    """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
-    out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
-    user, prompt_cache_key: names of a conversation, by which replicas are chosen where there are several (`sessions`).
-    return_metrics, stream_speculative: figures of the answer, and of every step; "full": with probabilities, refused drafts."""
+    """The common fields of completions and chats: OpenAI's, and vLLM's where OpenAI has none. A field that is left out has the
+    model's own value.
+
+    speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding. user, prompt_cache_key: name
+    the conversation (`ray.session_affinity`). return_metrics: figures of the answer. stream_speculative: figures of every step;
+    "full" adds probabilities and rejected drafts."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    stop: str | list[str] | None = None
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -114,7 +115,7 @@ class GenerationBody(RequestBody):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     ignore_eos: bool = False
     response_format: Format | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
+    logit_bias: dict[TokenDigits, Bias] | None = Field(default=None, max_length=MAX_BIASES)
     prediction: Prediction | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -122,28 +123,8 @@ class GenerationBody(RequestBody):
     return_metrics: bool = False
     stream_speculative: bool | Literal["full"] = False
 
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MOST_STOPS:
-            raise ValueError(f"at most {MOST_STOPS} stop strings, found {len(stops)}")
-        if any(not one or len(one) > LONGEST_STOP for one in stops):
-            raise ValueError(f"a stop string has 1 to {LONGEST_STOP} characters")
-        return stop
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        for token, bias in (biases or {}).items():
-            if not token.isascii() or not token.isdigit():
-                raise ValueError(f"a key is a token id in digits, found {token[:40]!r}")
-            if not -100 <= bias <= 100:
-                raise ValueError(f"a bias lies between -100 and 100, found {bias:g}")
-        return biases
-
     @property
-    def tells_usage(self) -> bool:
+    def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk of figures."""
         return self.return_metrics or (self.stream_options is not None and self.stream_options.include_usage)
 
@@ -158,7 +139,7 @@ SEVERAL = Field(min_length=1, max_length=MAX_PROMPTS)
 
 
 class CompletionBody(GenerationBody):
-    """/v1/completions. prompt: a text, token ids, or a list of these. max_tokens: 0, with echo, for the prompt alone."""
+    """/v1/completions. prompt: a text, token ids, or a list of these. max_tokens: 0 with echo returns only the prompt."""
 
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
     max_tokens: int | None = Field(default=16, ge=0)
@@ -191,7 +172,7 @@ class Tool(Body):
 
 
 class CalledFunction(Body):
-    """The name and the arguments of a call, these as JSON in a text. parsed_arguments: added by openai-python, not used."""
+    """The name and the arguments of a call. arguments: JSON in a text. parsed_arguments: added by openai-python, not used."""
 
     name: str
     arguments: str
@@ -213,7 +194,7 @@ class NamedFunction(Body):
     name: str
 
 
-class Choice(Body):
+class NamedToolChoice(Body):
     """tool_choice: the tool that has to be called."""
 
     type: Literal["function"]
@@ -221,8 +202,8 @@ class Choice(Body):
 
 
 class Message(Body):
-    """A turn of a chat. content: its text, or its parts; none of an assistant that called tools. tool_call_id: of a tool's
-    answer. annotations, parsed: of an earlier answer, as openai-python has it; a model is not told of them."""
+    """A turn of a chat. content: text or parts; None for an assistant that called tools. tool_call_id: of a tool's answer.
+    annotations, parsed: added by openai-python, not used."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -241,19 +222,11 @@ class Message(Body):
             raise ValueError("only an assistant calls tools")
         return self
 
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "" if self.content is None else joined(self.content)
-
     def turn(self, arguments_as_text: bool = False) -> dict[str, Any]:
-        """As a chat template takes it: of developers most templates know nothing. arguments_as_text: of calls, else they are
-        objects."""
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.name is not None:
-            found["name"] = self.name
-        if self.tool_call_id is not None:
-            found["tool_call_id"] = self.tool_call_id
+        """The message for a chat template. arguments_as_text: whether the arguments of calls are text, or objects."""
+        role = "system" if self.role == "developer" else self.role  # most templates do not know developers
+        found: dict[str, Any] = {"role": role, "content": joined(self.content)}
+        found |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             found["tool_calls"] = [
                 {"id": one.id, "type": "function", "function": function_of(one, arguments_as_text)} for one in self.tool_calls
@@ -262,14 +235,14 @@ class Message(Body):
 
 
 def _finite(number: str) -> float:
-    """A number of JSON. ValueError for NaN and for one that is infinite as a float: a template would write it as no JSON."""
+    """A number of JSON. ValueError for NaN and infinity, which a template could not write as JSON."""
     if not math.isfinite(found := float(number)):
         raise ValueError(number)
     return found
 
 
 def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
-    """The function of a call as a chat template takes it. ValueError where its arguments are no JSON object."""
+    """The function of a call for a chat template. ValueError if its arguments are no JSON object."""
     try:
         found = json.loads(call.function.arguments, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -289,14 +262,14 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(default=None, min_length=1, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _chooses_among_tools(self) -> "ChatBody":
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
-        if isinstance(self.tool_choice, Choice) and not self.offered:
+        if isinstance(self.tool_choice, NamedToolChoice) and not self.offered:
             raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
         if not self.demands_a_call and any(one.function.strict for one in self.offered):
             raise ValueError("tools: strict is kept where tool_choice demands a call; leave it out, or demand one")
@@ -307,14 +280,14 @@ class ChatBody(GenerationBody):
         """The tools that may be called."""
         if self.tool_choice == "none":
             return []
-        if isinstance(self.tool_choice, Choice):
+        if isinstance(self.tool_choice, NamedToolChoice):
             return [one for one in self.tools or [] if one.function.name == self.tool_choice.function.name]
         return self.tools or []
 
     @property
     def demands_a_call(self) -> bool:
         """Whether nothing else may be written."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, Choice)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
 
 class TokenizeBody(RequestBody):

@@ -4,28 +4,29 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import expect_usable_defaults
-from skipstone.serving.admission import RETRY_AFTER_SECONDS, default_kv_cache_bytes
-from skipstone.serving.answers import Answer, Choice
-from skipstone.serving.batch_group import BatchGroup
-from skipstone.serving.grammar import Grammar, NoGrammarMemory
+from skipstone.serving.admission import RETRY_AFTER_SECONDS, AdmissionLimits, with_room_for
+from skipstone.serving.completions_api import Choice, Completion, Update, Updates
+from skipstone.serving.errors import RequestError
+from skipstone.serving.grammar import Grammar, GrammarMemoryError
 from skipstone.serving.metrics import Metrics
-from skipstone.serving.model_thread import PREFILL_CHUNK_SIZE, THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
+from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.output_text import OutputText
-from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRequest, RequestEnd, RequestError, StepOutput
+from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRequest, RequestEnd, StepOutput
 from skipstone.serving.request_parser import RequestParser
-from skipstone.serving.request_record import attach_answer
-from skipstone.serving.schemas import ChatBody
+from skipstone.serving.request_record import attach_completion
+from skipstone.serving.responses_api import Response, ResponseBody
+from skipstone.serving.schemas import ChatBody, GenerationBody
 from skipstone.serving.settings import ServerSettings
-from skipstone.serving.tools import MARKS, ToolCallParser
+from skipstone.serving.tool_call_parser import MARKS, ToolCallParser
 from skipstone.serving.unread_events import UnreadEvents, largest_beyond_limit
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,6 @@ DRAIN_POLL_SECONDS = 0.02
 DEFAULT_MAX_MODEL_LEN = 4096
 """The default limit of a text. The memory of keys and values grows with it."""
 
-Update = tuple[Choice, str, StepOutput | None, int]
-"""(choice, its new text, the output that brought it, number of tokens before that)."""
-Updates = AsyncGenerator[Update, None]
-
 
 class Server:
     """A model that answers bodies.
@@ -68,7 +65,7 @@ class Server:
         self.metrics = Metrics(settings.name)
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
         self._schema_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
-        self._compiling = 0  # schemas that it has or will have
+        self._num_compiling = 0  # schemas that are compiled or wait for it
         self._queues: dict[PendingRequest, UnreadEvents] = {}
         self._unread: WeakSet[UnreadEvents] = WeakSet()  # of all answers that somebody may still read
         self.open_streams = 0  # streams that clients have not read to the end
@@ -104,10 +101,9 @@ class Server:
         expect_usable_defaults(runner, self.tokenizer)
         max_model_len = min(runner.max_positions, settings.max_model_len or DEFAULT_MAX_MODEL_LEN)
         self._parser = RequestParser(runner, self.tokenizer, method, max_model_len, settings.timeout_seconds)
-        limit = kv_cache_bytes(runner, method, settings.max_num_seqs, max_model_len, settings.kv_cache_memory_bytes)
-        self._model_thread = ModelThread(
-            runner, settings.max_num_seqs, max_model_len, settings.max_waiting, self._post, kv_cache_bytes=limit
-        )
+        limit = settings.kv_cache_memory_bytes
+        limits = AdmissionLimits(settings.max_num_seqs, max_model_len, settings.max_waiting, kv_cache_bytes=limit)
+        self._model_thread = ModelThread(runner, with_room_for(runner, method, limits), self._post)
 
     async def drain(self) -> None:
         """Take no more requests, let texts end, and wait until streams are sent. Texts that need longer than `drain_seconds`
@@ -143,7 +139,7 @@ class Server:
         """RequestError while there is none."""
         state, why = self.health
         if self._model_thread is None or state != "ready":
-            raise RequestError(503, why, None if state == "failed" else RESTART_RETRY_SECONDS)
+            raise RequestError(503, why, retry_after=None if state == "failed" else RESTART_RETRY_SECONDS)
         return self._model_thread
 
     @property
@@ -153,35 +149,34 @@ class Server:
         assert self._parser is not None
         return self._parser
 
-    async def run_on_text_thread(self, call: Callable[..., Found], *given: Any) -> Found:
-        """Call a function that works on texts, in the thread for texts."""
-        return await self._loop.run_in_executor(self._text_thread, call, *given)
+    def check_model(self, name: str | None) -> None:
+        """RequestError if a body names another model."""
+        if name is not None and name != self.settings.name:
+            raise RequestError(404, f"there is no model {name[:100]!r} here, but {self.settings.name!r}")
 
-    async def parse(self, call: Callable[..., Found], *given: Any) -> Found:
-        """The same for what a client sent. A ValueError is the client's mistake."""
+    async def parse(self, function: Callable[..., Found], *args: Any, thread: ThreadPoolExecutor | None = None) -> Found:
+        """Call a function with what a client sent, by default in the thread for texts. A ValueError is the client's mistake."""
         try:
-            return await self.run_on_text_thread(call, *given)
+            return await self._loop.run_in_executor(thread or self._text_thread, function, *args)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
 
-    async def _grammar(self, body: Any) -> Grammar | None:
+    async def _grammar(self, body: GenerationBody) -> Grammar | None:
         """The grammar of a body, compiled in a thread of its own, so that only requests with a schema wait for it."""
         if not self.parser.has_grammar(body):
             return None
-        if self._compiling >= max(self.settings.max_waiting, 1):
-            message = f"{self._compiling} schemas wait to be compiled already; ask again later"
-            raise RequestError(429, message, RETRY_AFTER_SECONDS)
-        self._compiling += 1
+        if self._num_compiling >= max(self.settings.max_waiting, 1):
+            message = f"{self._num_compiling} schemas wait to be compiled already; ask again later"
+            raise RequestError(429, message, retry_after=RETRY_AFTER_SECONDS)
+        self._num_compiling += 1
         try:
-            return await self._loop.run_in_executor(self._schema_thread, self.parser.compile_grammar, body)
-        except ValueError as error:
-            raise RequestError(400, str(error)) from None
-        except NoGrammarMemory as error:
-            raise RequestError(429, str(error), RETRY_AFTER_SECONDS) from None
+            return await self.parse(self.parser.compile_grammar, body, thread=self._schema_thread)
+        except GrammarMemoryError as error:
+            raise RequestError(429, str(error), retry_after=RETRY_AFTER_SECONDS) from None
         except TimeoutError as error:
-            raise RequestError(503, str(error), RESTART_RETRY_SECONDS) from None
+            raise RequestError(503, str(error), retry_after=RESTART_RETRY_SECONDS) from None
         finally:
-            self._compiling -= 1
+            self._num_compiling -= 1
 
     # -------------------------------------------------------------------------------------------------- from the model
 
@@ -216,35 +211,42 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
-    async def answer(self, parse: Callable[..., list[PendingRequest]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
-        """An answer that has begun, and its updates. parse: makes requests of a body and its grammar. RequestError before
-        anything is written."""
+    async def answer(self, body: GenerationBody | ResponseBody, seed: int | None = None) -> tuple[Completion, Updates]:
+        """An answer that has begun, and its updates. seed: used if the body has none; None for a random one. RequestError
+        before anything is written."""
         model_thread = self.model_thread
-        requests = await self.parse(parse, body, await self._grammar(body))
-        unread = UnreadEvents(requests)
-        choices = [self._choice(index, pending, body) for index, pending in enumerate(requests)]
-        for choice in choices:
-            choice.is_streamed = body.stream
-        answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
+        self.check_model(body.model)
+        generation_body = body
+        if isinstance(body, ResponseBody):
+            generation_body = await self.parse(body.generation_body, self.parser.has_chat_template)
+        assert isinstance(generation_body, GenerationBody)
+        if generation_body.seed is None and seed is not None:
+            generation_body = generation_body.model_copy(update={"seed": seed})
+        requests = await self.parse(self.parser.parse, generation_body, await self._grammar(generation_body))
+        choices = [self._choice(index, pending, generation_body) for index, pending in enumerate(requests)]
+        kind: type[Completion] = Response if isinstance(body, ResponseBody) else Completion
+        completion = kind(self.settings.name, choices, body, self.tokenizer)
         model_thread.submit(requests)
+        unread = UnreadEvents(requests)
         self._queues.update(dict.fromkeys(requests, unread))
         self._unread.add(unread)
-        attach_answer(answer, body)
-        return answer, self._updates(model_thread, answer, unread, whole_steps=body.stream_speculative)
+        attach_completion(completion, generation_body)
+        return completion, self._updates(model_thread, completion, unread, bool(generation_body.stream_speculative))
 
-    def _choice(self, index: int, pending: PendingRequest, body: Any) -> Choice:
+    def _choice(self, index: int, pending: PendingRequest, body: GenerationBody) -> Choice:
         prompt, eos = pending.prompt_ids, pending.request.eos
         if not (isinstance(body, ChatBody) and body.offered):
-            return Choice(index, pending, OutputText(self.tokenizer, body.stops, eos, prompt=prompt, echo=pending.echo))
+            output_text = OutputText(self.tokenizer, body.stops, eos, prompt=prompt, echo=pending.echo)
+            return Choice(index, pending, output_text, is_streamed=body.stream)
         names, max_calls = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         hidden = {token for token, text in special if text not in MARKS}
         output_text = OutputText(self.tokenizer, body.stops, eos | hidden, prompt=prompt, special=True)
-        return Choice(index, pending, output_text, ToolCallParser(names, max_calls=max_calls))
+        return Choice(index, pending, output_text, ToolCallParser(names, max_calls=max_calls), is_streamed=body.stream)
 
-    def abandon(self, answer: Answer) -> None:
+    def abandon(self, completion: Completion) -> None:
         """Cancel what is not written of an answer that nobody reads."""
-        for choice in answer.choices:
+        for choice in completion.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = CANCELLED
                 self._queues.pop(choice.pending, None)
@@ -253,14 +255,14 @@ class Server:
                     self._model_thread.cancel(choice.pending)
 
     async def _updates(
-        self, model_thread: ModelThread, answer: Answer, unread: UnreadEvents, *, whole_steps: bool | str
+        self, model_thread: ModelThread, completion: Completion, unread: UnreadEvents, whole_steps: bool
     ) -> Updates:
         """Updates until all choices have ended. RequestError if one of them fails. whole_steps: whether every step is an update
         of its own."""
-        running = {choice.pending: choice for choice in answer.choices}
+        running = {choice.pending: choice for choice in completion.choices}
         try:
             while running:
-                pending, event = await unread.take(whole_steps=bool(whole_steps))
+                pending, event = await unread.take(whole_steps=whole_steps)
                 if (choice := running.get(pending)) is None:
                     continue
                 choice.seconds = time.monotonic() - pending.arrival_time
@@ -273,7 +275,7 @@ class Server:
                         model_thread.cancel(pending)
                 yield update
         finally:
-            self.abandon(answer)
+            self.abandon(completion)
 
     def _add_output(self, choice: Choice, output: StepOutput) -> Update:
         if choice.first_token_seconds is None:
@@ -281,8 +283,8 @@ class Server:
         start = choice.output_text.count
         text = choice.add_text(choice.output_text.add(output.tokens))
         taken = choice.output_text.count - start
-        choice.tokens += output.tokens[:taken]
         if not choice.is_streamed:
+            choice.tokens += output.tokens[:taken]
             choice.logprobs += (output.logprobs or [])[:taken]
         if choice.output_text.stopped:
             text += choice.end(STOP)
@@ -299,29 +301,8 @@ class Server:
         return choice, text, None, start
 
 
-def kv_cache_bytes(model: ModelRunner, method: Method, max_num_seqs: int, max_model_len: int, wanted: int | None) -> int:
-    """The limit of keys and values: enough for a text of full length in the default method's rows. ValueError if `wanted` is
-    less."""
-    group = BatchGroup(model, method, max_num_seqs, max_model_len, PREFILL_CHUNK_SIZE, lambda *_: None)
-    needed = group.memory_bytes(max_model_len)
-    if wanted is None:
-        return max(default_kv_cache_bytes(model), needed)
-    if wanted < needed:
-        size = (
-            f"{max_num_seqs} rows of {method.name} need {needed} bytes of keys and values for texts of {max_model_len} tokens"
-        )
-        remedy = "raise it, or lower --max-num-seqs or --max-model-len"
-        raise ValueError(f"{size}, and --kv-cache-memory-bytes is {wanted}: {remedy}")
-    return wanted
-
-
-async def unless_disconnected(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:
-    """The result of some work; None if the client has gone first, and the work is cancelled."""
-    working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone)
-    try:
-        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for one in (working, going):
-            if not one.done():
-                one.cancel()
+async def read_all(updates: Updates) -> None:
+    """Wait until an answer is written."""
+    async with aclosing(updates):
+        async for _ in updates:
+            pass

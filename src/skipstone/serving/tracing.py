@@ -114,11 +114,11 @@ def attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
     found |= _setting_attributes(record.settings.items())
     if record.as_json is not None:
         found["gen_ai.output.type"] = "json" if record.as_json else "text"
-    if record.answer is None:
+    if record.completion is None:
         return found
     fields = record.fields()
     found |= {
-        "gen_ai.request.max_tokens": record.answer.choices[0].pending.request.max_new_tokens,
+        "gen_ai.request.max_tokens": record.completion.choices[0].pending.request.max_new_tokens,
         "gen_ai.request.stream": record.streamed,
         "gen_ai.response.id": record.id,
         "gen_ai.response.model": record.model,

@@ -13,10 +13,10 @@ import pytest
 
 import skipstone
 from skipstone.serving.batch_files import batch
-from skipstone.serving.batch_files.answering import Died
-from skipstone.serving.batch_files.batch import AHEAD, Chosen, Loaded
-from skipstone.serving.batch_files.journal import Journal, failed, journal_of
-from skipstone.serving.batch_files.lines import Lines
+from skipstone.serving.batch_files.answer_line import ModelThreadError
+from skipstone.serving.batch_files.batch import REQUESTS_PER_ROW, LoadedModel, ModelSettings
+from skipstone.serving.batch_files.journal import Journal, is_error, journal_of
+from skipstone.serving.batch_files.request_lines import RequestFile
 from skipstone.serving.scheduler import Scheduler
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
 from tests.helpers.pairwise import slow_except
@@ -60,20 +60,20 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def nano() -> Loaded:
-    return Chosen(rows=3).load()
+def nano() -> LoadedModel:
+    return ModelSettings(max_num_seqs=3).load()
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def chats(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """The same with a chat template."""
     folder = with_template(tmp_path_factory.mktemp("chats"))
-    return Chosen(str(folder), served="nano", rows=3).load()
+    return ModelSettings(str(folder), served_name="nano", max_num_seqs=3).load()
 
 
-def answer(loaded: Loaded, folder: Path, requests: list[Any], name: str = "out") -> Path:
+def answer(loaded: LoadedModel, folder: Path, requests: list[Any], name: str = "out") -> Path:
     """The output, in a folder."""
-    lines, output = Lines(write(folder / f"{name}.in", requests)), folder / f"{name}.jsonl"
+    lines, output = RequestFile(write(folder / f"{name}.in", requests)), folder / f"{name}.jsonl"
     batch.run(loaded, output, lines, lambda *_: None)
     return output
 
@@ -88,7 +88,7 @@ def moment(value: Any) -> Any:
     return {key: moment(inner) for key, inner in value.items() if key not in run}
 
 
-def test_answers_are_those_of_the_server(chats: Loaded, tmp_path: Path) -> None:
+def test_answers_are_those_of_the_server(chats: LoadedModel, tmp_path: Path) -> None:
     found = read(answer(chats, tmp_path, KINDS))
     assert [one["custom_id"] for one in found] == [one["custom_id"] for one in KINDS]
     with in_thread(lambda: (chats.model, chats.tokenizer), name="nano", max_num_seqs=3) as served:
@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_server(chats: Loaded, tmp_path: Path) -> None:
     assert called[0]["id"].startswith("call_")
 
 
-def test_the_same_input_gives_the_same_bytes(chats: Loaded, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(chats: LoadedModel, tmp_path: Path) -> None:
     """In another order beside other lines, too, line by line: ids, times and figures are functions of the line."""
     first = answer(chats, tmp_path, KINDS, "first").read_text().splitlines()
     mixed = answer(chats, tmp_path, many(7) + KINDS[::-1], "second").read_text().splitlines()
@@ -109,7 +109,7 @@ def test_the_same_input_gives_the_same_bytes(chats: Loaded, tmp_path: Path) -> N
     assert len(set(first)) == len(KINDS)
 
 
-def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_own(nano: Loaded, tmp_path: Path) -> None:
+def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_own(nano: LoadedModel, tmp_path: Path) -> None:
     requests = many(24)
     written = texts(answer(nano, tmp_path, requests))
     for one in requests:
@@ -125,7 +125,7 @@ def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_ow
     assert len(set(drawn.values())) > 1, "lines with one body draw apart"
 
 
-def test_a_line_that_cannot_be_answered_says_why_and_hurts_no_other(nano: Loaded, tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_answered_says_why_and_hurts_no_other(nano: LoadedModel, tmp_path: Path) -> None:
     good = [request(f"good-{place}", greedy(f"def f{place}(")) for place in range(len(FAULTS))]
     mixed = list(itertools.chain.from_iterable(zip(good, (one for one, _, _ in FAULTS.values()), strict=True)))
     found = read(answer(nano, tmp_path, mixed))
@@ -139,7 +139,7 @@ def test_a_line_that_cannot_be_answered_says_why_and_hurts_no_other(nano: Loaded
             assert error["code"] == ("context_length_exceeded" if one["custom_id"] == "long" else status), one
             assert said in error["message"]
             assert set(error) == {"message", "type", "param", "code"}
-        assert failed(one) == (one["custom_id"] in FAULTS)
+        assert is_error(one) == (one["custom_id"] in FAULTS)
 
 
 class Stopped(Exception):
@@ -148,11 +148,11 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("after", slow_except([5], [0, 1, 2, 5, 11]))
 def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
-    nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     requests = many(12)
     expected = answer(nano, tmp_path, requests, "whole").read_bytes()
-    lines, output = Lines(write(tmp_path / "in.jsonl", requests)), tmp_path / "cut.jsonl"
+    lines, output = RequestFile(write(tmp_path / "in.jsonl", requests)), tmp_path / "cut.jsonl"
     add, written = Journal.add, 0
 
     def some(self: Journal, *several: Any) -> int:
@@ -178,10 +178,10 @@ def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
 
 
 def test_a_model_whose_thread_dies_ends_the_run_and_fails_no_line(
-    nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, steps, step = many(12), itertools.count(), Scheduler._run_step
-    lines, output = Lines(write(tmp_path / "in.jsonl", requests)), tmp_path / "out.jsonl"
+    lines, output = RequestFile(write(tmp_path / "in.jsonl", requests)), tmp_path / "out.jsonl"
 
     def dying(self: Scheduler, group: Any) -> Any:
         if next(steps) == 12:
@@ -190,14 +190,16 @@ def test_a_model_whose_thread_dies_ends_the_run_and_fails_no_line(
 
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "_run_step", dying)
-        with pytest.raises(Died):
+        with pytest.raises(ModelThreadError):
             batch.run(nano, output, lines, lambda *_: None)
-    assert all(not failed(one["answer"]) for one in read(journal_of(output))[1:])
+    assert all(not is_error(one["answer"]) for one in read(journal_of(output))[1:])
     assert batch.run(nano, output, lines, lambda *_: None) == 0
     assert output.read_bytes() == answer(nano, tmp_path, requests, "whole").read_bytes()
 
 
-def test_a_step_that_fails_for_one_line_fails_no_other(nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_for_one_line_fails_no_other(
+    nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step of several texts is ended by one of them: each is asked once more by itself."""
     requests, step = [request(f"r{place}", greedy(f"def f{place}(")) for place in range(6)], Scheduler._run_step
     poison = nano.tokenizer(requests[3]["body"]["prompt"])["input_ids"]
@@ -209,7 +211,7 @@ def test_a_step_that_fails_for_one_line_fails_no_other(nano: Loaded, tmp_path: P
 
     monkeypatch.setattr(Scheduler, "_run_step", failing)
     found = read(answer(nano, tmp_path, requests))
-    assert [failed(one) for one in found] == [place == 3 for place in range(6)]
+    assert [is_error(one) for one in found] == [place == 3 for place in range(6)]
     assert found[3]["response"]["status_code"] == 500
 
 
@@ -229,9 +231,9 @@ def reply(status: int = 200) -> dict[str, Any]:
 def collected(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Any], count: int, rows: int) -> list[int]:
     async def all_of_it() -> list[int]:
         pairs: Any = ((index, index) for index in range(count))
-        return [index async for several in batch.answers(given(rows), pairs) for index, _ in several]
+        return [index async for several in batch.answer_lines(given(rows), pairs) for index, _ in several]
 
-    monkeypatch.setattr(batch, "answered", one)
+    monkeypatch.setattr(batch, "answer_line", one)
     return asyncio.run(all_of_it())
 
 
@@ -252,7 +254,7 @@ def test_rows_are_kept_busy_and_no_more_requests_are_under_way_than_may_be(monke
     done: set[int] = set()
     found = collected(monkeypatch, one, 40, rows=4)
     assert sorted(found) == list(range(40))
-    assert most == AHEAD * 4
+    assert most == REQUESTS_PER_ROW * 4
     assert found[-1] == 0, "nobody waited for the long text"
     assert waiting == {0}
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-LIGHT = ["skipstone.serving.batch_files.tries", "skipstone.serving.settings"]
+LIGHT = ["skipstone.serving.batch_files.attempts", "skipstone.serving.settings"]
 HEAVY = ("torch", "transformers")
 
 

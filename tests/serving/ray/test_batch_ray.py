@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from skipstone.assets import DRAFTS
-from skipstone.serving.batch_files import batch, cluster
-from skipstone.serving.batch_files.batch import Chosen
-from skipstone.serving.batch_files.cluster import DIED, Placing, Worker
-from skipstone.serving.batch_files.journal import Journal, failed, journal_of
-from skipstone.serving.batch_files.lines import Lines
+from skipstone.serving.batch_files import batch, ray_batch
+from skipstone.serving.batch_files.batch import ModelSettings
+from skipstone.serving.batch_files.journal import Journal, is_error, journal_of
+from skipstone.serving.batch_files.ray_batch import WORKER_DIED, RayOptions, Worker
+from skipstone.serving.batch_files.request_lines import RequestFile
 from tests.helpers.batches import greedy, many, read, request, write
 from tests.helpers.commandline import assert_refused, run
 
@@ -25,7 +25,7 @@ ray = pytest.importorskip("ray")
 
 MODEL = str(DRAFTS["nano-draft"])
 """Two layers, which an actor has soon."""
-CHOSEN = Chosen(MODEL, rows=2, method="autoregressive")
+CHOSEN = ModelSettings(MODEL, max_num_seqs=2, method="autoregressive")
 COUNT = 24
 
 
@@ -41,13 +41,13 @@ def _two_processors() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+def lines(tmp_path_factory: pytest.TempPathFactory) -> RequestFile:
     faults = [request("bad", greedy("x", temperature=9)), request("url", greedy("x"), "/v1/embeddings")]
-    return Lines(write(tmp_path_factory.mktemp("input") / "in.jsonl", [*many(COUNT), *faults]))
+    return RequestFile(write(tmp_path_factory.mktemp("input") / "in.jsonl", [*many(COUNT), *faults]))
 
 
 @pytest.fixture(scope="module")
-def alone(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def alone(lines: RequestFile, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The output of one process."""
     output = tmp_path_factory.mktemp("alone") / "out.jsonl"
     assert batch.run(CHOSEN.load(), output, lines, lambda *_: None) == 2
@@ -74,7 +74,7 @@ def killing(signal_file: Path) -> type[Worker]:
 
 
 def test_two_actors_answer_as_one_process_does_though_one_is_killed_and_its_lines_are_answered_once_more(
-    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: RequestFile, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, killed, told = tmp_path / "out.jsonl", tmp_path / "killed", list[tuple[int, int]]()
     kept, add = list[int](), Journal.add
@@ -83,10 +83,12 @@ def test_two_actors_answer_as_one_process_does_though_one_is_killed_and_its_line
         kept.extend(index for index, _ in several)
         return add(self, *several)
 
-    monkeypatch.setattr(cluster, "LINES_A_ROW", 1)  # 13 tasks: one of two actors begins a fourth one, whichever is faster
-    monkeypatch.setattr(cluster, "Worker", killing(killed))
+    monkeypatch.setattr(
+        ray_batch, "REQUESTS_PER_ROW", 1
+    )  # 13 tasks: one of two actors begins a fourth one, whichever is faster
+    monkeypatch.setattr(ray_batch, "Worker", killing(killed))
     monkeypatch.setattr(Journal, "add", counted)
-    assert cluster.run(CHOSEN, Placing(actors=2), output, lines, lambda *done: told.append(done)) == 2
+    assert ray_batch.run(CHOSEN, RayOptions(actors=2), output, lines, lambda *done: told.append(done)) == 2
     assert killed.exists()
     assert output.read_bytes() == alone
     assert sorted(kept) == list(range(COUNT + 2)), "each once"
@@ -101,32 +103,32 @@ def poisoned() -> type[Worker]:
     class Poisoned(Worker):
         def __init__(self, **given: Any) -> None:
             from skipstone.serving.batch_files import batch as alike
-            from skipstone.serving.batch_files import cluster as here
+            from skipstone.serving.batch_files import ray_batch as here
 
-            answered = here.answered
+            answer_line = here.answer_line
 
             async def deadly(server: Any, line: Any) -> Any:
                 if line.custom_id == "request-7":
                     os.kill(os.getpid(), signal.SIGKILL)
-                return await answered(server, line)
+                return await answer_line(server, line)
 
-            here.answered = alike.answered = deadly
+            here.answer_line = alike.answer_line = deadly
             super().__init__(**given)
 
     return Poisoned
 
 
 def test_a_line_that_kills_two_actors_is_given_up_and_no_other_is(
-    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: RequestFile, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "Worker", poisoned())
+    monkeypatch.setattr(ray_batch, "Worker", poisoned())
     output = tmp_path / "out.jsonl"
-    assert cluster.run(CHOSEN, Placing(actors=1), output, lines, lambda *_: None) == 3
+    assert ray_batch.run(CHOSEN, RayOptions(actors=1), output, lines, lambda *_: None) == 3
     found, expected = output.read_text().splitlines(), alone.decode().splitlines()
     assert [one for place, one in enumerate(found) if place != 7] == [one for place, one in enumerate(expected) if place != 7]
     given_up = read(output)[7]
-    assert failed(given_up)
-    assert (given_up["response"], given_up["error"]["code"]) == (None, DIED)
+    assert is_error(given_up)
+    assert (given_up["response"], given_up["error"]["code"]) == (None, WORKER_DIED)
 
 
 class Stopped(Exception):
@@ -134,7 +136,7 @@ class Stopped(Exception):
 
 
 def test_one_process_goes_on_with_what_a_cluster_has_begun(
-    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: RequestFile, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
 
@@ -143,7 +145,7 @@ def test_one_process_goes_on_with_what_a_cluster_has_begun(
             raise Stopped
 
     with pytest.raises(Stopped):
-        cluster.run(CHOSEN, Placing(actors=1), output, lines, stop)
+        ray_batch.run(CHOSEN, RayOptions(actors=1), output, lines, stop)
     assert not output.exists()
     told: list[tuple[int, int]] = []
     assert batch.run(CHOSEN.load(), output, lines, lambda *done: told.append(done)) == 2
@@ -151,18 +153,18 @@ def test_one_process_goes_on_with_what_a_cluster_has_begun(
     assert output.read_bytes() == alone
 
 
-def test_a_cluster_without_room_is_one_sentence(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room_is_one_sentence(lines: RequestFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.jsonl"
     common = ("batch", lines.path, output, "--ray")
     assert_refused(run(*common, "--cpus-per-actor", 99), "an actor needs 99 CPU and")
     assert_refused(run(*common, "--actors", 9), "--actors 9: the Ray cluster has room for 2")
-    monkeypatch.setattr(cluster, "OVER_WEIGHTS", 1 << 30)
+    monkeypatch.setattr(ray_batch, "MEMORY_PER_WEIGHTS", 1 << 30)
     assert_refused(run(*common), "GiB, and no machine of the Ray cluster has as much")
     assert not output.exists()
     assert not journal_of(output).exists()
 
 
-def test_a_model_that_an_actor_cannot_load_is_one_sentence(lines: Lines, tmp_path: Path) -> None:
+def test_a_model_that_an_actor_cannot_load_is_one_sentence(lines: RequestFile, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     asked = ("--model", MODEL, "--method", "layerskip exit_layer=99")
     result = run("batch", lines.path, output, "--ray", "--actors", 1, *asked)

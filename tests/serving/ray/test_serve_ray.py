@@ -137,11 +137,6 @@ def written(served: Process, session: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("skipstone:request_success_total{"))
 
 
-def test_requests_that_wait_bring_a_second_replica(two: Process) -> None:
-    assert replicas(two) == 2
-    assert len(workers()) == 2
-
-
 def test_streams_and_whole_answers_are_the_texts_of_generate(two: Process) -> None:
     wanted = [expected()[prompt] for prompt in DEFS[:6]]
     assert len(set(wanted)) > 3
@@ -176,16 +171,6 @@ def test_a_conversation_finds_what_it_said_and_conversations_are_spread(two: Pro
     counts = [written(two, f"talk {number}") for number in talks]
     assert len(set(counts)) == 2, f"two replicas write for six conversations, found {counts}"
     assert counts == [written(two, f"talk {number}") for number in talks], "a conversation has one replica"
-
-
-def test_a_prompt_that_grows_stays_with_its_prefix_without_any_name(two: Process) -> None:
-    said = "def subtract(a, b):\n    return a - b\n" * 9
-    for turn in range(4):
-        answer = two.http.post("/v1/completions", json={**SHORT, "prompt": said, "ignore_eos": True}).json()
-        usage = answer["usage"]
-        if turn:
-            assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
-        said += answer["choices"][0]["text"]
 
 
 def test_a_conversation_whose_replica_is_full_goes_to_another_one(two: Process) -> None:
@@ -258,12 +243,6 @@ def test_a_client_that_goes_away_frees_its_row(two: Process) -> None:
     while running() and time.monotonic() - began < SLOW:
         time.sleep(0.1)
     assert running() == 0
-
-
-def test_a_mistake_of_a_client_is_told_as_by_a_server_alone(two: Process) -> None:
-    assert refusal(two.http.post("/v1/completions", json={"prompt": "a", "wrong": 1})) == "wrong: this field is not supported"
-    assert refusal(two.http.get("/nowhere")) == "there is no /nowhere"
-    assert two.http.get("/").text.startswith("<!doctype html>")
 
 
 def test_one_replica_is_killed_under_load_and_only_what_it_wrote_fails(two: Process) -> None:

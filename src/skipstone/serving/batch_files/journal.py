@@ -1,39 +1,39 @@
-"""The output of a batch while it is made: a journal of answers as they come, and at the end one ordered file.
+"""The journal of a batch: every answer is on the disk before the run goes on, and at the end it becomes one ordered file.
 
-The journal lies beside the output. Its first line says what is answered and by what; every further line is an answer, on the
-disk before the run goes on. A run that was killed goes on from it. The output appears all at once, and the journal goes then.
+The journal lies next to the output. Its first line holds the settings of the run, and every further line an answer. A run that
+was killed continues it. The output appears all at once, and then the journal is removed.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skipstone.serving.batch_files.lines import Lines
+from skipstone.serving.batch_files.request_lines import RequestFile
 from skipstone.utils.files import LineFile, json_line, plain, publish
 
 KIND, VERSION = "skipstone-batch", 1
-"""What the first line of a journal says."""
+"""In the first line of a journal."""
 SUCCESS = 200
 """The status of a request that was answered."""
 
-Answer = dict[str, Any]
-"""A line of the output: id, custom_id, response, error, as OpenAI has them."""
+OutputLine = dict[str, Any]
+"""A line of the output: id, custom_id, response, error, as in OpenAI's batch API."""
 
 
-def failed(answer: Answer) -> bool:
-    """Whether a line of the output tells of an error."""
-    response = answer["response"]
-    return answer["error"] is not None or response is None or response["status_code"] != SUCCESS
+def is_error(answer: OutputLine) -> bool:
+    """Whether a line of the output reports an error."""
+    response = answer.get("response")
+    return answer.get("error") is not None or response is None or response["status_code"] != SUCCESS
 
 
 def journal_of(output: Path) -> Path:
-    """Where the journal of an output lies."""
+    """The path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
 
 
 def expect_free(output: Path, *, resume: bool) -> None:
-    """Before any work: ValueError where something is there that a run would overwrite. resume: whether it may go on."""
+    """ValueError if a run would overwrite something. resume: whether it may continue an earlier run."""
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(output.parent))
     if output.exists() and not resume:
@@ -44,132 +44,131 @@ def expect_free(output: Path, *, resume: bool) -> None:
         raise ValueError(f"{journal} is of a run that was interrupted: --resume goes on with it; remove it to begin anew")
 
 
-def whole(output: Path, lines: Lines) -> int | None:
-    """How many lines of an output tell of an error; None where there is no output. A journal that a killed run left beside a
-    whole output goes. ValueError where the file that is there is not the output of these lines."""
+def count_errors(output: Path, requests: RequestFile) -> int | None:
+    """Number of errors in a complete output; None if there is no output. A journal that a killed run left is removed.
+    ValueError if the file is not the output of these requests."""
     if not output.exists():
         return None
-    count = failures = 0
+    ids, num_errors = list[Any](), 0
     with output.open("rb") as file:
         for raw in file:
-            answer = _loaded(raw)
-            if count >= len(lines) or answer is None or answer.get("id") != lines[count].id:
-                break
-            count, failures = count + 1, failures + failed(answer)
-        else:
-            if count == len(lines):
-                journal_of(output).unlink(missing_ok=True)
-                return failures
-    raise ValueError(f"{output} is not the output of {lines.path}, and is never overwritten: give another file")
+            answer = _parse_object(raw) or {}
+            ids.append(answer.get("id"))
+            num_errors += is_error(answer)
+    if ids != [requests[index].id for index in range(len(requests))]:
+        raise ValueError(f"{output} is not the output of {requests.path}, and is never overwritten: give another file")
+    journal_of(output).unlink(missing_ok=True)
+    return num_errors
 
 
-def _loaded(raw: bytes) -> Any:
+def _parse_object(raw: bytes) -> Any:
     """A JSON object; None for anything else."""
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 class Journal:
-    """The answers of a run so far, open to be written on. `with` closes it.
+    """The answers of a run so far, open for writing. `with` closes it.
 
-    output: the file that they become. lines: that are answered. about: by what, which is compared with the journal that is
-    there; what is None on either side is not. ValueError where it is of another run, is damaged or is being written.
-    """
+    output: the file that they become. requests: the input. settings: of the run. They are compared with those of the journal,
+    if neither is None. ValueError if the journal belongs to another run, is damaged or is being written."""
 
-    def __init__(self, output: Path, lines: Lines, about: Mapping[str, Any]) -> None:
-        self.output, self.lines = output, lines
-        self.failures = 0
-        self._ours = False
-        self._begins: dict[int, int] = {}  # number of a request -> bytes before its answer
+    def __init__(self, output: Path, requests: RequestFile, settings: Mapping[str, Any]) -> None:
+        self.output, self.requests = output, requests
+        self.num_errors = 0
+        self._is_ours = False
+        self._offsets: dict[int, int] = {}  # number of a request -> bytes before its answer
         path = journal_of(output)
         self._file = LineFile(path)
         try:
-            head = {"kind": KIND, "version": VERSION, "input": lines.digest, "about": plain(dict(about))}
+            head = {"kind": KIND, "version": VERSION, "input": requests.digest, "about": plain(dict(settings))}
             if self._read(head):
                 self._file.go_on()
             else:
-                self._file.begin(head, f"{path} is no journal of a batch, and is not overwritten: give another output")
-            self._ours = True
+                self._file.begin(head, self._not_a_journal)
+            self._is_ours = True
         except BaseException:
             self.close()
             raise
         self._end = path.stat().st_size
 
+    @property
+    def _not_a_journal(self) -> str:
+        return f"{self._file.path} is no journal of a batch, and is not overwritten: give another output"
+
     def _read(self, head: dict[str, Any]) -> bool:
-        """What is there. False where not even the first line is whole."""
-        first = True
-        for number, (begin, raw) in enumerate(self._raw(), 1):
-            line = _loaded(raw)
-            if first:
-                self._same(line, head)
-                first = False
-                continue
-            if line is None or line.get("index") not in range(len(self.lines)) or not isinstance(line.get("answer"), dict):
-                raise ValueError(f"{self._file.path}, line {number} is damaged")
-            self._note(line["index"], begin, line["answer"])
-        return not first
-
-    def _raw(self) -> Iterator[tuple[int, bytes]]:
-        """Whole lines, each with the bytes before it."""
-        begin = 0
+        """Read the answers. False if not even the first line is complete."""
+        offset = number = 0
         with self._file.path.open("rb") as file:
-            for raw in file:
-                if raw.endswith(b"\n"):
-                    yield begin, raw
-                begin += len(raw)
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    return number > 1
+                line = _parse_object(raw)
+                if number == 1:
+                    self._check_head(line, head)
+                elif (
+                    line is None
+                    or line.get("index") not in range(len(self.requests))
+                    or not isinstance(line.get("answer"), dict)
+                ):
+                    raise ValueError(f"{self._file.path}, line {number} is damaged")
+                else:
+                    self._note(line["index"], offset, line["answer"])
+                offset += len(raw)
+        return number > 0
 
-    def _same(self, line: Any, head: dict[str, Any]) -> None:
-        """ValueError where a journal's first line is that of another run."""
+    def _check_head(self, line: Any, head: dict[str, Any]) -> None:
+        """ValueError if a journal's first line is that of another run."""
         path = self._file.path
         if line is None or line.get("kind") != KIND:
-            raise ValueError(f"{path} is no journal of a batch, and is not overwritten: give another output")
+            raise ValueError(self._not_a_journal)
         if line.get("version") != VERSION:
             raise ValueError(f"{path} is of version {line.get('version')}, this skipstone reads version {VERSION}")
         if line["input"] != head["input"]:
-            raise ValueError(f"{path} is of another input than {self.lines.path}: give another output")
+            raise ValueError(f"{path} is of another input than {self.requests.path}: give another output")
         there, here = line["about"], head["about"]
         for key in sorted(there.keys() & here.keys()):
             if None not in (there[key], here[key]) and there[key] != here[key]:
-                said = f"{there[key]!r:.100} there, {here[key]!r:.100} here"
-                raise ValueError(f"{path} is of another run: {key} is {said}; give another output, or the same settings")
+                difference = f"{there[key]!r:.100} there, {here[key]!r:.100} here"
+                raise ValueError(f"{path} is of another run: {key} is {difference}; give another output, or the same settings")
 
-    def _note(self, index: int, begin: int, answer: Answer) -> None:
-        if index not in self._begins:
-            self._begins[index] = begin
-            self.failures += failed(answer)
+    def _note(self, index: int, offset: int, answer: OutputLine) -> None:
+        if index not in self._offsets:
+            self._offsets[index] = offset
+            self.num_errors += is_error(answer)
 
     @property
-    def done(self) -> int:
-        """Requests that have an answer."""
-        return len(self._begins)
+    def num_done(self) -> int:
+        """Number of requests with an answer."""
+        return len(self._offsets)
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the requests that have no answer yet."""
-        return [index for index in range(len(self.lines)) if index not in self._begins]
+        """Numbers of the requests without an answer."""
+        return [index for index in range(len(self.requests)) if index not in self._offsets]
 
-    def add(self, *answers: tuple[int, Answer]) -> int:
-        """Write answers, each with the number of its request; when this returns they are on the disk. A request that has one
-        already keeps it. Returns how many were new."""
-        new = dict(one for one in answers if one[0] not in self._begins)
-        written = [{"index": index, "answer": answer} for index, answer in new.items()]
-        self._file.add(*written)
-        for line in written:
+    def add(self, *answers: tuple[int, OutputLine]) -> int:
+        """Write answers, each with the number of its request, to the disk. The first answer to a request is kept. Returns the
+        number of new ones."""
+        new = dict(one for one in answers if one[0] not in self._offsets)
+        lines = [{"index": index, "answer": answer} for index, answer in new.items()]
+        self._file.add(*lines)
+        for line in lines:
             self._note(line["index"], self._end, line["answer"])
             self._end += len(json_line(line).encode())
         return len(new)
 
     def finish(self) -> None:
-        """Write the output, in the order of the input, all at once, and remove the journal. ValueError where something has
-        come to its place meanwhile."""
+        """Write the output in the order of the input, all at once, and remove the journal. ValueError if a file has appeared in
+        its place."""
         hidden = self.output.with_name(f".{self.output.name}")
         try:
             with self._file.path.open("rb") as journal, hidden.open("wb") as file:
-                for index in range(len(self.lines)):
-                    journal.seek(self._begins[index])
+                for index in range(len(self.requests)):
+                    journal.seek(self._offsets[index])
                     file.write(json_line(json.loads(journal.readline())["answer"]).encode())
             if self.output.exists():
                 raise ValueError(f"{self.output} has come meanwhile, and stays: the answers are in {self._file.path}")
@@ -179,8 +178,8 @@ class Journal:
         self._file.path.unlink()
 
     def close(self) -> None:
-        """Let others write. A journal without an answer goes."""
-        if self._ours and not self._begins:
+        """Let others write. A journal without an answer is removed."""
+        if self._is_ours and not self._offsets:
             self._file.path.unlink(missing_ok=True)
         self._file.close()
 

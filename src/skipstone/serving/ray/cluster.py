@@ -1,4 +1,4 @@
-"""Ray: a cluster of this machine or one that is there, and whether replicas have room in it."""
+"""The Ray cluster: connecting to one, or starting one on this machine, and whether it has room for replicas."""
 
 import os
 import socket
@@ -12,29 +12,26 @@ from skipstone.assets import NANO
 from skipstone.utils.extras import installed
 
 NEED = "--ray needs Ray Serve"
-PATIENCE = 5.0
-"""Seconds that a cluster has to take a connection."""
-OBJECTS = 128 << 20
-"""Bytes of a local cluster's object store. Requests and answers are small and mostly do not pass through it."""
-GIVES_UP_SOON = {
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""Time in which a cluster has to take a connection."""
+OBJECT_STORE_BYTES = 128 << 20
+"""Size of a local cluster's object store. Requests and answers are small and mostly do not pass through it."""
+CONNECT_VARIABLES = {
     "RAY_gcs_server_port_wait_time_s": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "5",
     "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "2",
     "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "3",
 }
-"""Environment variables of Ray for a cluster that is there, where the user sets none: few tries at one that does not answer. A
-cluster that is started here has all the time that Ray gives it: a machine with much else to do needs it."""
+"""Ray's environment variables for an existing cluster: give up soon if it does not answer. A local cluster that is started here
+keeps Ray's own limits, because a busy machine needs them."""
 NO_USAGE_STATS = {"RAY_USAGE_STATS_ENABLED": "0"}
-"""The same for any cluster: nothing is sent anywhere about its use."""
-REFUSAL = "ValueError: "
-"""The beginning of the line of a traceback that says why a replica could not load its model."""
-WEIGHTS = (".safetensors", ".bin", ".gguf")
-"""Endings of files that hold weights."""
+"""Ray's environment variable for any cluster: no usage statistics are sent."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a replica needs of a node: cores, graphics processors, bytes of memory."""
+class NodeShare:
+    """Resources of a node that a replica needs. memory: in bytes."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -45,46 +42,45 @@ class Share:
         return f"{self.cpus:g} CPU{gpus} and {self.memory / 2**30:.1f} GiB"
 
 
-def weights(model: str | None) -> int:
-    """Bytes of a model's files of weights: the least that a replica takes. 0 for a hub id: nothing is known of it before it is
-    downloaded. None: the bundled model."""
+def weight_bytes(model: str | None) -> int:
+    """Bytes of a model's weight files, the minimum that a replica takes. 0 for a hub id that is not downloaded. None: the
+    bundled model."""
     folder = NANO if model is None else Path(model)
     files = folder.iterdir() if folder.is_dir() else [folder]
-    return sum(file.stat().st_size for file in files if file.suffix in WEIGHTS and file.is_file())
+    return sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES and file.is_file())
 
 
-def places(nodes: Iterable[dict[str, Any]], share: Share) -> int:
-    """Replicas for which a cluster has room. nodes: as `ray.nodes()` gives them."""
-    found = 0
+def count_places(nodes: Iterable[dict[str, Any]], share: NodeShare) -> int:
+    """Number of replicas for which a cluster has room. nodes: of `ray.nodes()`."""
+    needs = {"CPU": share.cpus, "GPU": share.gpus, "memory": share.memory}
+    places = 0
     for node in nodes:
         if node["Alive"]:
-            has = node["Resources"]
-            needs = {"CPU": share.cpus, "GPU": share.gpus, "memory": share.memory}
-            found += int(min((has.get(name, 0.0) / need for name, need in needs.items() if need), default=0))
-    return found
+            resources = node["Resources"]
+            places += int(min((resources.get(name, 0.0) / need for name, need in needs.items() if need), default=0))
+    return places
 
 
-def check_room(share: Share, replicas: int) -> None:
-    """ValueError where the cluster that is connected has no room for so many replicas."""
-    room = places(installed("ray", NEED, "ray").nodes(), share)
-    if room < replicas:
-        raise ValueError(
-            f"{replicas} {'replica needs' if replicas == 1 else 'replicas need'} {share}{'' if replicas == 1 else ' each'}, "
-            f"and the Ray cluster has room for {room}: ask for fewer replicas, or for a larger cluster"
-        )
+def check_room(share: NodeShare, replicas: int) -> None:
+    """ValueError if the connected cluster has no room for so many replicas."""
+    places = count_places(installed("ray", NEED, "ray").nodes(), share)
+    if places < replicas:
+        needed = f"1 replica needs {share}" if replicas == 1 else f"{replicas} replicas need {share} each"
+        remedy = "ask for fewer replicas, or for a larger cluster"
+        raise ValueError(f"{needed}, and the Ray cluster has room for {places}: {remedy}")
 
 
 def connect(address: str | None) -> None:
-    """Connect to the cluster at an address, or start one on this machine that ends with this process. ValueError for what is no
-    address, ConnectionError where no cluster answers."""
-    for name, value in (NO_USAGE_STATS if address is None else NO_USAGE_STATS | GIVES_UP_SOON).items():
+    """Connect to the cluster at an address, or start one on this machine that ends with this process. ValueError for a wrong
+    address, ConnectionError if no cluster answers."""
+    for name, value in (NO_USAGE_STATS if address is None else NO_USAGE_STATS | CONNECT_VARIABLES).items():
         os.environ.setdefault(name, value)
     if address is not None:
-        _reach(address)
+        _expect_listener(address)
     ray = installed("ray", NEED, "ray")
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     if address is None:
-        local = {"include_dashboard": False, "object_store_memory": OBJECTS}
+        local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _node_ip_address="127.0.0.1", **local, **quiet)
         return
     try:
@@ -94,8 +90,9 @@ def connect(address: str | None) -> None:
         raise ConnectionError(f"no Ray cluster answers at {address}: {first}") from error
 
 
-def _reach(address: str) -> None:
-    """Whether anybody listens there: Ray itself waits for half a minute."""
+def _expect_listener(address: str) -> None:
+    """ConnectionError if nobody listens there, or somebody who does not speak gRPC. Ray itself would wait for half a minute or
+    more."""
     parts = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -104,25 +101,15 @@ def _reach(address: str) -> None:
     if not host or not port:
         raise ValueError(f"a Ray address is HOST:PORT or ray://HOST:PORT, found {address!r}")
     try:
-        socket.create_connection((host, port), timeout=PATIENCE).close()
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"no Ray cluster answers at {address}: {error.strerror or error}") from None
-    if os.environ.get("RAY_USE_TLS", "0") == "0":
-        _expect_grpc(address, f"{host}:{port}")
-
-
-def _expect_grpc(address: str, place: str) -> None:
-    """ConnectionError where somebody listens who does not speak gRPC: Ray would wait for a minute and more."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
     grpc = installed("grpc", NEED, "ray")
-    with grpc.insecure_channel(place) as channel:
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
         try:
-            grpc.channel_ready_future(channel).result(timeout=PATIENCE)
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_TIMEOUT_SECONDS)
         except grpc.FutureTimeoutError:
-            said = f"what listens there does not answer within {PATIENCE:g} s"
-            raise ConnectionError(f"no Ray cluster answers at {address}: {said}") from None
-
-
-def reason(told: Iterable[str]) -> str:
-    """What a replica could not be started for, of what Serve tells with all its tracebacks; "" where there is no such line."""
-    found = [line.partition(REFUSAL)[2] for one in told for line in one.splitlines() if line.strip().startswith(REFUSAL)]
-    return found[-1] if found else ""
+            reason = f"what listens there does not answer within {CONNECT_TIMEOUT_SECONDS:g} s"
+            raise ConnectionError(f"no Ray cluster answers at {address}: {reason}") from None

@@ -1,4 +1,4 @@
-"""A replica, as Ray Serve runs it: the server's own application, which a front asks by messages of ASGI."""
+"""A replica as a deployment of Ray Serve: the server's own application, which gets requests as ASGI messages."""
 
 import asyncio
 import logging
@@ -15,92 +15,84 @@ from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 
-LOOK = 0.05
-"""Seconds between two looks at whether the model is loaded."""
-LEAVE = 5.0
-"""Seconds that the application has to leave a request whose client has gone."""
+LOAD_POLL_SECONDS = 0.05
+"""Time between two checks whether the model is loaded."""
+LEAVE_SECONDS = 5.0
+"""Time that the application has to leave a request after its client has gone."""
 
 logger = logging.getLogger(__name__)
 
 
-def _told(error: Exception) -> str:
-    """An error in a line."""
+def _error_line(error: BaseException) -> str:
+    """An error in one line."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
 
 
 class Replica:
-    """load: gives model and tokenizer. threads: of the native engine, unless the environment of the replica says how many."""
+    """load: returns model and tokenizer. threads: of the native engine, unless the replica's environment sets a number."""
 
     async def __init__(
         self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings, threads: int, log_format: str
     ) -> None:
-        """Returns when the model is loaded. ValueError, with the reason where it is known, if it cannot be."""
+        """Returns when the model is loaded. ValueError with the reason if it cannot be."""
         os.environ.setdefault(VARIABLE, str(threads))
         transformers_logging.disable_progress_bar()
         logs.set_up(log_format)
         tracing.set_up()
-        wrong: list[Exception] = []
-
-        def kept() -> tuple[Any, Any]:
-            try:
-                return load()
-            except Exception as error:
-                wrong.append(error)
-                raise
-
-        self._server = Server(kept, settings)
+        self._server = Server(load, settings)
         self._app = make_app(self._server)
-        self._life = self._app.router.lifespan_context(self._app)
-        await self._life.__aenter__()
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
         while self._server.state == "loading":
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOAD_POLL_SECONDS)
         if self._server.state != "ready":
-            raise ValueError(_told(wrong[0]) if wrong else self._server.health[1])
+            failure = self._server.failure
+            raise ValueError(self._server.health[1] if failure is None else _error_line(failure))
 
     async def check_health(self) -> None:
-        """Asked by Serve, which starts a new replica after a RuntimeError."""
-        state, why = self._server.health
+        """Called by Serve, which starts a new replica after a RuntimeError."""
+        state, reason = self._server.health
         if state == "failed":
-            raise RuntimeError(why)
+            raise RuntimeError(reason)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The messages of an answer, as many at a time as there are. scope: of ASGI, what `front.SENT` names. body: all of it.
-        A consumer that stops is a client that has gone."""
+        """The messages of an answer, all at a time that are there. scope: of ASGI, the parts in `gateway.SENT_SCOPE`. body:
+        complete. A consumer that stops counts as a client that has gone."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        gone = asyncio.Event()
-        asked = iter([{"type": "http.request", "body": body, "more_body": False}])
+        client_gone = asyncio.Event()
+        request = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Message:
-            if (message := next(asked, None)) is not None:
+            if (message := next(request, None)) is not None:
                 return message
-            await gone.wait()
+            await client_gone.wait()
             return {"type": "http.disconnect"}
 
-        def left(work: asyncio.Task[None]) -> None:
+        def end(work: asyncio.Task[None]) -> None:
             if not work.cancelled() and (error := work.exception()) is not None:
                 logger.error("a request ended by a defect", exc_info=error)
             messages.put_nowait(None)
 
         work = asyncio.create_task(self._app({**scope, "asgi": {"version": "3.0"}}, receive, messages.put))
-        work.add_done_callback(left)
+        work.add_done_callback(end)
         try:
-            ended = False
-            while not ended:
-                found = [await messages.get()]
+            has_ended = False
+            while not has_ended:
+                taken = [await messages.get()]
                 while not messages.empty():
-                    found.append(messages.get_nowait())
-                ended = found[-1] is None
-                if ready := [message for message in found if message is not None]:
+                    taken.append(messages.get_nowait())
+                has_ended = taken[-1] is None
+                if ready := [message for message in taken if message is not None]:
                     yield ready
         finally:
-            gone.set()
+            client_gone.set()
             try:
-                await asyncio.wait([work], timeout=LEAVE)
+                await asyncio.wait([work], timeout=LEAVE_SECONDS)
             finally:
                 work.cancel()
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica is to end: texts that run may end before."""
-        await self._life.__aexit__(None, None, None)
+        """Called by Serve when the replica is to end. Running texts may end first."""
+        await self._lifespan.__aexit__(None, None, None)

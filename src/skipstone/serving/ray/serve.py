@@ -1,144 +1,154 @@
-"""`skipstone serve --ray`: fronts and replicas as an application of Ray Serve."""
+"""`skipstone serve --ray`: gateways and replicas as an application of Ray Serve."""
 
 import logging
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.serving.ray.cluster import NEED, Share, check_room, connect, reason
-from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
+from skipstone.serving.ray.cluster import NEED, NodeShare, check_room, connect
+from skipstone.serving.ray.ingress import APPLICATION, REPLICA, Ingress
 from skipstone.serving.settings import ServerSettings
 from skipstone.serving.sockets import bound_socket
 from skipstone.utils.extras import installed
 
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
 REPLICA_CLASS = "skipstone.serving.ray.replica.Replica"
-"""What only the replicas themselves import, by its name: it brings torch and transformers, which take seconds and memory."""
-FRONTED = 16
-"""Replicas that one front serves."""
-BUSY = 0.75
-"""Share of a replica's rows that are to be taken: more requests, running or waiting, ask for another replica."""
-REPORTS = 5
-"""Times that fronts and replicas tell of their requests while Serve looks at the load before it adds a replica."""
-LOOK = 2.0
-"""Seconds between two looks at whether a replica is healthy: a dead one is replaced after the next one."""
-STARTS = 2
-"""Times that a replica is started before it is given up."""
+"""Only the replicas import it, by this name. Its torch and transformers take seconds and memory."""
+REPLICAS_PER_GATEWAY = 16
+TARGET_LOAD = 0.75
+"""Share of a replica's rows that should be taken. If more requests run or wait, Serve adds a replica."""
+REPORTS_PER_DELAY = 5
+"""Load reports of gateways and replicas during the time in which Serve watches the load before it adds a replica."""
+HEALTH_CHECK_SECONDS = 2.0
+"""Time between two health checks. A dead replica is replaced after the next check."""
+MAX_STARTS = 2
+"""Attempts to start a replica."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
-"""What Serve itself writes into the log: nothing of what goes well."""
-OPEN = 1 << 20
-"""Requests that a front has at a time: any number, as those that wait for a replica are limited elsewhere."""
+"""Serve logs only problems."""
+UNLIMITED_REQUESTS = 1 << 20
+"""Requests of a gateway at a time. Those that wait for a replica have a limit of their own."""
+LOAD_ERROR = "ValueError: "
+"""The beginning of the traceback's line with the reason why a replica could not load its model."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How many replicas, and what each of them needs. Between the two numbers, Serve follows the requests that run and wait.
-    address: of a cluster; None for one of this machine. up, down: seconds of more or less load before replicas are added or
-    taken away."""
+class ReplicaSettings:
+    """Number and resources of replicas. Between the two numbers, Serve follows the load.
 
-    least: int = 1
-    most: int = 1
-    share: Share = field(default_factory=Share)
+    address: of a cluster; None for a new one on this machine. upscale_delay_seconds, downscale_delay_seconds: time of more or
+    less load before replicas are added or removed."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    share: NodeShare = field(default_factory=NodeShare)
     address: str | None = None
-    up: float = 10.0
-    down: float = 120.0
+    upscale_delay_seconds: float = 10.0
+    downscale_delay_seconds: float = 120.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where clients come in. api_key: that they have to send; None for none."""
+class Endpoint:
+    """Where the gateway listens. api_key: clients must send it; None for no key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
 
 
-def application(
-    load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, api_key: str | None, form: str
+Load = Callable[[], tuple[Any, Any]]
+
+
+def build_application(
+    load: Load, settings: ServerSettings, replicas: ReplicaSettings, api_key: str | None, log_format: str
 ) -> Any:
-    """What `serve.run` takes. form: of the log."""
+    """The application for `serve.run`."""
     serve = installed("ray.serve", NEED, "ray")
-    share = scale.share
-    replicas = serve.deployment(
+    share = replicas.share
+    common = {"graceful_shutdown_timeout_s": settings.drain_seconds + 1, "logging_config": QUIET}
+    replica = serve.deployment(
         name=REPLICA,
         max_ongoing_requests=settings.max_num_seqs,
         max_queued_requests=max(1, settings.max_waiting),
-        graceful_shutdown_timeout_s=settings.drain_seconds + 1,
-        health_check_period_s=LOOK,
-        max_constructor_retry_count=STARTS,
+        health_check_period_s=HEALTH_CHECK_SECONDS,
+        max_constructor_retry_count=MAX_STARTS,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus, "memory": share.memory},
         request_router_config={"request_router_class": ROUTER},
-        logging_config=QUIET,
-        **_numbers(scale, settings.max_num_seqs),
+        **common,
+        **_scaling(replicas, settings.max_num_seqs),
     )(REPLICA_CLASS)
-    fronts = serve.deployment(
-        name="front",
-        num_replicas=math.ceil(scale.most / FRONTED),
-        max_ongoing_requests=OPEN,
-        graceful_shutdown_timeout_s=settings.drain_seconds + 1,
+    gateway = serve.deployment(
+        name="gateway",
+        num_replicas=math.ceil(replicas.max_replicas / REPLICAS_PER_GATEWAY),
+        max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": 0},
-        logging_config=QUIET,
+        **common,
     )(serve.ingress()(Ingress))
-    threads = max(1, int(share.cpus))
-    return fronts.bind(replicas.bind(load, settings, threads, form), api_key)
+    return gateway.bind(replica.bind(load, settings, max(1, int(share.cpus)), log_format), api_key)
 
 
-def _numbers(scale: Scale, rows: int) -> dict[str, Any]:
-    """How many replicas, as Serve is told it."""
-    if scale.least == scale.most:
-        return {"num_replicas": scale.least}
-    target = max(1.0, BUSY * rows)
-    seen = max(scale.up, 1.0)
-    delays = {"upscale_delay_s": scale.up, "downscale_delay_s": scale.down}
-    # Ray 2.60 calls metrics_interval_s deprecated, and obeys nothing else
-    delays |= {"look_back_period_s": seen, "metrics_interval_s": seen / REPORTS}
+def _scaling(replicas: ReplicaSettings, max_num_seqs: int) -> dict[str, Any]:
+    """The number of replicas, as a setting of Serve."""
+    if replicas.min_replicas == replicas.max_replicas:
+        return {"num_replicas": replicas.min_replicas}
+    look_back = max(replicas.upscale_delay_seconds, 1.0)
     return {
         "autoscaling_config": {
-            "min_replicas": scale.least,
-            "max_replicas": scale.most,
-            "target_ongoing_requests": target,
-            **delays,
+            "min_replicas": replicas.min_replicas,
+            "max_replicas": replicas.max_replicas,
+            "target_ongoing_requests": max(1.0, TARGET_LOAD * max_num_seqs),
+            "upscale_delay_s": replicas.upscale_delay_seconds,
+            "downscale_delay_s": replicas.downscale_delay_seconds,
+            "look_back_period_s": look_back,
+            "metrics_interval_s": look_back / REPORTS_PER_DELAY,  # Ray 2.60 calls it deprecated, and obeys nothing else
         }
     }
 
 
 @contextmanager
 def running(
-    load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, place: Place, form: str = "text"
-) -> Any:
-    """Replicas that take requests at a place. ValueError where the cluster has no room for them or they cannot be started,
-    OSError where no cluster answers or the place is taken; the application is gone again after either, and after the block."""
+    load: Load, settings: ServerSettings, replicas: ReplicaSettings, endpoint: Endpoint, log_format: str = "text"
+) -> Iterator[None]:
+    """Replicas that take requests at an endpoint. ValueError if the cluster has no room for them or they cannot be started,
+    OSError if no cluster answers or the port is busy. The application is removed after an error and after the block."""
     ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
-    if scale.address is None:
-        bound_socket(place.host, place.port).close()  # Serve would tell of a busy port by tracebacks
-    connect(scale.address)
+    if replicas.address is None:
+        bound_socket(endpoint.host, endpoint.port).close()  # Serve would report a busy port by tracebacks
+    connect(replicas.address)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        check_room(scale.share, scale.least)
-        everywhere = "HeadOnly" if scale.address is None else "EveryNode"
-        serve.start(proxy_location=everywhere, http_options={"host": place.host, "port": place.port}, logging_config=QUIET)
+        check_room(replicas.share, replicas.min_replicas)
+        proxies, http = "HeadOnly" if replicas.address is None else "EveryNode", {"host": endpoint.host, "port": endpoint.port}
+        serve.start(proxy_location=proxies, http_options=http, logging_config=QUIET)
         try:
-            serve.run(application(load, settings, scale, place.api_key, form), name=NAME, route_prefix="/")
+            application = build_application(load, settings, replicas, endpoint.api_key, log_format)
+            serve.run(application, name=APPLICATION, route_prefix="/")
             yield
         except RuntimeError as error:
-            told = [one.message for one in serve.status().applications[NAME].deployments.values()]
-            raise ValueError(f"the replicas could not be started: {reason(told) or error}") from None
+            messages = [one.message for one in serve.status().applications[APPLICATION].deployments.values()]
+            raise ValueError(f"the replicas could not be started: {load_error(messages) or error}") from None
         finally:
-            serve.delete(NAME)
+            serve.delete(APPLICATION)
     finally:
         ray.shutdown()
 
 
-def listen(load: Callable[[], tuple[Any, Any]], settings: ServerSettings, scale: Scale, place: Place, form: str) -> None:
-    """The same until somebody ends this process by SIGINT or SIGTERM."""
-    told = threading.Event()
-    with running(load, settings, scale, place, form):
+def load_error(messages: Iterable[str]) -> str:
+    """The reason why a replica could not load its model, from Serve's messages with tracebacks; "" if there is none."""
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    return next((line.removeprefix(LOAD_ERROR) for line in reversed(lines) if line.startswith(LOAD_ERROR)), "")
+
+
+def listen(load: Load, settings: ServerSettings, replicas: ReplicaSettings, endpoint: Endpoint, log_format: str) -> None:
+    """The same until SIGINT or SIGTERM ends this process."""
+    stopped = threading.Event()
+    with running(load, settings, replicas, endpoint, log_format):
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: told.set())
-        print(f"skipstone serves at http://{place.host}:{place.port} with {scale.least} to {scale.most} replicas", flush=True)
-        while not told.wait(1.0):
+            signal.signal(number, lambda *_: stopped.set())
+        counts = f"{replicas.min_replicas} to {replicas.max_replicas} replicas"
+        print(f"skipstone serves at http://{endpoint.host}:{endpoint.port} with {counts}", flush=True)
+        while not stopped.wait(1.0):
             pass

@@ -8,11 +8,12 @@ A text is read character by character, so that a stream holds back only characte
 """
 
 import json
-import re
 import secrets
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import regex
 
 from skipstone.serving.schemas import Tool
 
@@ -28,8 +29,11 @@ KEYS = (NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type")
 BETWEEN = " \t\r\n;,"
 """Separators between two calls."""
 FIRST = "".join({one[0] for one in OPENINGS})
-SPACE, DIGITS, HEX = " \t\r\n", "0123456789", "0123456789abcdefABCDEF"
-SURROGATE = re.compile("[\ud800-\udfff]")
+SPACE = " \t\r\n"
+ESCAPE: Any = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+WORD: Any = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+"""A number or a name of JSON."""
+SURROGATE = regex.compile("[\ud800-\udfff]")
 
 Reader = Generator[None, str, str]
 """Reads one part of a text. It is sent the characters one by one and returns the first character behind the part.
@@ -360,44 +364,23 @@ def _scalar(char: str) -> Reader:
     if char == '"':
         yield from _string()
         return (yield)
-    for word in ("true", "false", "null"):
-        if char == word[0]:
-            yield from _exactly(word[1:])
-            return (yield)
-    return (yield from _number(char))
+    text = char
+    while WORD.fullmatch(text, partial=True):
+        char = yield
+        text += char
+    if not WORD.fullmatch(text[:-1]):
+        raise CallSyntaxError
+    return char
 
 
 def _string() -> Generator[None, str, None]:
     """A string behind its first quote."""
-    while (char := (yield)) != '"':
-        if char < " ":
+    escape = ""
+    while (char := (yield)) != '"' or escape:
+        if escape or char == "\\":
+            escape += char
+            if (match := ESCAPE.fullmatch(escape, partial=True)) is None:
+                raise CallSyntaxError
+            escape = escape if match.partial else ""
+        elif char < " ":
             raise CallSyntaxError
-        if char != "\\":
-            continue
-        if (char := (yield)) == "u":
-            for _ in range(4):
-                if (yield) not in HEX:
-                    raise CallSyntaxError
-        elif char not in '"\\/bfnrt':
-            raise CallSyntaxError
-
-
-def _number(char: str) -> Reader:
-    if char == "-":
-        char = yield
-    char = (yield) if char == "0" else (yield from _digits(char))
-    if char == ".":
-        char = yield from _digits((yield))
-    if char in "eE":
-        char = yield
-        char = yield from _digits((yield) if char in "+-" else char)
-    return char
-
-
-def _digits(char: str) -> Reader:
-    """At least one digit."""
-    if char not in DIGITS:
-        raise CallSyntaxError
-    while char in DIGITS:
-        char = yield
-    return char

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from skipstone.serving.sessions import BEGINNING, HEADER, session
+from skipstone.serving.ray.session_affinity import HEADER, PREFIX_LENGTH, session_id
 
 
 def of(body: Any, **headers: str) -> str:
     sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return session(sent, json.dumps(body).encode())
+    return session_id(sent, json.dumps(body).encode())
 
 
 SYSTEM = {"role": "system", "content": "Answer in one sentence."}
@@ -39,9 +39,9 @@ def test_the_turns_of_a_response_have_one_name() -> None:
 
 @pytest.mark.parametrize("prompt", ["def add(a, b):\n" * 40, list(range(400))])
 def test_a_bare_prompt_is_named_by_a_beginning_that_later_ones_repeat(prompt: Any) -> None:
-    long, longer = prompt[: BEGINNING + 1], prompt[: BEGINNING + 40]
+    long, longer = prompt[: PREFIX_LENGTH + 1], prompt[: PREFIX_LENGTH + 40]
     assert of({"prompt": long}) == of({"prompt": longer}) != ""
-    assert of({"prompt": prompt[: BEGINNING - 1]}) == "", "the next prompt may be longer, and would have another name"
+    assert of({"prompt": prompt[: PREFIX_LENGTH - 1]}) == "", "the next prompt may be longer, and would have another name"
     changed = prompt[:5] + prompt[6:]
     assert of({"prompt": changed}) != of({"prompt": long})
 
@@ -71,7 +71,7 @@ def test_what_the_client_says_counts_before_the_text_and_the_header_before_all()
     ],
 )
 def test_a_request_that_shows_no_conversation_has_no_name(body: bytes) -> None:
-    assert session([], body) == ""
+    assert session_id([], body) == ""
 
 
 def test_an_empty_name_is_none() -> None:

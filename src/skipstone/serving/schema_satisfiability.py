@@ -16,32 +16,32 @@ KINDS = frozenset({SCALAR, ARRAY, OBJECT})
 
 def has_finite_value(schema: dict[str, Any]) -> bool:
     """False only if no finite value can fulfil the schema. A reference that cannot be resolved counts as fulfilled."""
-    return _Derivation(schema).succeeds()
+    return _AndOrGraph(schema).is_fulfilled()
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """Something to fulfil. missing: how many of its parts are not fulfilled yet. users: nodes with this one as a part."""
+    """A part of a schema. missing: number of its parts that are not fulfilled yet. users: nodes with this one as a part."""
 
     missing: int = 0
     users: "list[_Node]" = field(default_factory=list)
 
 
-class _Derivation:
+class _AndOrGraph:
     """The subschemas of a schema as an AND-OR graph. A node is fulfilled if its parts are, in a finite number of steps."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        self._anchors = _anchors(schema)
+        self._named = _named_schemas(schema)
         self._nodes: dict[tuple[int, frozenset[str]], _Node] = {}
         self._pending: list[tuple[_Node, Any, frozenset[str], Any]] = []
         self._fulfilled: list[_Node] = []
         self._root = self._node(schema, KINDS, schema)
 
-    def succeeds(self) -> bool:
+    def is_fulfilled(self) -> bool:
         """Whether the whole schema is fulfilled."""
         while self._pending:
-            node, *given = self._pending.pop()
-            self._need(node, self._parts(*given))
+            node, *subschema = self._pending.pop()
+            self._require_all(node, self._parts(*subschema))
         while self._fulfilled:
             for user in self._fulfilled.pop().users:
                 user.missing -= 1
@@ -57,7 +57,7 @@ class _Derivation:
             self._pending.append((self._nodes[key], schema, kinds, resource))
         return self._nodes[key]
 
-    def _need(self, node: _Node, parts: Sequence[_Node]) -> _Node:
+    def _require_all(self, node: _Node, parts: Sequence[_Node]) -> _Node:
         """Make a node fulfilled if all parts are."""
         node.missing = len(parts)
         for part in parts:
@@ -66,7 +66,7 @@ class _Derivation:
             self._fulfilled.append(node)
         return node
 
-    def _any(self, parts: Iterable[_Node]) -> _Node:
+    def _any_of(self, parts: Iterable[_Node]) -> _Node:
         """A node that is fulfilled if one of its parts is."""
         node = _Node(missing=1)
         for part in parts:
@@ -74,7 +74,7 @@ class _Derivation:
         return node
 
     def _parts(self, schema: Any, kinds: frozenset[str], resource: Any) -> list[_Node]:
-        """What has to be fulfilled for a subschema."""
+        """The nodes that a subschema requires."""
         if not isinstance(schema, dict):
             return [_Node(missing=1)] if schema is False else []
         if isinstance(schema.get("$id"), str):
@@ -87,10 +87,10 @@ class _Derivation:
             parts.append(self._node(target, kinds, resource))
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                parts.append(self._any(self._node(one, kinds, resource) for one in _list(schema, key)))
+                parts.append(self._any_of(self._node(one, kinds, resource) for one in _list(schema, key)))
         if "const" not in schema and "enum" not in schema and SCALAR not in kinds:
             inner = {ARRAY: self._items, OBJECT: self._properties}
-            parts.append(self._any(self._need(_Node(), inner[kind](schema, resource)) for kind in sorted(kinds)))
+            parts.append(self._any_of(self._require_all(_Node(), inner[kind](schema, resource)) for kind in sorted(kinds)))
         return parts
 
     def _items(self, schema: dict[str, Any], resource: Any) -> list[_Node]:
@@ -110,7 +110,7 @@ class _Derivation:
         parts = [self._node(named.get(name, unknown), KINDS, resource) for name in required]
         if _count(schema, "minProperties"):
             every = [*named.values(), *patterns.values(), others]
-            parts.append(self._any(self._node(one, KINDS, resource) for one in every))
+            parts.append(self._any_of(self._node(one, KINDS, resource) for one in every))
         return parts
 
     def _target(self, reference: Any, resource: Any) -> Any:
@@ -118,28 +118,25 @@ class _Derivation:
         if not isinstance(reference, str):
             return None
         if not reference.startswith("#/"):
-            return resource if reference == "#" else self._anchors.get(reference)
+            return resource if reference == "#" else self._named.get(reference)
         for part in unquote(reference[2:]).split("/"):
             name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(resource, list) and name.isdecimal() and int(name) < len(resource):
-                resource = resource[int(name)]
-            elif isinstance(resource, dict) and name in resource:
-                resource = resource[name]
-            else:
+            try:
+                resource = resource[int(name) if isinstance(resource, list) and name.isdecimal() else name]
+            except (LookupError, TypeError):
                 return None
         return resource
 
 
-def _anchors(schema: Any) -> dict[str, Any]:
+def _named_schemas(schema: Any) -> dict[str, Any]:
     """Every subschema with an $anchor or an $id, by the $ref that names it."""
     found, rest = dict[str, Any](), [schema]
     while rest:
         one = rest.pop()
         if isinstance(one, dict):
-            if isinstance(name := one.get("$anchor"), str):
-                found[f"#{name}"] = one
-            if isinstance(name := one.get("$id"), str):
-                found[name] = one
+            for key, prefix in (("$anchor", "#"), ("$id", "")):
+                if isinstance(name := one.get(key), str):
+                    found[prefix + name] = one
         rest += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
     return found
 

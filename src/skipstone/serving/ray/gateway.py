@@ -1,0 +1,113 @@
+"""The gateway in front of several replicas: it sends each request to a replica and passes the answer on while it comes.
+
+A request that a dying replica has not answered visibly is sent to another one. The gateway knows neither Ray nor a model."""
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Router
+from starlette.types import Message, Receive, Scope, Send
+
+from skipstone.serving.errors import RequestError, error_body, error_response
+from skipstone.serving.ray.session_affinity import session_id
+
+MAX_ATTEMPTS = 2
+"""Replicas that may get a request. Only a request without any visible answer goes to a second one."""
+RETRY_AFTER_SECONDS = 5
+"""The Retry-After header if no replica can answer."""
+SENT_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
+"""The parts of an ASGI scope that a replica gets."""
+
+
+class ReplicaLost(Exception):
+    """A replica has ended while it answered."""
+
+
+CallReplica = Callable[[dict[str, Any], bytes, str], AsyncGenerator[Message, None]]
+"""(scope, body, session id) -> ASGI messages of the answer. Raises ReplicaLost, and RequestError if all replicas are full."""
+
+
+class Gateway:
+    """An ASGI application. call_replica: answers a request. count_replicas: number of replicas that take requests."""
+
+    def __init__(self, call_replica: CallReplica, count_replicas: Callable[[], Awaitable[int]]) -> None:
+        self._call_replica, self._count_replicas = call_replica, count_replicas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan":
+            await Router()(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/health":
+            replicas = await self._count_replicas()
+            reason = {} if replicas else {"reason": "no replica takes requests"}
+            content = {"status": "ready" if replicas else "failed", "replicas": replicas} | reason
+            await JSONResponse(content, 200 if replicas else 503)(scope, receive, send)
+        elif scope["type"] == "http":
+            try:
+                await self._answer(scope, await Request(scope, receive).body(), send)
+            except RequestError as error:
+                await error_response(error)(scope, receive, send)
+            except ReplicaLost:
+                error = RequestError(503, "the replica that was to answer has ended", retry_after=RETRY_AFTER_SECONDS)
+                await error_response(error)(scope, receive, send)
+            except HTTPException as error:  # AccessMiddleware's, for a body that is too long
+                await error_response(RequestError(error.status_code, error.detail))(scope, receive, send)
+            except ClientDisconnect:
+                return
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Pass on an answer. ReplicaLost and RequestError before the client has seen anything."""
+        sent_scope = {name: scope[name] for name in SENT_SCOPE if name in scope}
+        session = session_id(scope["headers"], body)
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            relay = AnswerRelay(send)
+            try:
+                async with aclosing(self._call_replica(sent_scope, body, session)) as messages:
+                    async for message in messages:
+                        await relay.add(message)
+                await relay.flush()
+                return
+            except ReplicaLost:
+                if relay.has_begun:
+                    await relay.cut_off()
+                    return
+                if not attempts_left:
+                    raise
+
+
+class AnswerRelay:
+    """An answer on its way to a client. has_begun: whether the client has seen any of it.
+
+    The head is held back until a body follows, so that another replica may still answer instead."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._held = send, list[Message]()
+        self._is_stream = False
+        self.has_begun = False
+
+    async def add(self, message: Message) -> None:
+        self._held.append(message)
+        if self.has_begun or message.get("body"):
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Pass on what is held back."""
+        self.has_begun = self.has_begun or bool(self._held)
+        held, self._held = self._held, []
+        for message in held:
+            if message["type"] == "http.response.start":
+                self._is_stream = any(b"text/event-stream" in value for _, value in message["headers"])
+            await self._send(message)
+
+    async def cut_off(self) -> None:
+        """End an answer whose replica has ended: a stream by an error without `[DONE]`, as the server itself ends one.
+        RuntimeError for any other answer, so that the connection is closed before the promised length."""
+        if not self._is_stream:
+            raise RuntimeError("a replica has ended in the middle of an answer")
+        error = json.dumps(error_body(RequestError(503, "the replica that wrote this has ended")))
+        await self._send({"type": "http.response.body", "body": f"data: {error}\n\n".encode(), "more_body": False})
