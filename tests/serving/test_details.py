@@ -16,14 +16,13 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.completions_api import step_json
-from skipstone.serving.layer_map import describe_layers
 from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.pending_request import StepOutput
 from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
-from skipstone.serving.step_details import MAX_BRANCHES, StepDetails, describe_step
+from skipstone.serving.step_details import MAX_BRANCHES, StepDetails, describe_layers, describe_step
 from tests.helpers.served import InThread
 
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'

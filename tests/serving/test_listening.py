@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_a_host_that_is_none_of_this_machine_s_is_reported() -> None:
 def test_until_it_listens_clients_are_refused_and_do_not_hang() -> None:
     with bound_socket(HOST, 0) as at, pytest.raises(ConnectionRefusedError):
         socket.create_connection(at.getsockname())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux closes such connections")
+def test_a_connection_whose_client_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipstone.serving.sockets.UNREAD_TIMEOUT_SECONDS", 1)
+    with bound_socket(HOST, 0) as at:
+        at.listen()
+        with socket.create_connection(at.getsockname()), at.accept()[0] as connection:
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    connection.send(b"x" * 65536)
+            until(lambda: connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0)
 
 
 @pytest.mark.slow

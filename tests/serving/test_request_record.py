@@ -186,5 +186,8 @@ def test_a_teller_that_raises_and_a_route_that_fails_hurt_nobody_else(caplog: py
     client = TestClient(app, raise_server_exceptions=False)
     assert client.get("/right").json() == "well"
     assert client.get("/broken").status_code == 500
-    assert [(record.route, record.status, record.answer) for record in told] == [("/right", 200, None), ("/broken", 500, None)]
-    assert [record.message for record in caplog.records].count("a request could not be told of") == 2
+    assert [(record.route, record.status, record.completion) for record in told] == [
+        ("/right", 200, None),
+        ("/broken", 500, None),
+    ]
+    assert [record.message for record in caplog.records].count("a reporter of requests failed") == 2

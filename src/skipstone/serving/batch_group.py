@@ -15,11 +15,10 @@ from skipstone.decoding.session import Session
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.per_model_cache import PerModelCache
-from skipstone.serving.layer_map import describe_layers
 from skipstone.serving.logprobs import token_logprobs
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestEvent, StepOutput, TokenLogprobs
 from skipstone.serving.prefix_cache import PrefixCache
-from skipstone.serving.step_details import StepDetails, describe_step
+from skipstone.serving.step_details import StepDetails, describe_layers, describe_step
 
 ROW_BYTES: PerModelCache[tuple[int, int]] = PerModelCache()
 """The results of `row_bytes` for each model."""

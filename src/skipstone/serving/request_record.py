@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
+from skipstone.serving.schemas import GenerationBody
 
 CLIENT_CLOSED = 499
 """The status if nothing was sent, because the client or the server had gone."""
@@ -58,17 +59,17 @@ class RequestRecord:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why its texts have ended."""
+        """The finish reasons of its texts."""
         return [] if self.completion is None else [choice.finish_reason or CANCELLED for choice in self.completion.choices]
 
     @property
     def failure(self) -> str | None:
-        """What went wrong with its texts after they had begun; None for nothing."""
+        """The finish reason of a text that failed; None if there is none."""
         return next((reason for reason in (FAILED, TIMEOUT) if reason in self.finish_reasons), None)
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it ended early because the client or the server had gone."""
+        """Whether it ended early because the client has gone or the server was stopped."""
         return self.status == CLIENT_CLOSED or (CANCELLED in self.finish_reasons and self.failure is None)
 
     def nanoseconds(self, moment: float) -> int:
@@ -81,70 +82,68 @@ class RequestRecord:
         "decode". With several texts, the first one that comes so far ends a phase."""
         if self.completion is None:
             return {}
-        requests, found = [choice.pending for choice in self.completion.choices], {}
-        began = min(pending.arrival_time for pending in requests)
-        rows = [pending.arrival_time + pending.queue_seconds for pending in requests if pending.queue_seconds]
-        firsts = [
-            choice.pending.arrival_time + choice.first_token_seconds
-            for choice in self.completion.choices
-            if choice.first_token_seconds is not None
-        ]
-        for name, moments in (("queue", rows), ("prefill", firsts)):
-            found[name] = began, min(moments, default=self.end_time)
-            began = found[name][1]
+        choices, phases = self.completion.choices, {}
+        start = min(choice.pending.arrival_time for choice in choices)
+        ends = {
+            "queue": [one.pending.arrival_time + one.pending.queue_seconds for one in choices if one.pending.queue_seconds],
+            "prefill": [
+                one.pending.arrival_time + seconds for one in choices if (seconds := one.first_token_seconds) is not None
+            ],
+            "decode": [self.end_time],
+        }
+        for name, moments in ends.items():
+            end = max(start, min(moments, default=self.end_time))
+            phases[name] = start, end
             if not moments:
-                return found
-        found["decode"] = began, max(self.end_time, began)
-        return found
+                break
+            start = end
+        return phases
 
     def fields(self) -> dict[str, Any]:
         """The fields of its log line. total_ms: from the first byte to the last. queue_ms: until the last of its texts had a
         row. first_token_ms: from its arrival to the first token of any text."""
-        found: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
-        found |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
-        found["total_ms"] = _milliseconds(self.end_time - self.start_time)
+        fields: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
+        fields |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
+        fields["total_ms"] = _milliseconds(self.end_time - self.start_time)
         if self.completion is not None:
-            found |= self._completion_fields(self.completion)
-        return found | ({"trace_id": self.trace} if self.trace else {})
+            fields |= self._completion_fields(self.completion)
+        return fields | ({"trace_id": self.trace} if self.trace else {})
 
     def _completion_fields(self, completion: Completion) -> dict[str, Any]:
         usage, choices = completion.usage(), completion.choices
         firsts = [choice.first_token_seconds for choice in choices if choice.first_token_seconds is not None]
-        figures = [choice.pending.stats for choice in choices]
+        stats = [choice.pending.stats for choice in choices]
+        waits = [choice.pending.queue_seconds or self.end_time - choice.pending.arrival_time for choice in choices]
         return {
             "finish_reasons": self.finish_reasons,
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "queue_ms": _milliseconds(
-                max(choice.pending.queue_seconds or self.end_time - choice.pending.arrival_time for choice in choices)
-            ),
+            "queue_ms": _milliseconds(max(waits)),
             "first_token_ms": _milliseconds(min(firsts)) if firsts else None,
             "method": choices[0].pending.method.spelled,
-            "drafted": sum(one.drafted for one in figures),
-            "accepted": sum(one.accepted for one in figures),
+            "drafted": sum(one.drafted for one in stats),
+            "accepted": sum(one.accepted for one in stats),
         }
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", default=None)
 
 
-def attach_completion(completion: Completion, body: Any) -> None:
+def attach_completion(completion: Completion, body: GenerationBody) -> None:
     """Add an answer and its body to the record of the request that is being handled."""
     if (record := _current.get()) is None:
         return
     record.completion = completion
     given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
     record.settings = {name: value for name, value in given.items() if value is not None}
-    if (wanted := getattr(body, "response_format", None)) is not None:
-        record.as_json = wanted.type != "text"
+    if body.response_format is not None:
+        record.as_json = body.response_format.type != "text"
 
 
 class RecordMiddleware:
-    """ASGI middleware outside all others: records every request.
-
-    reporters: are called with the record of a request that has ended. Their errors are logged only.
-    """
+    """ASGI middleware around all others: records every request. reporters: get the record of a request that has ended; their
+    errors are only logged."""
 
     def __init__(self, app: ASGIApp, model: str, reporters: Sequence[Callable[[RequestRecord], None]]) -> None:
         self.app, self.model, self.reporters = app, model, reporters
@@ -179,7 +178,7 @@ class RecordMiddleware:
             try:
                 report(record)
             except Exception:
-                logger.exception("a request could not be told of")
+                logger.exception("a reporter of requests failed")
 
 
 def _route(scope: Scope) -> str:

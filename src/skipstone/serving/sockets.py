@@ -2,10 +2,13 @@
 
 import socket
 
+UNREAD_TIMEOUT_SECONDS = 600
+"""Time after which the kernel closes a connection whose client reads nothing of its answer. It would stay open for ever."""
+
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that has a port of this machine and does not listen yet; port 0 takes a free one. OSError where the port is
-    busy, or the address is none of this machine's."""
+    """A socket with a port of this machine that does not listen yet; port 0 takes a free one. OSError if the port is busy or
+    the address is not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -13,6 +16,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux; connections inherit it
+            found.setsockopt(socket.IPPROTO_TCP, option, 1000 * UNREAD_TIMEOUT_SECONDS)
         found.bind(address)
     except OSError as error:
         found.close()
@@ -22,6 +27,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where clients of this machine find it."""
+    """The URL for clients of this machine."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
