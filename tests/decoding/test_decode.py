@@ -258,7 +258,7 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
     """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and
     what drafts until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off,
     as on an accelerator."""
-    monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
+    monkeypatch.setattr(host_transfer, "is_on_host", lambda tensor: False)
     listed: list[str] = []
     own = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
@@ -294,7 +294,7 @@ def test_what_is_asked_on_the_cpu_only_changes_no_text(
     requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     asked, stats, _ = decode(method, model, requests)
     assert stats.drafted > stats.accepted > 0
-    monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
+    monkeypatch.setattr(host_transfer, "is_on_host", lambda tensor: False)
     assert decode(method, model, requests)[0] == asked
 
 

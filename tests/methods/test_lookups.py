@@ -341,7 +341,7 @@ AT_THE_END = [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), Pro
 def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window reaches beyond what is left; also where nothing is asked of an accelerator."""
     if not readable:
-        monkeypatch.setattr(host_transfer, "readable", lambda tensor: False)
+        monkeypatch.setattr(host_transfer, "is_on_host", lambda tensor: False)
     asked = looping(model, 40).repeat(13)[:500]
     for rows in ([asked], [asked, asked], [asked, asked[30:]]):
         plain = skipstone.generate(model, families.padded(rows), Autoregressive(), max_new_tokens=12, do_sample=False)

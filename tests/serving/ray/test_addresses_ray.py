@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 def test_where_somebody_listens_and_says_nothing_it_is_one_sentence_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "PATIENCE", 1.0)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_SECONDS", 1.0)
     for name, value in (cluster.CONNECT_VARIABLES | cluster.NO_USAGE_STATS).items():
         monkeypatch.setenv(name, value)  # they are gone again when a cluster is started by this process
     path = write(tmp_path / "in.jsonl", [request("a", greedy("x"))])

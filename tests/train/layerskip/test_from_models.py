@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import skipstone
-from skipstone.hf import api
+from skipstone.hf.generate_call import resolve_for
 from skipstone.methods import LayerSkip
 from skipstone.train.data.tokenizer import train_bpe
 from skipstone.train.layerskip.objective import LayerSkipObjective
@@ -63,7 +63,7 @@ def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
     changed = {name.split(".")[-2] for name, value in after.items() if not torch.equal(before[name], value)}
     assert changed == {"q_proj", "down_proj"}
     model, tokenizer = skipstone.load(whole)
-    assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
+    assert resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), whole / "adapter").eval()
     ids = torch.tensor([tokenizer("def f3(x)")["input_ids"]])
     torch.testing.assert_close(adapted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)

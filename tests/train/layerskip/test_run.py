@@ -15,7 +15,7 @@ import yaml
 from transformers import TrainerState
 
 import skipstone
-from skipstone.hf import api
+from skipstone.hf.generate_call import resolve_for
 from skipstone.methods import LayerSkip
 from skipstone.train.layerskip.metrics import ProgressBar, curves, draw
 from skipstone.train.layerskip.run import run
@@ -42,7 +42,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 class TestFinished:
     def test_the_model_loads_and_decodes_with_its_own_defaults(self, finished: Path) -> None:
         model, tokenizer = skipstone.load(finished.parent / "out" / "model")
-        assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
+        assert resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
         assert model.config.use_cache, "transformers' Trainer turns it off"
         files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
         assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
