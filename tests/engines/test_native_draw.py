@@ -43,7 +43,7 @@ def engine() -> ModelRunner:
 
 def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: Tensor) -> Tensor:
     """What the engine draws; -1 for a row that it leaves."""
-    draw = engine().engine_draw
+    draw = engine().engine.draw
     assert draw is not None
     return draw(logits, WarperSettings(rows, CPU).engine_warps, noise.counters(position, TARGET))
 
@@ -114,7 +114,7 @@ def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None
 def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
     """Rows that sample draw through the engine; where it leaves one, the draw is that of the distribution."""
     asked: list[bool] = []
-    draw = native(families.build("llama")).engine_draw
+    draw = native(families.build("llama")).engine.draw
     assert draw is not None
 
     def watched(*arguments: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
     """Beside a greedy row, a large top-k and a row with a warper of its own, which the engine leaves to torch."""
     own = Sampling(1.0, seed=3)
     others = [Sampling(0.0), Sampling(1.0, 150), Sampling(1.0, warpers=[TypicalLogitsWarper(0.9)]), Sampling(0.8, 5), None]
-    draw, path = native(families.build("llama")).engine_draw, torch.empty(2, 0, dtype=torch.long)
+    draw, path = native(families.build("llama")).engine.draw, torch.empty(2, 0, dtype=torch.long)
     dice = torch.Generator().manual_seed(4)
 
     def token(beside: Sampling | None, logits: Tensor, position: int) -> list[int]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -192,7 +193,8 @@ class Tabled:
     p: [V] weights at the top. q: [V] weights after layer 0.
     """
 
-    depth, device, max_positions, kv_dtype, engine_draw, own_threads = 2, torch.device("cpu"), 64, None, None, False
+    depth, device, max_positions, kv_dtype = 2, torch.device("cpu"), 64, None
+    engine = SimpleNamespace(supports_draws=False, own_threads=False)
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
         self.embeddings, self.lock = 64, ModelLock()

@@ -1,6 +1,6 @@
 """What proposes tokens. A session holds one drafter and never asks which."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,12 @@ class Requirements:
 class Drafter:
     """Proposes tokens for the rows of a session. Keeps only what the method itself knows of each row.
 
-    Only `propose_draft` has to be there; everything else does nothing by default. view: the session's rows.
+    Only `propose_draft` has to be there; everything else does nothing by default. view: the session's rows. own_threads:
+    nothing that it computes is long enough for several of torch's threads.
     """
 
     requirements = Requirements()
+    own_threads = True
     view: SessionView
 
     def bind(self, view: SessionView) -> None:
@@ -118,11 +120,6 @@ class Drafter:
         """Keys and values that it keeps, each with their model."""
         return []
 
-    @property
-    def own_threads(self) -> bool:
-        """Whether nothing that it computes is long enough for several of torch's threads."""
-        return True
-
     def describe(self, name: str) -> list[dict[str, Any]]:
         """The layers of the target that draft, for `inspect` and the playground: `layers_used` of every way that it drafts.
         name: what this drafter is called."""
@@ -133,13 +130,13 @@ class Drafter:
 class Candidate:
     """A drafter that `auto` may choose.
 
-    identity: tells it from others of its name. draft_step: first guess of a draft step in plain steps; None if it drafts by its
-    own schedule. replay: first guess of a replay, in passes of the target over as many tokens; None if it cannot be replayed.
-    searches: replays are evaluations of its search.
+    identify: returns a text that tells it from others of its name. draft_step: first guess of a draft step in plain steps; None
+    if it drafts by its own schedule. replay: first guess of a replay, in passes of the target over as many tokens; None if it
+    cannot be replayed. searches: replays are evaluations of its search.
     """
 
     drafter: Drafter
-    identity: str
+    identify: Callable[[], str]
     draft_step: float | None = None
     replay: float | None = None
     searches: bool = False

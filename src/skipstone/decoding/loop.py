@@ -107,7 +107,8 @@ class DecodingLoop:
         session = self.session
         others_turn = self.takes_turns and self._prefilled and any(session.alive)
         self._prefilled = session.prefilling and not others_turn
-        with session.model.lock, SingleTorchThread() if session.own_threads else nullcontext():
+        has_own_threads = session.model.engine.own_threads and session.drafter.own_threads
+        with session.model.lock, SingleTorchThread() if has_own_threads else nullcontext():
             return self._prefill() if self._prefilled else self._decode()
 
     def _prefill(self) -> Step:

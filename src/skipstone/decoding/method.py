@@ -144,7 +144,7 @@ class Method(metaclass=_AcceptsAliases):
         random are coupled to the target's noise."""
         is_drawn = hasattr(self, "rejection_sample_method")
         method = replace(self, rejection_sample_method="coupled") if is_drawn else self  # type: ignore[call-arg]
-        return {self.name: Candidate(method.create_drafter(model, rows, capacity), digest(method.spelled))}
+        return {self.name: Candidate(method.create_drafter(model, rows, capacity), lambda: digest(method.spelled))}
 
     def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""

@@ -491,7 +491,3 @@ class Scores:
         if self._scored is None or "logits" in self.__dict__:
             return greedy_tokens.greedy_token(self.logits)
         return self._scored.greedy_tokens()
-
-    def picks(self) -> Tensor | None:
-        """The same where it is all there is to know (all rows greedy, no processors)."""
-        return self.best if self.sampler.picks_only else None

@@ -65,22 +65,15 @@ class Session:
         return self.view.root
 
     @property
-    def own_threads(self) -> bool:
-        """Whether nothing that a step computes is long enough for several of torch's threads."""
-        return self.model.own_threads and self.drafter.own_threads
-
-    @property
     def prefilling(self) -> bool:
         """Whether a row still has prompt tokens to run."""
         return bool(self.prompts.waiting)
 
-    def is_free(self, row: int) -> bool:
-        return not self.alive[row] and row not in self.prompts.waiting
-
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         """Give a free row to a request. known: tokens at the beginning of its prompt, fewer than all, whose keys and values the
         row still has from the request before. ValueError, before anything changed, for a request that cannot be decoded."""
-        assert self.is_free(row), f"row {row} is taken"
+        assert not self.alive[row], f"row {row} is taken"
+        assert row not in self.prompts.waiting, f"row {row} is taken"
         assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt is run in any case"
         self.validate_request(request)
         self.store.length[row] = known
@@ -150,13 +143,12 @@ class Session:
         return verdict
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        noise = self.sampler.noise
         if self.accepts_all:
-            return verify.accept_all(draft, scores.p, scores.logits[:, :-1].argmax(-1), scores.position, noise)
+            return verify.accept_all(draft, scores.p, scores.logits[:, :-1].argmax(-1), scores.position, self.sampler.noise)
         waived = self.drafter.waive_tokens(draft, scores)
-        picks = scores.picks() if draft.q is None else None
-        if picks is not None:
-            return verify.match_greedy(draft, picks, waived)
+        if draft.q is None and self.sampler.picks_only:
+            return verify.match_greedy(draft, scores.best, waived)
+        noise = self.sampler.noise
         if draft.q is None:
             return verify.match(draft, scores.chances, scores.position, noise, waived)
         everywhere = scores.everywhere()

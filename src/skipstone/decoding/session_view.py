@@ -17,16 +17,13 @@ class SessionView:
     """
 
     def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
-        self.model = model
+        self.model, self.rows = model, rows
         self.store = KVCache(rows, depth, slots, model.kv_dtype)
-        self.sampler = Sampler(rows, model.device, engine_draw=model.engine_draw)
+        engine = model.engine
+        self.sampler = Sampler(rows, model.device, engine_draw=engine.draw if engine.supports_draws else None)
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
-
-    @property
-    def rows(self) -> int:
-        return self.store.rows
 
     def start_forward(
         self, max_drafts: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None

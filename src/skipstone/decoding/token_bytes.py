@@ -31,7 +31,6 @@ def token_bytes(token: str, kinds: Set[str]) -> bytes | None:
     kinds: of the tokenizer's decoder.
     """
     if is_byte_level(kinds):
-        is_written_in_bytes = all(letter in _BYTE_OF for letter in token)
-        return bytes(_BYTE_OF[letter] for letter in token) if is_written_in_bytes else token.encode()
+        return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
     byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
     return None if byte is None else bytes.fromhex(byte[1])

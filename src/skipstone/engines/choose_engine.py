@@ -184,7 +184,10 @@ def missing_room_for_copy(model: Any, quantize: str) -> str | None:
     """Why there is no room for a copy of the weights in fewer bits, with the copies that there are; None if there is."""
     prepared = _PREPARED.get(model)
     engines = [] if prepared is None else prepared.engines.values()
-    kinds = {quantize} | {engine.quantize for engine, _ in engines if engine.quantize is not None}
+    made = {engine.quantize for engine, _ in engines if engine.quantize is not None}
+    if quantize in made:
+        return None
+    kinds = made | {quantize}
     needed = sum(quantised_bytes(model, kind) for kind in kinds)
     limit = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
     if needed <= limit:

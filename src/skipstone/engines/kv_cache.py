@@ -38,7 +38,10 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.engine_view: Any = None
-        self.state_histories = StateHistories()
+
+    @cached_property
+    def state_histories(self) -> StateHistories:
+        return StateHistories()
 
     @property
     def trash(self) -> int:

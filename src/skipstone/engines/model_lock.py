@@ -48,7 +48,8 @@ _LOCKS: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()
 
 def lock_of(model: Any) -> ModelLock:
     """The lock of a transformers model, with or without a PEFT wrapper."""
-    return _LOCKS.setdefault(unwrapped(model), ModelLock())
+    inner = unwrapped(model)
+    return _LOCKS.get(inner) or _LOCKS.setdefault(inner, ModelLock())
 
 
 RECOGNITION_LOCK = ModelLock()

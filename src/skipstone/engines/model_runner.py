@@ -1,14 +1,15 @@
 """A Hugging Face decoder, layer by layer, whatever engine computes it."""
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.engines import greedy_tokens
-from skipstone.engines.choose_engine import KV_DTYPES, EngineOptions, missing_room_for_copy, options_for, prepare_model
-from skipstone.engines.engine import ChainInputs, ChainOutputs, EngineDraw
+from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, options_for, prepare_model
+from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.torch_threads import alone_after_fork
@@ -77,7 +78,7 @@ class ModelRunner(DecoderModel):
         if (reason := missing_room_for_copy(self.model, quantize)) is not None:
             raise ValueError(reason)
         drafting_model = copy(self)
-        drafting_model.engine_options = EngineOptions("native", quantize).over(self.engine_options)
+        drafting_model.engine_options = replace(self.engine_options, engine="native", quantize=quantize)
         with self.lock:
             drafting_model._choose_engine(self.engine.version)
         return drafting_model
@@ -137,16 +138,6 @@ class ModelRunner(DecoderModel):
     def num_draftable_tokens(self) -> int:
         """How many ids it may draft, from 0 on: those that it has logits of and can read."""
         return min(int(self.head.weight.shape[0]), self.embeddings)
-
-    @property
-    def own_threads(self) -> bool:
-        """Whether the engine computes with threads that are not torch's."""
-        return self.engine.own_threads
-
-    @property
-    def engine_draw(self) -> EngineDraw | None:
-        """The engine's own way to draw tokens; None where it has none."""
-        return self.engine.draw if self.engine.supports_draws else None
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.

@@ -21,22 +21,16 @@ class RotaryTables:
     def __init__(self, decoder: Any, max_positions: int) -> None:
         self._decoder, self._max_positions = decoder, max_positions
         self._tables: dict[RotarySource, tuple[Tensor, ...]] = {}
-        self._made_of: dict[RotarySource, tuple[TensorValues, list[Any]]] = {}  # buffers and numbers of the modules
+        self._made_of: dict[RotarySource, tuple[Any, TensorValues, list[Any]]] = {}  # module, its buffers and numbers
         self._outdated: set[RotarySource] = set()
 
     def is_current(self) -> bool:
         """Whether the tables still match their modules. Outdated tables are rebuilt when they are next requested."""
-        for source, (values, numbers) in self._made_of.items():
-            buffers, current = self._inputs(source)
+        for source, (module, values, numbers) in self._made_of.items():
+            buffers, current = _inputs(module)
             if numbers != current or not values.are_in(buffers):
                 self._outdated.add(source)
         return not self._outdated
-
-    def _inputs(self, source: RotarySource) -> tuple[list[Tensor], list[Any]]:
-        """The buffers and the plain numbers of a rotary module."""
-        module = submodule(self._decoder, source.path)
-        numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
-        return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers
 
     def table(self, source: RotarySource, extent: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [positions, rotary_dim] for at least `extent` positions, or for all that the model has.
@@ -56,7 +50,13 @@ class RotaryTables:
             phases = module(like, position, *extra)
             parts = phases if isinstance(phases, tuple) else (phases,)
             table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
-            buffers, numbers = self._inputs(source)  # as they are now: dynamic RoPE writes both
-            self._made_of[source] = TensorValues(buffers), numbers
+            buffers, numbers = _inputs(module)  # as they are now: dynamic RoPE writes both
+            self._made_of[source] = module, TensorValues(buffers), numbers
             self._outdated.discard(source)
         return table
+
+
+def _inputs(module: Any) -> tuple[list[Tensor], list[Any]]:
+    """The buffers and the plain numbers of a rotary module."""
+    numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
+    return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers

@@ -102,8 +102,8 @@ def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Te
     rows = [token_ids(text, tokenizer) for text in texts]
     if empty := [index for index, row in enumerate(rows) if not row]:
         raise ValueError(f"prompt {empty[0]} is empty: there is no token to start from")
-    fill = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    ids, mask = left_padded(rows, fill)
+    pad = tokenizer.pad_token_id
+    ids, mask = left_padded(rows, (tokenizer.eos_token_id or 0) if pad is None else pad)
     return ids, {"attention_mask": mask, **options}
 
 

@@ -46,13 +46,13 @@ def build_requests(call: GenerateCall) -> list[Request]:
     eos = frozenset(token for criterion in ends for token in criterion.eos_token_id.tolist())
     criteria = [_agreed(c, ranks) for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     prompts = call.prompts
-    processors = RowProcessors(call.runner.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
+    lists = RowProcessors(call) if call.logits_processor else None
     return [
         Request(
             prompt,
             max_new_tokens,
             eos,
-            _sampling(call, seed, processors.of(row, prompt, max_new_tokens)),
+            _sampling(call, seed, [] if lists is None else lists.of(row, prompt, max_new_tokens)),
             criteria,
             stop_strings=call.stop_strings,
         )

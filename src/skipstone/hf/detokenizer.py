@@ -142,6 +142,7 @@ class _FastDecoder:
         self._skipped = {token for token, one in added.items() if one.special}
         self._kinds, self._byte_level = kinds, is_byte_level(kinds)
         self._characters = _ByteLevelCharacters() if self._byte_level else _FallbackCharacters()
+        self.rest, self.held = self._characters.rest, self._characters.held
         self._before: list[int] = []  # the last token, if there is any
         self._text_before = ""
 
@@ -152,12 +153,6 @@ class _FastDecoder:
         self._before = [token]
         self._text_before = "" if self._byte_level else self._decoded(self._before)
         return text
-
-    def rest(self) -> str:
-        return self._characters.rest()
-
-    def held(self) -> str:
-        return self._characters.held()
 
     def is_text(self, token: int) -> bool:
         return token not in self._skipped and bool(self._backend.id_to_token(token))

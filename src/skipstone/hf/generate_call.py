@@ -136,11 +136,13 @@ def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> Sto
     if own.stop_strings is not None:
         options["stop_strings"] = None
     strings = [found] if isinstance(found, str) else list(found or [])
+    if not strings:
+        return None
     if any(not isinstance(one, str) or not one for one in strings):
         raise ValueError(f"stop_strings must be texts that are not empty, found {found!r}")
-    if strings and tokenizer is None:
+    if tokenizer is None:
         raise ValueError(f"stop_strings={found!r} need the tokenizer: pass tokenizer=")
-    return StopStrings(strings, tokenizer) if strings else None
+    return StopStrings(strings, tokenizer)
 
 
 def unwrap(model: Any) -> PreTrainedModel:

@@ -123,7 +123,8 @@ def complete(method: MethodLike, call: GenerateCall, streamer: Any = None, recor
     output.method, output.lossless, output.steps = chosen.name, chosen.lossless, kept if record else None
     runner = decoder.session.model
     output.engine, output.engine_reason, output.quantize = runner.engine.name, runner.engine_reason, runner.engine.quantize
-    _keep_scores(output, call, kept)
+    if keeper is not None:
+        _keep_scores(output, call, kept)
     if errors:
         raise RowError(errors, call.runner.model, output)
     return output
@@ -132,11 +133,10 @@ def complete(method: MethodLike, call: GenerateCall, streamer: Any = None, recor
 def _keep_scores(output: Output, call: GenerateCall, kept: list[Step]) -> None:
     """Logits and scores of every new token, where they are asked for."""
     new = output.new_tokens or []
-    width = max(map(len, new))
     if call.config.output_logits:
-        output.logits = _per_token([step.logits for step in kept], len(new), width)
+        output.logits = _per_token([step.logits for step in kept], new)
     if call.config.output_scores:
-        output.scores = _per_token([step.scores for step in kept], len(new), width)
+        output.scores = _per_token([step.scores for step in kept], new)
 
 
 def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:
@@ -149,9 +149,10 @@ def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:
     return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
 
 
-def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
-    """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished."""
-    columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(rows)]
+def _per_token(steps: list[list[Tensor] | None], new: list[list[int]]) -> Any:
+    """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished. new: the rows' new tokens."""
+    width = max(map(len, new))
+    columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(len(new))]
     padded = [torch.cat([c, c.new_zeros((width - len(c), c.shape[1]))]) for c in columns]
     return tuple(torch.stack(padded, 1))
 

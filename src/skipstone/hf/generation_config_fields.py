@@ -4,6 +4,7 @@ A test walks over the installed transformers' fields, so none is ever ignored si
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig
@@ -69,8 +70,7 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
     values: as `GenerationConfig.to_dict` gives them. A field at transformers' default is not set; a field that transformers
     does not have (a model's own) means nothing to its generate() either.
     """
-    fresh = GenerationConfig()
-    defaults = {**fresh.to_dict(), **fresh._get_default_generation_params()}
+    defaults = _default_values()
     for name, value in values.items():
         reason = FIELDS.get(name, "skipstone does not know this option")
         default = defaults.get(name)
@@ -80,6 +80,13 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
         if value in _CHANGES_NOTHING.get(name, ()):
             continue
         raise ValueError(f"{name}={value!r} is not supported: {reason}")
+
+
+@cache
+def _default_values() -> dict[str, Any]:
+    """transformers' default of every field."""
+    fresh = GenerationConfig()
+    return {**fresh.to_dict(), **fresh._get_default_generation_params()}
 
 
 def merged_fields(own: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:

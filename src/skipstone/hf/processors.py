@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import LogitNormalization, PrefixConstrainedLogitsProcessor
 
+from skipstone.hf.generate_call import GenerateCall
 from skipstone.hf.generation_config_fields import EXOTIC
 from skipstone.models.device_map import input_device
 
@@ -16,28 +17,19 @@ from skipstone.models.device_map import input_device
 class RowProcessors:
     """The processors of a prepared call, rebuilt per row in the same order.
 
-    prepared: transformers' list for the padded batch, the user's own objects included. An entry that transformers built from
+    The call has transformers' list for the padded batch, the user's own objects included. An entry that transformers built from
     the options is replaced by the one it builds for the row alone; a user's object is used as it is.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: GenerationConfig,
-        input_ids: Tensor,
-        model_kwargs: dict[str, Any],
-        prepared: LogitsProcessorList,
-    ) -> None:
-        self.model, self.config = model, config
-        built = _built(model, config, input_ids, model_kwargs)
-        self._plan = [(processor, _take(built, processor)) for processor in prepared]
+    def __init__(self, call: GenerateCall) -> None:
+        self.model, self.config = call.runner.model, call.config
+        config, built = call.config, _built(self.model, call.config, call.input_ids, call.model_kwargs)
+        self._plan = [(processor, _take(built, processor)) for processor in call.logits_processor]
         # as transformers does, normalise the scores that a greedy call reports; they change no choice
         self._normalise = bool(config.renormalize_logits and config.output_scores and not config.do_sample)
 
     def of(self, row: int, prompt: Tensor, max_new_tokens: int) -> list[Any]:
         """The list `model.generate` would build for this row alone, warpers left out. prompt: [T] int64, unpadded."""
-        if not self._plan:
-            return []
         own = {type(processor): processor for processor in row_processors(self.model, self.config, prompt, max_new_tokens)}
         processors = []
         for processor, built in self._plan:

@@ -60,7 +60,7 @@ class Speculative(DraftModelMethod):
         draft_model, coupled = self.draft_model_for(model), replace(self, rejection_sample_method="coupled")
         drafter = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MAX_DRAFTS, None)
         ratio = size_ratio(draft_model, model)
-        return {"speculative": Candidate(drafter, draft_model.fingerprint, ratio, ratio)}
+        return {"speculative": Candidate(drafter, lambda: draft_model.fingerprint, ratio, ratio)}
 
 
 class SpeculativeDrafter(DraftModelDrafter):

@@ -22,11 +22,11 @@ class DecoderModel:
     """Describes one model, in training or not. ValueError for a model that skipstone cannot decode.
 
     config: of the text model. family: what surrounds the layers. decoder: the module that owns the layers. layers: all of them.
-    head: the LM head. kinds, reaches: layer type of every layer, and how far it sees back. max_positions: most positions of a
-    sequence; max_positions_source: the config field that sets this limit. embeddings: number of text ids with an embedding.
-    device: tokens enter and logits leave here; layers may be on other devices. weight_dtype: of the stored weights. ranks: the
-    processes that share the weights. spread: in words, how the weights are not all on one device of this process; None where
-    they are. is_quantised: another package's kernels compute some layers.
+    depth: their number, L. head: the LM head. kinds, reaches: layer type of every layer, and how far it sees back.
+    max_positions: most positions of a sequence; max_positions_source: the config field that sets this limit. embeddings: number
+    of text ids with an embedding. device: tokens enter and logits leave here; layers may be on other devices. weight_dtype: of
+    the stored weights. ranks: the processes that share the weights. spread: in words, how the weights are not all on one device
+    of this process; None where they are. is_quantised: another package's kernels compute some layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,6 +36,7 @@ class DecoderModel:
         self.family = recognise(inner).family
         self.decoder: Any = self.family.owner(inner)
         self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+        self.depth = len(self.layers)
         self.head: Any = inner.get_output_embeddings()
         self.kinds, self.reaches = layer_types(self.config), attention_reaches(self.config, self.family)
         self.max_positions, self.max_positions_source = max_positions(self.config, self.family)
@@ -50,11 +51,6 @@ class DecoderModel:
     def model(self) -> Any:
         """The transformers model, without a PEFT wrapper. This object does not keep it alive."""
         return self._model()
-
-    @property
-    def depth(self) -> int:
-        """Number of layers, L."""
-        return len(self.layers)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""

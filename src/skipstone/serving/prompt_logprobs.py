@@ -38,7 +38,7 @@ class PromptScorer:
             torch.arange(begin, end, device=model.device, dtype=torch.int64)[None],
         )
         at = Pass(positions, positions, None, slice(0, 1), end, begin)
-        with SingleTorchThread() if model.own_threads else nullcontext():
+        with SingleTorchThread() if model.engine.own_threads else nullcontext():
             hidden = model.run(model.embed(ids, positions), at, self._store, range(model.depth))
             logits = model.logits(hidden)[0]
         self._store.length[0] = end

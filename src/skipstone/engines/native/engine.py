@@ -2,6 +2,8 @@
 
 import ctypes
 import math
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import torch
@@ -106,7 +108,8 @@ class NativeEngine(Engine):
         """Whether weights and plain attributes are still those that were copied, and no module has a new hook or forward."""
         if self.version != version or not self._weights.attributes_are_current():
             return False
-        if (any(self._hooks) or any("forward" in own for own in self._attributes)) and any(map(changed, self._covered)):
+        has_forward = map(contains, self._attributes, repeat("forward"))
+        if (any(self._hooks) or any(has_forward)) and any(map(changed, self._covered)):
             return False
         if not self._rotary.is_current():
             self._known_positions = 0

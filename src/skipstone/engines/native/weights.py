@@ -181,7 +181,8 @@ class NativeWeights:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keep_weights else MemoryRelease()
         self._weight_places = [part._parameters for part in model.modules()] if self._releases else []
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # modules' attributes, names and values that were read
+        # modules' attributes that were read: the modules' dictionaries, their names and values
+        self._attributes: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
         config, family = model.config, description.family
         self._recipe = RECIPES[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
@@ -220,19 +221,23 @@ class NativeWeights:
 
     def attributes_are_current(self) -> bool:
         """Whether the modules' plain attributes and buffers still have the values that were read."""
-        read = all(attributes.get(name) == value for attributes, name, value in self._attributes)
-        return read and self._scales.are_in(self._embedding_scales())
+        places, names, values = self._attributes
+        return [*map(dict.get, places, names)] == values and self._scales.are_in(self._embedding_scales())
 
     def _embedding_scales(self) -> list[Tensor]:
         """The buffer with the scale of Gemma's embeddings; empty for other families."""
-        return [one for name, one in self._embedding_buffers.items() if name == "embed_scale" and one is not None]
+        scale = self._embedding_buffers.get("embed_scale")
+        return [] if scale is None else [scale]
 
     def _number(self, module: Any, name: str, default: float) -> float:
         """A plain attribute of a module, or the default."""
         attributes = vars(module)
         if name not in attributes:
             return default
-        self._attributes.append((attributes, name, attributes[name]))
+        places, names, values = self._attributes
+        places.append(attributes)
+        names.append(name)
+        values.append(attributes[name])
         return default if attributes[name] is None else float(attributes[name])
 
     def _layer(self, description: DecoderModel, index: int, config: Any) -> LayerStruct:

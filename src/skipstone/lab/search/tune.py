@@ -71,7 +71,7 @@ def tune(
     method.check(runner)
     total = Stats()
     known = AutoDrafter(method, runner, 1, 1)
-    identities = {name: one.identity for name, one in known.candidates.items()}
+    identities = {name: one.identify() for name, one in known.candidates.items()}
     for count in itertools.count(1):
         ids = prompts[(count - 1) % len(prompts)][None].to(model.device)
         output = generation.complete(method, prepare_call(model, ids, None, None, dict(options)))

@@ -152,6 +152,7 @@ class AdaDecodeDrafter(Drafter):
         self.model, self.method, self.shortlist = model, method, method.shortlist(model)
         self.coupled = method.rejection_sample_method == "coupled"
         self.heads = heads = method.heads_for(model)
+        self.own_threads = heads.card.kind != "full"  # torch computes the product of a full head
         wanted = method.exit_layers or heads.card.layers
         self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]  # (head, its layer)
         layers = [layer for _, layer in self.exits]
@@ -159,10 +160,6 @@ class AdaDecodeDrafter(Drafter):
         # of this step
         self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
-
-    @property
-    def own_threads(self) -> bool:
-        return self.heads.card.kind != "full"  # whose product is torch's
 
     @property
     def sampler(self) -> Sampler:

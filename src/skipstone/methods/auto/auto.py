@@ -100,6 +100,7 @@ class AutoDrafter(Drafter):
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = [one.drafter for one in self.candidates.values()]
+        self.own_threads = all(one.own_threads for one in drafters)
         self.requirements = Requirements(max([WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters)]))
         self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters]
         self._draft_models = {
@@ -130,7 +131,7 @@ class AutoDrafter(Drafter):
         method, model, saved = self.method, self.model, None
         first = first_policy(self.candidates, method.slack, recycles)
         if method.use_profile or method.profile is not None:
-            identities = {name: one.identity for name, one in self.candidates.items()}
+            identities = {name: one.identify() for name, one in self.candidates.items()}
             saved = saved_profile.load_profile(model, first, identities, method.profile)
         learned = Learned({1: first if saved is None else saved})
         if method.log is not None and model.ranks.writes:
@@ -141,10 +142,6 @@ class AutoDrafter(Drafter):
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
         return [pair for one in self.candidates.values() for pair in one.drafter.caches]
-
-    @property
-    def own_threads(self) -> bool:
-        return all(one.drafter.own_threads for one in self.candidates.values())
 
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [found for own, one in self.candidates.items() for found in one.drafter.describe(own)]

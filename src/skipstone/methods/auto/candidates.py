@@ -13,6 +13,9 @@ from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 
+_LOOKUP: Method = PromptLookup()
+_RECYCLE, _HEADS, _FEWER_BITS = Recycle(), AdaDecode(), SelfSpeculative(draft_quantize="int4")
+
 
 def check_candidate(method: Method) -> None:
     """ValueError for a method that cannot be a candidate."""
@@ -34,15 +37,14 @@ def candidates_of(methods: Sequence[Method], model: ModelRunner, rows: int, capa
 def usual_methods(model: ModelRunner, own: Method | None) -> tuple[Method, ...]:
     """The default candidates: lookups, recycled tokens, the model's own method if it is lossless, bundled exit heads, and the
     model in int4 if the native engine runs it unquantised."""
-    first: list[Method] = [PromptLookup()]
-    last: list[Method] = []
+    first, last = [_LOOKUP], list[Method]()
     if not model.family.recurrent:
-        first.append(Recycle())
+        first.append(_RECYCLE)
         if bundled_name_for(model) is not None:
-            last.append(AdaDecode())
+            last.append(_HEADS)
         is_unquantised = model.engine.name == "native" and model.engine.quantize is None
         if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
-            last.append(SelfSpeculative(draft_quantize="int4"))
+            last.append(_FEWER_BITS)
     if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*first, *last))):
         first.append(own)
     return (*first, *last)

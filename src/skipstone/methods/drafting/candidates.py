@@ -23,4 +23,4 @@ def of_layers(drafter: Drafter, method: Method, model: ModelRunner, layers: floa
     run over committed tokens once more, so it is not replayed. more: what tells it from others of its name and settings."""
     share = layers / model.depth
     replay = None if model.family.recurrent else share
-    return Candidate(drafter, digest([method.spelled, *more]), share * FEWER_BITS.get(bits, 1.0), replay)
+    return Candidate(drafter, lambda: digest([method.spelled, *more]), share * FEWER_BITS.get(bits, 1.0), replay)

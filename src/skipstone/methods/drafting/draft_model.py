@@ -236,7 +236,7 @@ class DraftModelDrafter(ChainDrafter):
         super().__init__(
             model, rows, max_drafts=max_drafts, threshold=threshold, coupled=method.rejection_sample_method == "coupled"
         )
-        self.draft_model = draft_model
+        self.draft_model, self.own_threads = draft_model, draft_model.engine.own_threads
         self.store = KVCache(rows, draft_model.depth, capacity, draft_model.kv_dtype)
         self.prompts = Prefill(draft_model, self.store)
         self.draft_shortlist = method.shortlist(draft_model)
@@ -251,10 +251,6 @@ class DraftModelDrafter(ChainDrafter):
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
         return [(self.draft_model, self.store)]
-
-    @property
-    def own_threads(self) -> bool:
-        return self.draft_model.own_threads
 
     def validate_request(self, request: Request) -> None:
         length, new, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
