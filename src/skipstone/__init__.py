@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from skipstone.engines.loading import load as load
     from skipstone.engines.model_runner import ModelRunner as ModelRunner
     from skipstone.export.hub.push import push as push
+    from skipstone.hf.api import Output as Output
+    from skipstone.hf.api import RowError as RowError
     from skipstone.hf.api import generate as generate
     from skipstone.hf.api import stream as stream
     from skipstone.hf.detokenizer import Detokenizer as Detokenizer
     from skipstone.hf.enable import custom_generate as custom_generate
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
-    from skipstone.hf.generation import Output as Output
-    from skipstone.hf.generation import RowError as RowError
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
     from skipstone.methods import AdaSD as AdaSD
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "hf.api": ("generate", "stream"),
+    "hf.api": ("Output", "RowError", "generate", "stream"),
     "decoding.request": ("Request",),
     "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder", "DecodingLoop"),
@@ -57,7 +57,6 @@ _NAMES = {
     "decoding.stats": ("Stats",),
     "hf.detokenizer": ("Detokenizer",),
     "hf.enable": ("custom_generate", "disable", "enable"),
-    "hf.generation": ("Output", "RowError"),
     "export.hub.push": ("push",),
     "engines.loading": ("load",),
     "methods": (

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from skipstone.decoding import verify
 from skipstone.decoding.stats import Stats
-from skipstone.hf import generation
+from skipstone.hf import api
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, run, succeed
 
 
@@ -239,9 +239,9 @@ def test_own_warnings_are_one_line_and_libraries_keep_quiet(variant: Callable[..
 
 def test_a_run_slower_than_plain_decoding_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stats, "speed_up_bound", 0.5)
-    monkeypatch.setattr(generation, "_warned", False)
+    monkeypatch.setattr(api, "_warned", False)
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 120, "--ignore-eos", *LAYERSKIP)
     assert re.fullmatch(r"skipstone: warning: layerskip ran at 0\.50 x [^\n]+\n", succeed(*common).stderr)
     assert "0.50 x" not in succeed(*common).stderr
-    monkeypatch.setattr(generation, "_warned", False)
+    monkeypatch.setattr(api, "_warned", False)
     assert "0.50 x" not in succeed(*common, "--compare").stderr, "--compare measures it instead"

@@ -14,7 +14,7 @@ from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding import loop
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
-from skipstone.hf import generation
+from skipstone.hf import api
 from tests.helpers import families
 
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
@@ -41,7 +41,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_warned", False)
+    monkeypatch.setattr(api, "_warned", False)
 
 
 def messages(model: PreTrainedModel, stats: Stats, monkeypatch: pytest.MonkeyPatch, method: Any = SKIP) -> list[str]:

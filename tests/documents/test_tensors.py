@@ -53,7 +53,7 @@ def test_the_check_finds_what_it_looks_for() -> None:
 
 def test_addresses_are_taken_in_one_place() -> None:
     places = {str(path) for path, text in sources() if "data_ptr" in text}
-    assert places == {"engines/buffers.py", "models/weight_version.py"}, "to hand memory to C, and to compare addresses"
+    assert places == {"engines/host_transfer.py", "models/weight_version.py"}, "to hand memory to C, and to compare addresses"
 
 
 def test_process_wide_state_is_left_alone() -> None:

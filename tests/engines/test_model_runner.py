@@ -181,7 +181,7 @@ def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
             branches = [branch(parents[row].tolist(), node) for node in range(nodes) if valid[row, node]]
             deepest = max(branches, key=len)
             for path in [*branches[::5], deepest]:
-                text = torch.cat([prompt, session.root[row : row + 1], tokens[row, path]])
+                text = torch.cat([prompt, session.view.root[row : row + 1], tokens[row, path]])
                 columns = [0, *(node + 1 for node in path)]
                 same(logits[row, columns], model(text[None]).logits[0, len(prompt) :])
             assert len(deepest) + 1 > 4, "the tree is shallow"
@@ -214,6 +214,6 @@ def committed(session: Session, row: int, prompt: Tensor, tokens: Tensor, parent
     draft = Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), None, parents=parents)
     verdicts = [RowVerdict([], [], "", 0, 0) for _ in session.alive]
     verdicts[row] = RowVerdict(path, [*tokens[row, path].tolist(), 1], "bonus", len(path), 0)
-    root = session.root[row : row + 1].clone()
+    root = session.view.root[row : row + 1].clone()
     session.commit(draft, verdicts)
     session.check(row, torch.cat([prompt, root, tokens[row, path], torch.tensor([1])]))

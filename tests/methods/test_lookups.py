@@ -20,9 +20,8 @@ from skipstone.decoding.request import Request
 from skipstone.engines import host_transfer
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.drafting.predicted_text import AT_FIRST, PredictedText
 from skipstone.methods.lookahead import LookaheadDrafter, LookaheadWindow, NgramPool
-from skipstone.methods.prompt_lookup import NgramIndex
+from skipstone.methods.prompt_lookup import AT_FIRST, NgramIndex, PredictedText
 from skipstone.methods.recycle import shape
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt, start

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads, LayerSkip, PromptLookup
-from skipstone.engines.buffers import dense, pointer
-from skipstone.engines.host_transfer import on_device
+from skipstone.engines.host_transfer import dense, on_device, pointer
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library

@@ -1,4 +1,4 @@
-"""What proposes tokens. A session holds one drafter and never asks which."""
+"""What proposes tokens, and what it sees of its session. A session holds one drafter and never asks which."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.request import Request
-from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session_view import SessionView
+from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.passes import SkipSet
 
 
@@ -24,6 +25,33 @@ class Requirements:
     """
 
     scratch_slots: int = 0
+
+
+class SessionView:
+    """The rows of a session: their keys and values, their sampler, and the last committed token of each.
+
+    model: the target. slots: of every row, for committed tokens and scratch. depth: layers of the target that count. last: the
+    last committed token of every row, on the device as `root` [B] int64. It is not in the store yet. alive: rows that decode.
+    """
+
+    def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
+        self.model, self.rows = model, rows
+        self.store = KVCache(rows, depth, slots, model.kv_dtype)
+        engine = model.engine
+        self.sampler = Sampler(rows, model.device, engine_draw=engine.draw if engine.supports_draws else None)
+        self.last = [0] * rows
+        self.root = on_device(self.last, model.device)
+        self.alive = [False] * rows
+
+    def start_forward(
+        self, max_drafts: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None
+    ) -> PartialForward:
+        """A new forward that holds the last committed token of every live row.
+
+        max_drafts: draft tokens of every row that it has room for. shortlist: [S] int64, the ids that drafts are picked from;
+        None for all. drafting_model: the target's layers in fewer bits; None for the target itself.
+        """
+        return PartialForward(self.model, self.store, self.root, self.alive, max_drafts, shortlist, drafting_model)
 
 
 class Drafter:

@@ -115,7 +115,7 @@ class DecodingLoop:
         """One chunk of the waiting prompts, and the first token of those that it completes."""
         session, started = self.session, time.perf_counter()
         scores, ready = session.prefill(self.chunk)
-        draft = Draft.empty(session.rows, session.root.device)
+        draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
             verdicts = [NOTHING] * session.rows
             step = self._step(verdicts, draft)
@@ -182,7 +182,7 @@ class DecodingLoop:
         """Why there was no token to choose for a row."""
         assert scores is not None, "a row fails by its scores"
         node = verdict.path[-1] if verdict.path else -1
-        raw = scores.at(torch.full_like(self.session.root, node))[row]
+        raw = scores.at(torch.full_like(self.session.view.root, node))[row]
         state = self.rows[row]
         assert state is not None
         place = f"after {len(state.request.prompt)} tokens of prompt and {len(state.tokens)} new ones"

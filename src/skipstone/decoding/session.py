@@ -7,11 +7,10 @@ from torch import Tensor
 
 from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
-from skipstone.decoding.drafter import Drafter, NoDrafter
+from skipstone.decoding.drafter import Drafter, NoDrafter, SessionView
 from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session_view import SessionView
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
@@ -59,10 +58,6 @@ class Session:
     def stores(self) -> Stores:
         """All keys and values that it keeps, with their models."""
         return [(self.model, self.store), *self.drafter.caches]
-
-    @property
-    def root(self) -> Tensor:
-        return self.view.root
 
     @property
     def prefilling(self) -> bool:

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipstone.engines.buffers import identity
 from skipstone.engines.eager import attention, linear
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.eager.patches import changed
+from skipstone.engines.host_transfer import identity
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.packed import is_packed

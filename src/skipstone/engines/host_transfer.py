@@ -1,8 +1,11 @@
-"""Transfers between host and device that avoid waiting, left-padded batches, and the message for missing memory."""
+"""Tensors between host, devices and C code: transfers that avoid waiting, addresses, the message for missing memory.
+
+No other file takes the address of a tensor.
+"""
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -76,3 +79,53 @@ def left_padded(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[Tensor, T
     ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64, device=CPU)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device=CPU)
     return ids, mask
+
+
+def dense(tensor: Tensor, free: int = 0) -> Tensor:
+    """The tensor if its elements are contiguous in memory, else a contiguous copy. free: number of leading dimensions that may
+    have any stride."""
+    return tensor if tensor.is_contiguous() or _is_dense(tensor, free) else tensor.contiguous()
+
+
+def pointer(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, free: int = 0) -> int:
+    """The address of a tensor for C code that reads or writes `shape` elements of `dtype`.
+
+    name: of the tensor in errors. free: as in `dense`; C gets the strides of these dimensions. The caller keeps the tensor
+    alive while C uses it. ValueError for another dtype, device, shape or layout.
+    """
+    fits = tensor.dtype is dtype and tensor.is_cpu and tensor.shape == shape
+    if not fits or not (tensor.is_contiguous() or _is_dense(tensor, free)):
+        layout = "" if tensor.is_meta or _is_dense(tensor, free) else f" with strides {list(tensor.stride())}"
+        raise ValueError(
+            f"the native engine wants {name} {list(shape)} in {_name(dtype)} on the CPU, found {list(tensor.shape)} in "
+            f"{_name(tensor.dtype)} on {tensor.device}{layout}"
+        )
+    return tensor.data_ptr()
+
+
+def new_buffer(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, make: Callable[..., Tensor] = torch.empty
+) -> tuple[Tensor, int]:
+    """A new tensor on the CPU for C code to write, and its address. make: `torch.empty` or `torch.zeros`."""
+    tensor = make(shape, dtype=dtype, device=CPU)
+    return tensor, tensor.data_ptr()
+
+
+def identity(tensor: Tensor) -> int:
+    """A number that changes when a tensor gets other memory. For comparisons only, never for C."""
+    return tensor.data_ptr()
+
+
+def _is_dense(tensor: Tensor, free: int) -> bool:
+    if not free:
+        return tensor.is_contiguous()
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[free:]), reversed(tensor.stride()[free:]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

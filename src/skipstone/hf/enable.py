@@ -17,9 +17,8 @@ from skipstone.engines.choose_engine import attach
 from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.hf import generation
+from skipstone.hf.api import Output, complete
 from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, prepare_call, resolve_for, token_tensor
-from skipstone.hf.generation import Output
 from skipstone.hf.generation_config_fields import refuse_fields
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
@@ -126,7 +125,7 @@ class _Generate:
         if inputs is None:
             inputs = options.pop("input_ids", None)
         call = prepare_call(self.model, inputs, tokenizer, seed, options)
-        output = generation.complete(self.method, call, streamer)
+        output = complete(self.method, call, streamer)
         return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 
 
@@ -148,7 +147,7 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
         refuse_fields(generation_config.to_dict())
         runner, ids = ModelRunner(model), token_tensor(input_ids)
         call = GenerateCall(runner, ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
-        output = generation.complete(method, call)
+        output = complete(method, call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 
     return decode

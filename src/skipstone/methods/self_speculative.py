@@ -15,9 +15,8 @@ from typing import ClassVar
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.candidates import of_layers
+from skipstone.methods.drafting.candidates import check_draft_quantize, of_layers
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.draft_quantize import check_draft_quantize
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter

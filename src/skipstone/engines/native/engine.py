@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.engines.buffers import dense, new_buffer, pointer
 from skipstone.engines.eager.patches import changed
 from skipstone.engines.engine import ChainInputs, ChainOutputs, Engine, WarperInputs
 from skipstone.engines.greedy_tokens import top_k_tokens
-from skipstone.engines.host_transfer import CPU
+from skipstone.engines.host_transfer import CPU, dense, new_buffer, pointer
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.native import library, threads
 from skipstone.engines.native.structs import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from skipstone.engines.buffers import dense, pointer
+from skipstone.engines.host_transfer import dense, pointer
 from skipstone.engines.native.structs import BAD_WEIGHT, LayerStruct, MatrixStruct, ModelStruct, NativeError
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf import generation
+from skipstone.hf import api
 from skipstone.hf.generate_call import prepare_call
 from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import Learned
@@ -74,7 +74,7 @@ def tune(
     identities = {name: one.identify() for name, one in known.candidates.items()}
     for count in itertools.count(1):
         ids = prompts[(count - 1) % len(prompts)][None].to(model.device)
-        output = generation.complete(method, prepare_call(model, ids, None, None, dict(options)))
+        output = api.complete(method, prepare_call(model, ids, None, None, dict(options)))
         assert output.stats is not None
         total.merge(output.stats)
         if known.learned.policy.costs.plain.measurements:

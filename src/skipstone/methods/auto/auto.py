@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
-from skipstone.decoding.drafter import Drafter, Requirements
+from skipstone.decoding.drafter import Drafter, Requirements, SessionView
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session_view import SessionView
 from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device

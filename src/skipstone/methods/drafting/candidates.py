@@ -1,4 +1,4 @@
-"""What `auto` guesses of drafters before it has measured them."""
+"""What `auto` guesses of drafters before it has measured them, and the setting `draft_quantize`."""
 
 from typing import Any
 
@@ -24,3 +24,9 @@ def of_layers(drafter: Drafter, method: Method, model: ModelRunner, layers: floa
     share = layers / model.depth
     replay = None if model.family.recurrent else share
     return Candidate(drafter, lambda: digest([method.spelled, *more]), share * FEWER_BITS.get(bits, 1.0), replay)
+
+
+def check_draft_quantize(value: Any) -> None:
+    """ValueError for a draft_quantize that the native engine does not have."""
+    if value is not None and value not in FEWER_BITS:
+        raise ValueError(f"draft_quantize must be one of {', '.join(FEWER_BITS)} or none, found {value!r}")

@@ -20,9 +20,9 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
+from skipstone.methods.drafting.candidates import check_draft_quantize
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
-from skipstone.methods.drafting.draft_quantize import check_draft_quantize
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.per_model_cache import PerModelCache
