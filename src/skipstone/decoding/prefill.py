@@ -1,6 +1,7 @@
 """Prompts on their way into a cache, chunk by chunk."""
 
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Prefill:
         """Run up to `chunk` prompt tokens of the row that has waited longest, and of the waiting rows behind it."""
         rows = self._next_rows(chunk)
         parts = [self.waiting[row][:chunk] for row in rows]
-        counts = [len(part) for part in parts]
+        counts = [*map(len, parts)]
         tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = self._pass(rows, counts)
         hidden = self.model.run(self.model.embed(tokens, at.positions), at, self.store, range(self.store.layers))
@@ -73,7 +74,7 @@ class Prefill:
 
     def _pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]
-        end = max(base + count for base, count in zip(bases, counts, strict=True))
+        end = max(map(add, bases, counts))
         self.store.reserve(end)
         width = max(counts)
         device = self.model.device

@@ -3,6 +3,7 @@
 import os
 from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,7 +131,8 @@ class PreparedModel:
         return self._modules == modules and self._settings == self._current_settings(model)
 
     def _current_settings(self, model: Any) -> tuple[Any, ...]:
-        places = repr(getattr(model, "hf_device_map", None)), [id(place.get("_hf_hook")) for place in self._hook_places]
+        hook_ids = [*map(id, map(dict.get, self._hook_places, repeat("_hf_hook")))]
+        places = repr(getattr(model, "hf_device_map", None)), hook_ids
         return repr(vars(model.config)), places, getattr(model, "hf_quantizer", None)
 
     def choose_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from skipstone.decoding.method import Method
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.hf.generation_config_fields import FIELDS, merged_fields, refuse_fields
+from skipstone.hf.generation_config_fields import FIELDS, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
 
@@ -217,7 +217,10 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         close = difflib.get_close_matches(name, [*FIELDS, *ARGUMENTS], n=1, cutoff=LIKE_AN_OPTION)
         hint = f"did you mean {close[0]}?" if close else "a method's own settings go into method={'method': name, ...}"
         raise ValueError(f"unknown option {name}={reprlib.repr(value)}; {hint}")
-    refuse_fields(merged_fields(model.generation_config, kwargs.get("generation_config"), kwargs))
+    fields: dict[str, Any] = model.generation_config.to_dict()  # type: ignore[union-attr]
+    if (given := kwargs.get("generation_config")) is not None:
+        fields |= {name: value for name, value in given.to_dict().items() if value is not None}
+    refuse_fields(fields | kwargs)  # transformers' priority
 
 
 def token_tensor(ids: Any) -> Any:

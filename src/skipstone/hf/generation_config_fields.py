@@ -87,11 +87,3 @@ def _default_values() -> dict[str, Any]:
     """transformers' default of every field."""
     fresh = GenerationConfig()
     return {**fresh.to_dict(), **fresh._get_default_generation_params()}
-
-
-def merged_fields(own: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one call, by transformers' priority: keyword arguments, the config given, the model's own."""
-    fields = dict(own.to_dict())
-    if given is not None:
-        fields |= {name: value for name, value in given.to_dict().items() if value is not None}
-    return fields | {name: value for name, value in options.items() if name in FIELDS}
