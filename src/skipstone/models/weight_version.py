@@ -8,7 +8,6 @@ is how PEFT merges adapters. Nothing sees what is written through `.data`, numpy
 import os
 from collections.abc import Iterable, Sequence
 from functools import cache
-from operator import attrgetter, methodcaller
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -23,7 +22,6 @@ _MARK = "_skipstone_written"
 """The attribute of a tensor that holds the number of the last reported write into it."""
 _PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that have an address."""
-_STORAGE, _CDATA, _VERSION = methodcaller("untyped_storage"), attrgetter("_cdata"), attrgetter("_version")
 _LOCK = RLock()
 if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
@@ -65,7 +63,7 @@ class TensorValues:
 
     def are_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors hold the same values, as far as can be seen."""
-        if self._places != [*map(_CDATA, map(_STORAGE, tensors))] or self._state != self._current(tensors):
+        if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != self._current(tensors):
             return False
         writes = _WriteCounter.count
         if self._writes == writes:
@@ -82,7 +80,7 @@ class TensorValues:
         else:  # inference tensors count no writes, and tensors of other packages have no address
             counted = [one for one in tensors if not one.is_inference()]
             addressed = [one for one in tensors if type(one) in _PLAIN]
-        return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [*map(_VERSION, counted)]]
+        return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [one._version for one in counted]]
 
 
 class _VersionRecord:
