@@ -23,6 +23,7 @@ from skipstone.policy.choose_drafter import (
 )
 from skipstone.policy.cost_model import LearnedCosts, LineTime, MeanTime
 from skipstone.policy.regret_budget import CREDIT, MAX_BALANCE, REQUEST_CREDIT, RegretBudget
+from tests.helpers.simulated_policy import together
 
 step = st.tuples(st.floats(0.01, 60.0), st.integers(1, 12))  # plain steps that a drafting step takes, tokens that it commits
 requests = st.lists(st.lists(step, min_size=1, max_size=80), min_size=1, max_size=6)
@@ -117,7 +118,7 @@ class Adversary:
         costs, is_plain = policy.costs.of(decision.kind), decision.kind in (PLAIN, PROBE)
         seconds, tokens = sum(one.seconds for one in results), sum(one.tokens for one in results)
         expected = seconds if is_plain else sum(costs.step(one.passes, one.drafts + 1) for one in results)
-        policy.observe(decision, results)
+        policy.observe(decision, [together(results)] if is_plain else results)
         charged = request + (1 + policy.budget.slack) * tokens - policy.budget.request
         self.forgiven_steps += charged < min(seconds, expected + REQUEST_CREDIT) - 1e-9
         allowed = COLD_STEPS * COLD_LOSS if decision.kind in (PLAIN, PROBE) else decision.steps * decision.stake

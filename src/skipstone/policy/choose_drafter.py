@@ -10,9 +10,9 @@ Times are in plain steps unless a name says seconds. Positions count the committ
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
 from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCosts, expected_tokens
@@ -32,17 +32,12 @@ SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the u
 REMEASURE_AFTER = 1000  # tokens after which a drafter is replayed, and timed, again
 TRIAL_STEPS = 3  # steps of a trial, of which only the last is timed (the caches are cold before); fewer say next to nothing
 TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of a trial: two drafts, and more while the drafter is sure
-COST_DOUBT = 4.0
-"""Factor by which costs may be too high that this process has not measured, since a saved profile may be wrong by 3. Costs that
-were measured long ago may be too high by its root. A drafter that would pay then is timed, or it would never be tried again."""
-CHANGED = 1.25
-"""Factor by which two steps in a row must differ from their expected times before a plain step is measured. If the plain step
-differs by its root, the whole machine is slower or faster."""
+COST_DOUBT = 4.0  # factor by which costs that were never measured here may be too high; its root for old measurements
+CHANGED = 1.25  # factor between the times of two steps and their expected times that causes a probe; its root: of a plain step
 COLD_STEPS, COLD_LOSS = 2, 0.5  # plain steps after a draft that find cold caches, and the time that each loses at most
 PROBE_STEPS = COLD_STEPS + 2  # the last two are measured
-STEPS_AT_ONCE, PLAIN_AT_ONCE = 6, 128
-"""Steps of a well-known drafter, and plain ones if nothing pays, per decision: deciding takes about 2 % of the shortest steps
-(1.6 ms). PLAIN_AT_ONCE is also the number of tokens between two probes."""
+STEPS_AT_ONCE = 6  # steps of a well-known drafter per decision: deciding takes about 2 % of the shortest steps (1.6 ms)
+PLAIN_AT_ONCE = 128  # most plain steps per decision; tokens between two probes
 
 
 class Decision(NamedTuple):
@@ -65,6 +60,13 @@ class Decision(NamedTuple):
     explores: bool = False
     steps: int = 1
     stake: float = 0.0
+
+    @property
+    def num_drafts(self) -> float:
+        """Drafts of a row at most, of lookups the mean of the rows."""
+        if self.tree is not None:
+            return len(self.tree.ranks)
+        return sum(self.drafts) / len(self.drafts) if self.drafts else len(self.thresholds)
 
 
 @dataclass(slots=True)
@@ -106,12 +108,9 @@ class Rate:
         self.fade(position)
         self.tokens, self.time, self.steps = self.tokens + tokens, self.time + time, self.steps + steps
 
-    def fade(self, position: int) -> None:
-        self.keep(0.5 ** ((position - self.position) / HALF_LIFE))
-        self.position = position
-
-    def keep(self, share: float) -> None:
-        self.tokens, self.time, self.steps = self.tokens * share, self.time * share, self.steps * share
+    def fade(self, position: int, half_lives: int = 0) -> None:
+        keep = 0.5 ** ((position - self.position) / HALF_LIFE + half_lives)
+        self.tokens, self.time, self.steps, self.position = self.tokens * keep, self.time * keep, self.steps * keep, position
 
     @property
     def value(self) -> float:
@@ -191,28 +190,25 @@ class Policy:
         """What the next steps do. matches: by row, length of the longest match of its end; empty if none is looked up.
         can_replay: whether `next_replay` is called as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
-        price = self._price_of(current)
+        plain = Decision(PLAIN, self._price_of(current), current, "plain decoding is timed")
         if self.costs.plain.measurements < TRIAL_STEPS:
-            return Decision(PLAIN, reason="plain decoding is timed")
+            return plain
         if abs(self.surprises) > 1 and self.position - self.probed_at > WINDOW:
-            return self._probe(current, price, "steps took longer, or less long, than expected: a plain step is measured")
+            return self._probe(plain, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
-            return self._wait(current, price, 0.0)
-        explored = self._continue_trial(current, price)
-        if explored is None and self._may_choose:
-            explored = self._explore(current, price, matches, can_replay)
-        return explored or self._look_up(current, price, matches) or self._draft(current, price)
+            return self._wait(plain, 0.0)
+        explored = self._continue_trial(plain) or self._explore(plain, matches, can_replay)
+        return explored or self._look_up(plain, matches) or self._draft(plain)
 
     def stands(self, decision: Decision, matches: Sequence[int]) -> bool:
         """Whether a decision for several steps still holds with the current matches."""
-        return not any(matches) or self._look_up(decision.current, decision.price, matches) is None
+        return self._look_up(decision, matches) is None
 
     def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if self.budget.remaining <= 0 or not self._may_choose:
+        if self.budget.remaining <= 0 or self._continue_trial(Decision(PLAIN)) is not None:
             return None
-        current = self._choose()
-        best = None if self._continue_trial(current, 1.0) is not None else self._best_exploration(current, lag)
+        best = self._best_exploration(self._choose(), lag)
         return best.name if best is not None and best.kind == "replay" else None
 
     @property
@@ -225,12 +221,10 @@ class Policy:
         if not self._may_choose and (self.current != RECYCLE or self.recycled.tree is not None):
             return self.current
         rates = self.rates()
-        best, rate = max(rates, key=rates.__getitem__, default=None), rates.get(self.current or "", 1.0)
+        rate, best = rates.get(self.current or "", 1.0), max(rates, key=rates.__getitem__, default=None)
         if best is not None and rates[best] > max(rate, 1.0) * (1 + MARGIN):
             return best
-        if self.current not in rates:
-            return None
-        return self.current if rate > 1 - MARGIN else None
+        return self.current if self.current in rates and rate > 1 - MARGIN else None
 
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
@@ -238,87 +232,82 @@ class Policy:
 
     def _price_of(self, current: str | None) -> float:
         """Tokens that a plain step is worth."""
-        is_plain = current is None or self.drafters[current].is_hopeless
-        return 1.0 if is_plain or current is None else max(1.0, self.drafters[current].rate.value)
+        return 1.0 if current is None or (own := self.drafters[current]).is_hopeless else max(1.0, own.rate.value)
 
-    def _probe(self, current: str | None, price: float, reason: str = "a plain step is measured") -> Decision:
-        return Decision(PROBE, price, current, reason, steps=PROBE_STEPS, explores=True)
+    def _probe(self, plain: Decision, reason: str) -> Decision:
+        return plain._replace(kind=PROBE, reason=reason, steps=PROBE_STEPS, explores=True)
 
-    def _wait(self, current: str | None, price: float, amount: float) -> Decision:
+    def _wait(self, plain: Decision, amount: float) -> Decision:
         """Plain steps until the budget covers an amount."""
-        steps = self.budget.steps_until(amount, WINDOW if current is not None else PLAIN_AT_ONCE)
-        return Decision(PLAIN, price, current, "the regret budget is spent: plain until it recovers", steps=steps)
+        steps = self.budget.steps_until(amount, PLAIN_AT_ONCE if plain.current is None else WINDOW)
+        return plain._replace(reason="the regret budget is spent: plain until it recovers", steps=steps)
 
-    def _draft(self, current: str | None, price: float) -> Decision:
+    def _draft(self, plain: Decision) -> Decision:
         """A step of the best drafter."""
-        if current is None:
-            return Decision(PLAIN, price, None, "nothing is faster than plain decoding", steps=WINDOW)
-        own, reason = self.drafters[current], f"{current}: {price:.2f} x plain decoding"
+        name, price = plain.current, plain.price
+        if name is None:
+            return plain._replace(reason="nothing is faster than plain decoding", steps=WINDOW)
+        own, reason = self.drafters[name], f"{name}: {price:.2f} x plain decoding"
         if own.is_hopeless:
-            return Decision(PLAIN, price, current, f"{current} is right too seldom to be worth a draft", steps=PROBE_STEPS)
+            return plain._replace(reason=f"{name} is right too seldom to be worth a draft", steps=PROBE_STEPS)
         thresholds, shared = own.thresholds_at(price), tuple([one * price for one in own.shared])
-        tree = self.recycled.tree if current == RECYCLE else None
-        steps = STEPS_AT_ONCE if self.costs.measurements(current) >= WELL_KNOWN else 1
-        decision = Decision(current, price, current, reason, thresholds, shared, tree=tree, steps=steps)
-        return self._affordable(decision) or self._wait(current, price, self._stake(current, 1))
+        tree = self.recycled.tree if name == RECYCLE else None
+        steps = STEPS_AT_ONCE if self.costs.measurements(name) >= WELL_KNOWN else 1
+        decision = Decision(name, price, name, reason, thresholds, shared, tree=tree, steps=steps)
+        return self._affordable(decision) or self._wait(plain, self._stake(name, 1))
 
     def _stake(self, kind: str, drafts: float) -> float:
         """Plain steps that a step loses if none of so many drafts is accepted."""
         return self.costs.of(kind).step(drafts) - 1
 
-    def _affordable(self, decision: Decision, min_drafts: int = 1) -> Decision | None:
+    def _affordable(self, decision: Decision) -> Decision | None:
         """The decision with as many drafts and steps as the budget covers; None for none."""
-        remaining, kind, drafts = self.budget.remaining, decision.kind, list(decision.drafts)
-        if decision.tree is not None:
-            stake = self._stake(kind, len(decision.tree.ranks))
-        elif drafts:
-            while (stake := self._stake(kind, sum(drafts) / len(drafts))) > remaining and max(drafts) > 1:
+        remaining = self.budget.remaining
+        while (stake := self._stake(decision.kind, decision.num_drafts)) > remaining:
+            drafts, thresholds = list(decision.drafts), decision.thresholds[:-1]
+            if max(drafts, default=0) > 1:
                 drafts[drafts.index(max(drafts))] -= 1
-            decision = decision._replace(drafts=tuple(drafts))
-        else:
-            count = len(decision.thresholds)
-            while (stake := self._stake(kind, count)) > remaining and count > min_drafts:
-                count -= 1
-            decision = decision._replace(thresholds=decision.thresholds[:count], shared=decision.shared[:count])
-        if stake > remaining:
-            return None
+            elif not thresholds:
+                return None
+            decision = decision._replace(drafts=tuple(drafts), thresholds=thresholds, shared=decision.shared[: len(thresholds)])
         steps = decision.steps if stake * decision.steps <= remaining else int(remaining / stake)
         return decision._replace(steps=steps, stake=stake)
 
-    def _look_up(self, current: str | None, price: float, matches: Sequence[int]) -> Decision | None:
+    def _look_up(self, plain: Decision, matches: Sequence[int]) -> Decision | None:
         """A lookup, if it gains more than the current drafter in the same time."""
         if not any(matches):
             return None
-        rows, scoring = len(matches), self.costs.scoring[HOST]
+        rows, scoring, price = len(matches), self.costs.scoring[HOST], plain.price
         survivals = [self.matches.predict(match, scoring.max_drafts) if match else [] for match in matches]
         drafts = best_drafts(survivals, price, scoring if rows == 1 else lambda n: rows * scoring(n / rows))
         tokens = 1 + sum([sum(chain[:n]) for chain, n in zip(survivals, drafts, strict=True)]) / rows
         if tokens <= price * self.costs.of(LOOKUP).step(sum(drafts) / rows):
             return None
         reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
-        return self._affordable(Decision(LOOKUP, price, current, reason, drafts=tuple(drafts)))
+        return self._affordable(Decision(LOOKUP, price, plain.current, reason, drafts=tuple(drafts)))
 
     # ------------------------------------------------------------------------------------------------- exploration
 
-    def _explore(self, current: str | None, price: float, matches: Sequence[int], can_replay: bool) -> Decision | None:
+    def _explore(self, plain: Decision, matches: Sequence[int], can_replay: bool) -> Decision | None:
         """A step that measures something; None if nothing is due or affordable."""
-        if self.exploration >= COLD_LOSS and self._is_old(HOST):
-            decision = Decision(LOOKUP, price, current, "the scoring of lookups and recycled tokens is timed", explores=True)
+        if self._may_choose and self.exploration >= COLD_LOSS and self._is_old(HOST):
+            decision = plain._replace(reason="the scoring of lookups and recycled tokens is timed", explores=True)
             if any(matches):
-                return self._affordable(decision._replace(drafts=tuple([2 * min(match, 1) for match in matches])))
+                return self._affordable(decision._replace(kind=LOOKUP, drafts=tuple([2 * min(match, 1) for match in matches])))
             if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
                 return self._affordable(decision._replace(kind=RECYCLE, tree=RankTree((-1, 0), (0, 0), 1.0)))
-        best = self._best_exploration(current, {}, can_replay)
+        best = self._best_exploration(plain.current, {}, can_replay)
         if best is None or best.kind == "replay":
             return None
-        return self._try(best.name, current, price) if best.kind == "trial" else self._probe(current, price)
+        return self._try(plain, best.name) if best.kind == "trial" else self._probe(plain, "a plain step is measured")
 
-    def _try(self, name: str, current: str | None, price: float) -> Decision | None:
+    def _try(self, plain: Decision, name: str) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
-        return self._affordable(Decision(name, price, current, f"{name} is tried", thresholds, explores=True), min_drafts=2)
+        trial = plain._replace(kind=name, reason=f"{name} is tried", thresholds=thresholds, explores=True)
+        return self._affordable(trial)
 
-    def _continue_trial(self, current: str | None, price: float) -> Decision | None:
-        return None if self.trial is None or self.exploration < 0 else self._try(self.trial[0], current, price)
+    def _continue_trial(self, plain: Decision) -> Decision | None:
+        return None if self.trial is None or self.exploration < 0 else self._try(plain, self.trial[0])
 
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
@@ -327,6 +316,8 @@ class Policy:
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
         """The most valuable measurement; None if there is none, or the exploration account still saves for it."""
+        if not self._may_choose:
+            return None
         best = max(self._explorations(current, lag, can_replay), default=None)
         return best if best is not None and self.exploration >= min(best.cost, MAX_EXPLORATION) else None
 
@@ -379,39 +370,35 @@ class Policy:
         self.budget.begin_request()
         self.starts_request = True
         for one in self.drafters.values():
-            one.rate.keep(0.5)
+            one.rate.fade(self.position, half_lives=1)
 
     def resized(self, rows: int) -> "Policy":
         """The policy for another number of rows, with the same budget. If that is less than twice as many, or more than half,
         step times are about the same and one plain step is timed. Otherwise step times are guesses."""
-        other = copy.deepcopy(self)
-        other.budget, other.rows, is_near = self.budget, rows, max(rows, self.rows) < 2 * min(rows, self.rows)
+        other, is_near = (
+            copy.deepcopy(self).renewed(budget=self.budget, rows=rows),
+            rows < 2 * self.rows and self.rows < 2 * rows,
+        )
         other.costs.plain.measurements = TRIAL_STEPS - 1 if is_near else 0
         if not is_near:
             other.costs.scoring, other.costs.timed_at = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}, {}
-        return other._with_old_times()
-
-    def restarted(self, budget: RegretBudget) -> "Policy":
-        """The policy in another process, which measures costs once more."""
-        self.budget, self.exploration, self.costs.timed_at = budget, MAX_EXPLORATION, {}
-        self.begin_request()
-        return self._with_old_times()
-
-    def _with_old_times(self) -> "Policy":
-        self.chosen_at, self.stalled_at, self.trial, self.surprises = None, None, None, 0
-        for one in self.drafters.values():
+        for one in other.drafters.values():
             one.thresholds, one.shared = (), ()
-        return self
+        return other
+
+    def renewed(self, **changes: Any) -> "Policy":
+        """The same state with changes, and no measurement under way."""
+        return replace(self, chosen_at=None, stalled_at=None, trial=None, surprises=0, **changes)
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
-        """Learns from the steps of a decision. Its kind is PLAIN if there was nothing to draft."""
+        """Learns from the steps of a decision. Its kind is PLAIN if there was nothing to draft. Plain steps are one result."""
         kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
         if (self.current != decision.current or is_choice) and self.costs.plain.measurements >= TRIAL_STEPS:
             self.chosen_at, self.current = self.position, decision.current
             for one in self.drafters.values():
                 one.rate.fade(self.position)
         is_plain = kind in (PLAIN, PROBE)
-        time = self._observe_plain(decision, results) if is_plain else self._observe_drafting(decision, results, is_choice)
+        time = self._observe_plain(decision, results[0]) if is_plain else self._observe_drafting(decision, results, is_choice)
         self.budget.charge(time, tokens)
         for match in [match for one in results for match in one.matches]:
             self.matches.observe(*match)
@@ -426,22 +413,20 @@ class Policy:
             if not own.thresholds or self.position - own.priced_at > min(2 * WINDOW, own.rate.steps):
                 self._set_thresholds(self.current)
 
-    def _observe_plain(self, decision: Decision, results: Sequence[StepResult]) -> float:
+    def _observe_plain(self, decision: Decision, result: StepResult) -> float:
         """After plain steps. Each is charged one plain step, and those after a draft also their extra time."""
-        plain, steps, seconds = self.costs.plain, sum([one.steps for one in results]), sum([one.seconds for one in results])
+        plain, steps, warm = self.costs.plain, result.steps, result.warm_steps
         if plain.measurements < TRIAL_STEPS:
-            plain.observe(seconds / steps)
+            plain.observe(result.seconds / steps)
             return float(steps)
-        warm = sum([one.warm_steps for one in results])
-        warm_seconds = sum([one.warm_steps * one.warm_seconds for one in results])
-        excess = (seconds - warm_seconds) / plain.value - (steps - warm)
+        excess = (result.seconds - warm * result.warm_seconds) / plain.value - (steps - warm)
+        time = steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + result.fixed / plain.value
         if warm:
-            self._observe_plain_step(warm_seconds / warm)
+            self._observe_plain_step(result.warm_seconds)
             self.probed_at = self.position
         if decision.current is not None and self.drafters[decision.current].is_hopeless:
             self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
-        fixed = sum([one.fixed for one in results]) / plain.value
-        return steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + fixed
+        return time
 
     def _observe_plain_step(self, seconds: float) -> None:
         """After a warm plain step. It tells whether the machine or a drafter caused surprises."""

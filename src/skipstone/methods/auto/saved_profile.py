@@ -103,9 +103,9 @@ def _merge(profile: SavedProfile, first: Policy, identities: dict[str, str], sou
     def merge(saved: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
         return {name: saved.get(name, value) if name in same else value for name, value in fresh.items()}
 
-    costs.drafting = merge(costs.drafting, first.costs.drafting)
-    costs.schedules = merge(costs.schedules, first.costs.schedules)
-    costs.replays = merge(costs.replays, first.costs.replays)
+    for times in ("drafting", "schedules", "replays"):
+        setattr(costs, times, merge(getattr(costs, times), getattr(first.costs, times)))
     costs.scoring = {name: scoring for name, scoring in costs.scoring.items() if name in same or name == HOST}
-    policy.drafters = merge(policy.drafters, first.drafters)
-    return policy.restarted(first.budget)
+    costs.timed_at = {}  # this process measures everything again
+    drafters = merge(policy.drafters, first.drafters)
+    return policy.renewed(drafters=drafters, budget=first.budget, exploration=first.exploration, starts_request=True)
