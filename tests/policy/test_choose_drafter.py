@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,9 @@ def timed(step: float = 0.2, **more: object) -> Policy:
     line = LineTime(0.0, step)
     for turn in range(99):
         line.observe(1 + turn % 4, step * (1 + turn % 4))
-    costs = LearnedCosts(MeanTime(1.0, 4), 0.0, {"a": line}, {HOST: scoring, "a": scoring.copy()}, timed_at={"a": 0, HOST: 0})
+    costs = LearnedCosts(
+        MeanTime(1.0, 4), 0.0, {"a": line}, {HOST: scoring, "a": deepcopy(scoring)}, timed_at={"a": 0, HOST: 0}
+    )
     costs.scoring["a"].line.measurements = 99
     policy = Policy(costs, {"a": DrafterState(seen_at=0)}, exploration=0.0, position=64, probed_at=64, starts_request=False)
     for name, value in more.items():

@@ -20,6 +20,7 @@ from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_
 from skipstone.policy.regret_budget import REQUEST_CREDIT, RegretBudget
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"  # kinds of steps without a drafting model
+REPLAY, TRIAL = "replay", "trial"  # kinds of measurements, next to PROBE
 HALF_LIFE = 300.0  # tokens after which a step counts half in a drafter's rate: a passage of text
 PRIOR_TIME = 8.0  # plain steps at rate 1 that a rate begins with: fewer let one lucky replay choose a drafter
 MARGIN = 0.02  # share by which another drafter's rate must be larger: noise of a rate over 300 tokens
@@ -129,7 +130,7 @@ class DrafterState:
 
     rate: Rate = field(default_factory=Rate)
     acceptance: ConfidenceAcceptance = field(default_factory=ConfidenceAcceptance)
-    seen_at: int | None = None
+    seen_at: int = -REMEASURE_AFTER
     thresholds: tuple[float, ...] = ()
     shared: tuple[float, ...] = ()
     priced_at: int = 0
@@ -143,16 +144,6 @@ class DrafterState:
     def thresholds_at(self, price: float) -> tuple[float, ...]:
         """The first one is compared with a plain step, so it keeps price 1."""
         return (*self.thresholds[:1], *[one * price for one in self.thresholds[1:]])
-
-
-class Exploration(NamedTuple):
-    """A possible measurement. value: tokens since the last one per plain step of its cost. kind: PROBE, "replay" or "trial".
-    cost: plain steps that it is expected to lose."""
-
-    value: float
-    kind: str
-    name: str
-    cost: float
 
 
 @dataclass(slots=True)
@@ -184,14 +175,12 @@ class Policy:
     surprised: str = HOST
     starts_request: bool = True
 
-    # ------------------------------------------------------------------------------------------------- decisions
-
     def decide(self, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
         """What the next steps do. matches: by row, length of the longest match of its end; empty if none is looked up.
         can_replay: whether `next_replay` is called as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
         plain = Decision(PLAIN, self._price_of(current), current, "plain decoding is timed")
-        if self.costs.plain.measurements < TRIAL_STEPS:
+        if not self.is_timed:
             return plain
         if abs(self.surprises) > 1 and self.position - self.probed_at > WINDOW:
             return self._probe(plain, "steps took longer, or less long, than expected: a plain step is measured")
@@ -206,10 +195,15 @@ class Policy:
 
     def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if self.budget.remaining <= 0 or self._continue_trial(Decision(PLAIN)) is not None:
+        if not self.is_timed or self.budget.remaining <= 0 or self._continue_trial(Decision(PLAIN)) is not None:
             return None
-        best = self._best_exploration(self._choose(), lag)
-        return best.name if best is not None and best.kind == "replay" else None
+        kind, name = self._best_exploration(self._choose(), lag)
+        return name if kind == REPLAY else None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the time of plain decoding is known."""
+        return self.costs.plain.measurements >= TRIAL_STEPS
 
     @property
     def _may_choose(self) -> bool:
@@ -286,8 +280,6 @@ class Policy:
         reason = f"a match of {max(matches)}: {tokens:.1f} tokens expected"
         return self._affordable(Decision(LOOKUP, price, plain.current, reason, drafts=tuple(drafts)))
 
-    # ------------------------------------------------------------------------------------------------- exploration
-
     def _explore(self, plain: Decision, matches: Sequence[int], can_replay: bool) -> Decision | None:
         """A step that measures something; None if nothing is due or affordable."""
         if self._may_choose and self.exploration >= COLD_LOSS and self._is_old(HOST):
@@ -295,11 +287,11 @@ class Policy:
             if any(matches):
                 return self._affordable(decision._replace(kind=LOOKUP, drafts=tuple([2 * min(match, 1) for match in matches])))
             if RECYCLE in self.drafters and not matches and self.position >= CHOOSE_EVERY:
-                return self._affordable(decision._replace(kind=RECYCLE, tree=RankTree((-1, 0), (0, 0), 1.0)))
-        best = self._best_exploration(plain.current, {}, can_replay)
-        if best is None or best.kind == "replay":
-            return None
-        return self._try(plain, best.name) if best.kind == "trial" else self._probe(plain, "a plain step is measured")
+                return self._affordable(decision._replace(kind=RECYCLE, tree=RankTree((-1, 0), (0, 0))))
+        kind, name = self._best_exploration(plain.current, {}, can_replay)
+        if kind == PROBE:
+            return self._probe(plain, "a plain step is measured")
+        return self._try(plain, name) if kind == TRIAL else None
 
     def _try(self, plain: Decision, name: str) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
@@ -314,37 +306,40 @@ class Policy:
         timed_at, few = self.costs.timed_at.get(name), self.costs.measurements(name) < TRIAL_STEPS
         return timed_at is None or self.position - timed_at > (HALF_LIFE if few else REMEASURE_AFTER)
 
-    def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> Exploration | None:
-        """The most valuable measurement; None if there is none, or the exploration account still saves for it."""
-        if not self._may_choose:
-            return None
-        best = max(self._explorations(current, lag, can_replay), default=None)
-        return best if best is not None and self.exploration >= min(best.cost, MAX_EXPLORATION) else None
+    def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> tuple[str, str]:
+        """Kind and drafter of the best measurement; empty if there is none, or the exploration account still saves for it."""
+        explorations = self._explorations(current, lag, can_replay) if self._may_choose else ()
+        _, cost, kind, name = max(explorations, default=(0.0, math.inf, "", ""))
+        return (kind, name) if self.exploration >= min(cost, MAX_EXPLORATION) else ("", "")
 
-    def _explorations(self, current: str | None, lag: Mapping[str, int], can_replay: bool) -> Iterable[Exploration]:
-        """All measurements that the regret budget covers."""
+    def _explorations(
+        self, current: str | None, lag: Mapping[str, int], can_replay: bool
+    ) -> Iterable[tuple[float, float, str, str]]:
+        """All measurements that the regret budget covers, as (tokens since the last one per plain step of its cost, plain steps
+        that it is expected to lose, PROBE or REPLAY or TRIAL, drafter)."""
         best, price, remaining = max([1.0, *self.rates().values()]), self._price_of(current), self.budget.remaining
         since_probe = self.position - self.probed_at
         if current is not None and since_probe > PLAIN_AT_ONCE and remaining > COLD_STEPS * COLD_LOSS:
             cost = PROBE_STEPS * (1 - 1 / price) + COLD_LOSS
-            yield Exploration(since_probe / cost, PROBE, PLAIN, cost)
+            yield since_probe / cost, cost, PROBE, PLAIN
         for name, one in self.drafters.items():
             if name == RECYCLE or (name == current and not one.is_hopeless):
                 continue
-            age = self.position - (-REMEASURE_AFTER if one.seen_at is None else one.seen_at)
-            is_unknown = one.rate.steps < TRIAL_STEPS
-            may_win = one.rate.upper_bound > best or age > REMEASURE_AFTER
-            is_due = may_win and age >= (WINDOW / 2 if is_unknown else WINDOW)
+            age, timed_at = self.position - one.seen_at, self.costs.timed_at.get(name, -REMEASURE_AFTER)
+            is_due = age > REMEASURE_AFTER or (age >= WINDOW and one.rate.upper_bound > best)
             replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
             is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer replay loses more than two steps of a trial
             cost = replay * max(lag.get(name, 0) / WINDOW, 1.0)
             if is_replayed and is_due and self.position >= CHOOSE_EVERY and cost <= remaining:
-                yield Exploration(age * (TRIAL_STEPS if is_unknown else 1) / cost, "replay", name, cost)
+                yield age / cost, cost, REPLAY, name
             is_tried = (is_due and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
             if is_tried and self._stake(name, 2) <= remaining:
-                cost, timed_at = self._trial_cost(name, price), self.costs.timed_at.get(name, -REMEASURE_AFTER)
-                value = max(self.position - timed_at, 0 if is_replayed else age) / cost
-                yield Exploration(math.inf if timed_at < 0 and not is_unknown else value, "trial", name, cost)
+                cost = self._trial_cost(name, price)
+                since = self.position - (timed_at if is_replayed else min(timed_at, one.seen_at))
+                is_promising = (
+                    timed_at < 0 and one.rate.steps >= TRIAL_STEPS
+                )  # by replays: only its costs are unknown
+                yield math.inf if is_promising else since / cost, cost, TRIAL, name
 
     def _trial_cost(self, name: str, price: float) -> float:
         """Plain steps that a trial is expected to lose."""
@@ -362,8 +357,6 @@ class Policy:
         scoring = [max(one / doubt, min(one, 1.0)) for one in self.costs.scoring_of(name).table[: LOOKAHEAD + 2]]
         doubted = StepCosts(1.0, costs.draft_step / doubt, scoring.__getitem__, costs.start / doubt, costs.fixed / doubt)
         return max([doubted.speedup(expected_tokens(acceptance, k), k) for k in range(1, LOOKAHEAD + 1)])
-
-    # ------------------------------------------------------------------------------------------------- learning
 
     def begin_request(self) -> None:
         """A request begins while no other is running: rates of earlier ones count half."""
@@ -393,7 +386,7 @@ class Policy:
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """Learns from the steps of a decision. Its kind is PLAIN if there was nothing to draft. Plain steps are one result."""
         kind, tokens, is_choice = decision.kind, sum([one.tokens for one in results]), self._may_choose
-        if (self.current != decision.current or is_choice) and self.costs.plain.measurements >= TRIAL_STEPS:
+        if (self.current != decision.current or is_choice) and self.is_timed:
             self.chosen_at, self.current = self.position, decision.current
             for one in self.drafters.values():
                 one.rate.fade(self.position)
@@ -416,7 +409,7 @@ class Policy:
     def _observe_plain(self, decision: Decision, result: StepResult) -> float:
         """After plain steps. Each is charged one plain step, and those after a draft also their extra time."""
         plain, steps, warm = self.costs.plain, result.steps, result.warm_steps
-        if plain.measurements < TRIAL_STEPS:
+        if not self.is_timed:
             plain.observe(result.seconds / steps)
             return float(steps)
         excess = (result.seconds - warm * result.warm_seconds) / plain.value - (steps - warm)
@@ -481,8 +474,8 @@ class Policy:
         kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
         if not decision.explores or not (has_schedule or kind in self.costs.drafting):
             return False
-        first = LOOKAHEAD if has_schedule else TRIAL_STEPS
-        left = (self.trial[1] if self.trial is not None and self.trial[0] == kind else first) - 1
+        name, left = self.trial or ("", 0)
+        left = (left if name == kind else LOOKAHEAD if has_schedule else TRIAL_STEPS) - 1
         self.trial = (kind, left) if left and not is_slow else None
         return self.trial is not None and not has_schedule
 

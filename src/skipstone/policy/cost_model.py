@@ -5,20 +5,21 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
 from skipstone.policy.draft_length import LOOKAHEAD
 
-FIRST_SLOPE = 0.04  # plain steps that scoring one token more takes, until measured: 25 tokens double a pass on two CPU cores
-FIRST_START = 0.1  # plain steps that a chain takes besides its draft steps, until measured
-RELATIVE_NOISE, START_DEVIATION = 0.1, 2 * FIRST_START
-"""Standard deviations: of a measured time, as a share of it, and of the start of a line around its guess, in plain steps."""
-MEMORY, PLAIN_MEMORY = 50.0, 4.0
-"""Measurements after which one counts 1/e: of drafting and scoring, and of plain steps and replays, which are seldom timed."""
-MAX_CHANGE = 0.25
-"""Share of a belief by which one measurement may differ from it. A stall takes longer and says nothing of the next step."""
+FIRST_SLOPE = 0.04  # first guess of the plain steps that scoring one more token takes: 25 tokens double a pass on two CPU cores
+FIRST_START = 0.1  # first guess of the plain steps that a chain takes besides its draft steps
+RELATIVE_NOISE = 0.1  # standard deviation of a measured time, as a share of it
+START_DEVIATION = 2 * FIRST_START  # standard deviation of the start of a line around its guess, in plain steps
+MEMORY = 50.0  # measurements of drafting or scoring after which one counts 1/e
+PLAIN_MEMORY = 4.0  # the same for plain steps and replays, which are seldom timed
+MAX_CHANGE = (
+    0.25  # largest relative difference between a measurement and the belief that counts: stalls say nothing of later steps
+)
 PLACE_DOUBT = 4.0  # measurements of one number of tokens that count as much as the line through all numbers
 TABLE = 64  # numbers of tokens for which V is worked out: a tree of recycled tokens has at most 63 nodes
 WELL_KNOWN = 24  # measurements of a belief that then differs by 2 % from the mean (.1 / sqrt(24))
@@ -151,10 +152,6 @@ class ScoringTime:
         """Maximal number of drafts of a row: twice the tokens that were scored, because V is unknown beyond."""
         return min(max(LOOKAHEAD, 2 * max(self.places, default=0)), TABLE - 1)
 
-    def copy(self) -> "ScoringTime":
-        """The same times as guesses."""
-        return ScoringTime(LineTime(self.line.start, self.line.step), {}, list(self.table))
-
     def among(self, times: float) -> "ScoringTime":
         """A guess for `times` as many rows: a pass over n tokens of each is one over times x n tokens of one row."""
         step = self.line.step * times / (1 + self.line.step * (times - 1))
@@ -210,17 +207,13 @@ class LearnedCosts:
         """The record of one drafter, in plain steps."""
         if drafter in self.schedules:
             return StepCosts(1.0, 0.0, lambda _: self.schedules[drafter].value)
-        if drafter not in self.drafting:
-            return StepCosts(1.0, 0.0, self.scoring[HOST], fixed=self.fixed)
-        line = self.drafting[drafter]
-        return StepCosts(1.0, line.step, self.scoring_of(drafter), line.start, self.fixed)
+        chain = self.drafting.get(drafter, LineTime(0.0, 0.0))
+        return StepCosts(1.0, chain.step, self.scoring_of(drafter), chain.start, self.fixed)
 
     def _beliefs(self, drafter: str) -> "list[MeanTime | LineTime]":
-        if drafter in self.schedules:
-            return [self.schedules[drafter]]
-        if drafter not in self.drafting:
-            return [self.scoring[HOST].line]
-        return [self.drafting[drafter], *([self.scoring[drafter].line] if drafter in self.scoring else [])]
+        """Those of a drafter alone; of tokens that no model drafts, those of HOST."""
+        known = [times[drafter] for times in (self.schedules, self.drafting) if drafter in times]
+        return [*known, *([self.scoring_of(drafter).line] if drafter in self.scoring or not known else [])]
 
     def measurements(self, drafter: str) -> float:
         """Number of measurements of a drafter."""
@@ -234,6 +227,7 @@ class LearnedCosts:
     def observe_scoring(self, drafter: str, tokens: float, time: float) -> None:
         """Learns V from one pass. HOST learns from other drafters until its own drafts are timed."""
         if drafter not in self.scoring:
-            self.scoring[drafter] = self.scoring[HOST].copy()
+            host = self.scoring[HOST]
+            self.scoring[drafter] = ScoringTime(replace(host.line, measurements=0), {}, list(host.table))
         for name in [drafter] if HOST in (*self.timed_at, drafter) else [drafter, HOST]:
             self.scoring[name].observe(tokens, time)

@@ -22,11 +22,10 @@ NEVER = float("inf")  # a threshold that no survival reaches
 
 class RankTree(NamedTuple):
     """A tree of drafts, in an order in which every prefix is a tree. parents: number of an earlier node, -1 for the last
-    committed token. ranks: place of a node among its parent's likeliest continuations, from 0. tokens: expected of a step."""
+    committed token. ranks: place of a node among its parent's likeliest continuations, from 0."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-    tokens: float
 
 
 def stop_thresholds(
@@ -59,7 +58,7 @@ def best_drafts(survivals: Sequence[Sequence[float]], price: float, scoring: Sco
     """
     order = sorted((-one, place, row) for row, chain in enumerate(survivals) for place, one in enumerate(chain))
     counts = [0] * len(survivals)
-    for _, _, row in order[: _best_prefix([-one for one, _, _ in order], price, scoring, len(survivals))[0]]:
+    for _, _, row in order[: _best_prefix([-one for one, _, _ in order], price, scoring, len(survivals))]:
         counts[row] += 1
     return counts
 
@@ -83,20 +82,20 @@ def best_tree(acceptances: Sequence[float], price: float, scoring: Scoring, *, m
             for place, chance in enumerate(acceptances):
                 if chance > 0:
                     heapq.heappush(waiting, (negative * chance, node, place, depth + 1))
-    kept, tokens = _best_prefix(survivals, price, scoring, 1)
-    return RankTree(tuple(parents[:kept]), tuple(ranks[:kept]), tokens)
+    count = _best_prefix(survivals, price, scoring, 1)
+    return RankTree(tuple(parents[:count]), tuple(ranks[:count]))
 
 
-def _best_prefix(survivals: Sequence[float], price: float, scoring: Scoring, rows: int) -> tuple[int, float]:
-    """The number of drafts with the most expected tokens - price x V, and these tokens. Of two that are worth the same, the
-    longer one. rows: tokens that are scored in any case, and that bring one token each."""
+def _best_prefix(survivals: Sequence[float], price: float, scoring: Scoring, rows: int) -> int:
+    """The largest number of drafts with the most expected tokens - price x V. rows: tokens that are scored in any case, each of
+    which brings one token."""
     tokens = float(rows)
-    best, best_tokens, best_worth = 0, tokens, tokens - price * scoring(rows)
+    best, best_worth = 0, tokens - price * scoring(rows)
     for count, one in enumerate(survivals, 1):
         tokens += one
         worth = tokens - price * scoring(rows + count)
         if worth >= best_worth:
-            best, best_tokens, best_worth = count, tokens, worth
+            best, best_worth = count, worth
         elif worth + one * (len(survivals) - count) < best_worth:  # survivals only fall, and V never does
             break
-    return best, best_tokens
+    return best

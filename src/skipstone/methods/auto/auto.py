@@ -31,19 +31,7 @@ from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
-from skipstone.policy.choose_drafter import (
-    COLD_LOSS,
-    COLD_STEPS,
-    LOOKUP,
-    PLAIN,
-    PROBE,
-    PROBE_STEPS,
-    RECYCLE,
-    TRIAL_STEPS,
-    WINDOW,
-    Decision,
-    StepResult,
-)
+from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
 
@@ -183,8 +171,6 @@ class AutoDrafter(Drafter):
         for one in self.candidates.values():
             one.drafter.prefill_tokens(chunk)
 
-    # ------------------------------------------------------------------------------------------------- replays
-
     def run_background_work(self) -> None:
         """Replays a drafter if the policy wants it."""
         if self._steps_left:
@@ -192,7 +178,7 @@ class AutoDrafter(Drafter):
         self._settle()
         self.learned.resize(sum(self.view.alive))
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
-        if not rows or not self._can_replay or not self.learned.policy.costs.plain.measurements:
+        if not rows or not self._can_replay:
             return
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
@@ -237,8 +223,6 @@ class AutoDrafter(Drafter):
         before, self._prepared = self._prepared, sum(one.preparations for one in self._engines)
         return self._prepared > before
 
-    # ------------------------------------------------------------------------------------------------- a step
-
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         if self._steps_left and self._is_quiet:
             self._steps_left -= 1
@@ -251,38 +235,43 @@ class AutoDrafter(Drafter):
             self._steps_left -= 1
         else:
             self._decide(matches, has_room)
-        self._host_seconds = self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
+        self._host_seconds = self.model.ranks.since(began) if self._works_on_host else 0.0
         draft = self._draft(self._decision, limits)
         if not draft.width and self._decision.kind != PROBE and not self._results:
             self._decision = self._decision._replace(kind=PLAIN)
-        self._is_quiet = self._decision.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
+        self._is_quiet = self._decision.kind in (PLAIN, PROBE) and not self._works_on_host
         return draft
 
     def _plan_host_work(self) -> None:
         """Whether texts are looked up and continuations kept in this step. Two plain steps of the budget are left to trials,
         which this work would use up little by little."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
-        recycles, is_probe = policy.current == RECYCLE, self._steps_left > 0 and self._decision.kind == PROBE
-        is_possible = remaining >= 0 and policy.costs.plain.measurements > 0 and not is_probe
-        pays = self._decision.kind == LOOKUP and learned.lookups.gain > learned.lookups.spent
-        self._looks_up = (
-            self.texts.looks_up and is_possible and remaining >= 2 and learned.lookups.is_wanted(learned.steps, pays)
+        recycles, lookups, is_probe = (
+            policy.current == RECYCLE,
+            learned.lookups,
+            self._steps_left and self._decision.kind == PROBE,
         )
-        self._keeps = self.recycle is not None and is_possible and (remaining >= 2 or recycles)
-        self._keeps = self._keeps and learned.keeping.is_wanted(learned.steps, recycles)
+        self._looks_up = self._keeps = False
+        if remaining >= 0 and policy.is_timed and not is_probe:
+            pays = self._decision.kind == LOOKUP and lookups.gain > lookups.spent
+            self._looks_up = self.texts.looks_up and remaining >= 2 and lookups.is_wanted(learned.steps, pays)
+            keeps = self.recycle is not None and (remaining >= 2 or recycles)
+            self._keeps = keeps and learned.keeping.is_wanted(learned.steps, recycles)
 
     def _decide(self, matches: list[int], has_room: bool) -> None:
         self._settle()
         began, policy, self._arguments = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
-        is_timed = policy.costs.plain.measurements > 0
-        self._decided = policy.decide(*self._arguments) if has_room and is_timed else None
-        reason = "no room for a draft" if is_timed else "plain decoding is timed"
-        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
+        self._decided = policy.decide(*self._arguments) if has_room else None
+        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason="no room for a draft")
         self._keeps = self._keeps and self._decision.kind != PROBE
         self._steps_left = self._decision.steps - 1
-        if self._decision.kind == PLAIN and (self._looks_up or self._keeps):  # host work may lose time
+        if self._decision.kind == PLAIN and self._works_on_host:  # which may lose time
             self._steps_left = min(self._steps_left, PROBE_STEPS - 1)
         self._fixed_seconds += self.policy_seconds(began)
+
+    @property
+    def _works_on_host(self) -> bool:
+        return self._looks_up or self._keeps
 
     def _empty_draft(self) -> Draft:
         view = self.view
@@ -313,9 +302,7 @@ class AutoDrafter(Drafter):
 
     @property
     def _has_schedule(self) -> bool:
-        """Whether the drafter of this step stops by its own rule."""
-        candidate = self.candidates.get(self._decision.kind)
-        return candidate is not None and candidate.draft_step is None
+        return self._decision.kind in self.learned.policy.costs.schedules
 
     def needs_logits(self, draft: Draft) -> bool:
         return self._keeps
@@ -340,17 +327,15 @@ class AutoDrafter(Drafter):
         began, self._judged, self._ranks = self.model.ranks.now(), [], []
         if draft is not None and self._looks_up:
             self.texts.judge(verdicts)
-        if draft is not None and draft.width and (self._decision.explores or not self._results):
-            for confidences, verdict in zip(
-                [] if draft.confidence is None else draft.confidence.tolist(), verdicts, strict=False
-            ):
+        if draft is not None and draft.confidence is not None and (self._decision.explores or not self._results):
+            for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                 self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
         row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
         if self._keeps and row is not None:
             self._ranks = self.learned.kept.ranks(self.texts.text[row][-1], verdicts[row].tokens)
         self.texts.count(verdicts, self._decision.kind == LOOKUP and draft is not None)
-        self._host_seconds += self.model.ranks.since(began) if self._looks_up or self._keeps else 0.0
+        self._host_seconds += self.model.ranks.since(began) if self._works_on_host else 0.0
         producer = self._producer
         without_notes = [replace(verdict, notes=[]) for verdict in verdicts] if self._has_schedule else verdicts
         for one in self._listeners:
@@ -374,25 +359,23 @@ class AutoDrafter(Drafter):
             self._add_plain(tokens, plain if preparing else seconds)
         else:
             self._add_drafted(step, seconds, tokens, rows, preparing)
-        if self._looks_up and plain and not preparing:
+        if self._looks_up and not preparing:
             gain = tokens / decision.price - (seconds - self._host_seconds) / plain if decision.kind == LOOKUP else 0.0
-            is_copy = any(right > 1 for _, right, _ in self.texts.judged)
-            learned.lookups.observe(learned.steps, gain, self._host_seconds / plain, is_copy)
+            learned.lookups.observe(gain, self._host_seconds / plain)
         if not self._steps_left:
             self._settle()
 
     def _add_plain(self, tokens: float, seconds: float) -> None:
         """After a plain step. It times plain decoding if it is warm, behind other plain steps, and does no other work."""
         self._plain_in_a_row += 1
-        is_warm, believed = self._plain_in_a_row > COLD_STEPS, self.learned.policy.costs.plain
-        plain = believed.value if believed.measurements >= TRIAL_STEPS else 0.0
-        if is_warm and seconds and not (self._looks_up or self._keeps):
+        is_warm, policy = self._plain_in_a_row > COLD_STEPS, self.learned.policy
+        if is_warm and seconds and not self._works_on_host:
             self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
-        elif plain and (self._ran_prompt or is_warm):
-            seconds = plain + self._host_seconds  # without the noise of the rest, which plain decoding has as well
-        elif plain:
-            seconds = min(seconds, (1 + COLD_LOSS) * plain)
+        elif policy.is_timed and (self._ran_prompt or is_warm):
+            seconds = (
+                policy.costs.plain.value + self._host_seconds
+            )  # without the noise of the rest, which plain decoding has, too
         if not self._results:
             self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
         (added,) = self._results
@@ -404,22 +387,12 @@ class AutoDrafter(Drafter):
 
     def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
         fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
-        drafts = self._decision.kind in self.candidates
-        drafting = self.model.ranks.agreed(step.seconds_draft) if drafts else 0.0
-        result = StepResult(
-            tokens,
-            seconds + fixed,
-            drafts=step.verified_nodes / rows,
-            passes=max(step.draft_steps, default=0) if drafts else 0,
-            drafting=drafting,
-            scoring=seconds - drafting,
-            fixed=fixed,
-            confidences=self._judged,
-            matches=self.texts.judged,
-            ranks=self._ranks,
-            preparing=preparing,
-        )
-        self._results.append(result)
+        is_model = self._decision.kind in self.candidates
+        drafting, passes = (self.model.ranks.agreed(step.seconds_draft), max(step.draft_steps)) if is_model else (0.0, 0)
+        times = {"drafting": drafting, "scoring": seconds - drafting, "fixed": fixed, "preparing": preparing}
+        outcomes = {"confidences": self._judged, "matches": self.texts.judged, "ranks": self._ranks}
+        drafts = step.verified_nodes / rows
+        self._results.append(StepResult(tokens, seconds + fixed, drafts=drafts, passes=passes, **times, **outcomes))
 
     def _read_quiet_steps(self) -> None:
         """Passes the commits of quiet steps on."""

@@ -8,7 +8,7 @@ from typing import Any
 from skipstone.decoding.drafter import Candidate
 from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.recycle import AdjacencyMatrix
-from skipstone.policy.choose_drafter import CHOOSE_EVERY, COPIED, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
+from skipstone.policy.choose_drafter import CHOOSE_EVERY, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
 from skipstone.policy.cost_model import FIRST_START, TABLE, LearnedCosts, LineTime, MeanTime
 from skipstone.policy.regret_budget import RegretBudget
 from skipstone.utils.limits import SMALL_STATE_BYTES
@@ -18,27 +18,23 @@ from skipstone.utils.limits import SMALL_STATE_BYTES
 class HostWork:
     """When work that takes host time in every step is done: looking texts up, or keeping continuations for recycling.
 
-    It is done while it pays, at the beginning of a text, and for PLAIN_AT_ONCE steps after ever longer rests. until: step at
-    which it rests, for `rest` steps. text_until, text_limit: step up to which it is done for a new text, and the latest value
-    of that. gain, spent: plain steps that it gains and takes, a running mean per step.
+    It is done while it pays, for the first WINDOW steps of a text, and for PLAIN_AT_ONCE steps after ever longer rests. until:
+    step at which it rests, for `rest` steps. gain, spent: plain steps that it gains and takes, a running mean per step.
     """
 
     until: int = PLAIN_AT_ONCE
     rest: int = 2 * PLAIN_AT_ONCE
     text_until: int = 0
-    text_limit: int = 0
     gain: float = 0.5
     spent: float = 0.0
 
     def begin_text(self, step: int) -> None:
-        self.text_until, self.text_limit = step + COPIED, step + WINDOW
+        self.text_until = step + WINDOW
 
-    def observe(self, step: int, gain: float, spent: float, is_copy: bool) -> None:
-        """After a step in which it was done. is_copy: the text repeats earlier text, so the work goes on."""
+    def observe(self, gain: float, spent: float) -> None:
+        """After a step in which it was done."""
         self.gain += (gain - self.gain) / WINDOW
         self.spent += (spent - self.spent) / WINDOW
-        if is_copy:
-            self.text_until = max(self.text_until, min(step + COPIED, self.text_limit))
 
     def is_wanted(self, step: int, pays: bool) -> bool:
         """Whether to do it in this step. Called once a step."""
