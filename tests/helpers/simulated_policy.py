@@ -81,7 +81,7 @@ def run(
     while not simulation.finished:
         if simulation.begins_request():
             policy.begin_request()
-        if (name := policy.next_replay()) is not None:
+        if (name := policy.next_replay({})) is not None:
             policy.observe_replay(name, *simulation.replay(name, policy.position % policy.rows))
         matches = simulation.matches() if everything else []
         decision, results = policy.decide(matches), list[StepResult]()

@@ -74,7 +74,7 @@ def test_matches_count_by_length_and_place() -> None:
 
 def test_a_tree_decodes_pending_tokens_virtually() -> None:
     """The tree holds the paths 0, 00 and 1. A step commits the tokens on its path and one more."""
-    state = RankAcceptance(tree=RankTree((-1, 0, -1), (0, 0, 1), 2.0))
+    state = RankAcceptance(tree=RankTree((-1, 0, -1), (0, 0, 1)))
     state.observe([0, 0, 7, 1, 9, 9, 0, 5, 0, 0, 0, 0, 0, 0, 0])
     assert state.decode_virtually() == [3, 2, 1, 2]  # 0 0 7 | 1 9 | 9 | 0 5; the last seven tokens wait
     assert len(state.pending) == 7

@@ -194,7 +194,7 @@ def test_a_drafter_is_replayed_and_decodes_the_text_virtually() -> None:
     """32 right tokens, all sure: chains of 8 drafts at .2 each, so nine tokens in 2.68 plain steps."""
     policy = timed(exploration=4.0, position=200, probed_at=200)
     policy.costs.replays["a"] = MeanTime(0.1, 4)
-    assert policy.next_replay() == "a"
+    assert policy.next_replay({}) == "a"
     policy.drafters["a"].acceptance.slope, policy.drafters["a"].acceptance.offset = 1.0, 4.0
     before = policy.exploration
     policy.observe_replay("a", [0.99] * 36, [True] * 36, 0.1)
@@ -203,16 +203,16 @@ def test_a_drafter_is_replayed_and_decodes_the_text_virtually() -> None:
     assert policy.exploration == pytest.approx(before - 0.1)
     assert policy.budget.remaining == pytest.approx(4.0 - 0.1)
     assert policy.decide().current == "a", "drafters are held against each other at once"
-    assert policy.next_replay() is None, "the one that drafts is graded by what it does"
+    assert policy.next_replay({}) is None, "the one that drafts is graded by what it does"
 
 
 def test_an_expensive_replay_is_not_cast_the_drafter_is_tried_instead() -> None:
     policy = timed(exploration=4.0, position=200, probed_at=200)
     policy.costs.replays["a"] = MeanTime(2.0, 4)
-    assert policy.next_replay() is None
+    assert policy.next_replay({}) is None
     assert policy.decide().kind == "a"
     policy.drafters["a"].searches = True
-    assert policy.next_replay() == "a"
+    assert policy.next_replay({}) == "a"
 
 
 def test_a_cost_is_measured_again_after_long_if_it_may_matter() -> None:
@@ -328,4 +328,4 @@ def test_the_scoring_of_lookups_is_timed_even_if_it_is_believed_to_be_too_expens
     policy.costs.timed_at.pop(HOST)
     recycled = policy.decide()
     assert (recycled.kind, recycled.explores) == (RECYCLE, True)
-    assert recycled.tree == RankTree((-1, 0), (0, 0), 1.0)
+    assert recycled.tree == RankTree((-1, 0), (0, 0))

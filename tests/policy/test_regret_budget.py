@@ -107,7 +107,7 @@ class Adversary:
             policy.begin_request()
             self.request_time = self.request_tokens = 0.0
             self.requests += 1
-        if (name := policy.next_replay()) is not None:
+        if (name := policy.next_replay({})) is not None:
             seconds, before = dice.uniform(0.05, 0.2) * self.mood[0], policy.budget.remaining
             policy.observe_replay(name, [0.9] * 32, [dice.random() < self.mood[1] for _ in range(32)], seconds)
             self.add(seconds, 0.0, before, 0.2)

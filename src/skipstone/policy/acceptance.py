@@ -72,7 +72,9 @@ class MatchAcceptance:
     """
 
     accepted: list[list[float]] = field(
-        default_factory=lambda: [[_match_prior(2**b + i) for i in range(MAX_DRAFTS)] for b in range(MATCH_BUCKETS)]
+        default_factory=lambda: [
+            [PRIOR_WEIGHT / (1 + MATCH_DOUBT / (2**b + i)) for i in range(MAX_DRAFTS)] for b in range(MATCH_BUCKETS)
+        ]
     )
     judged: list[list[float]] = field(default_factory=lambda: [[PRIOR_WEIGHT] * MAX_DRAFTS for _ in range(MATCH_BUCKETS)])
 
@@ -131,10 +133,6 @@ class RankAcceptance:
                 start += count + 1
         del self.pending[:start]
         return steps
-
-
-def _match_prior(length: int) -> float:
-    return PRIOR_WEIGHT * length / (length + MATCH_DOUBT)
 
 
 def _bucket(match: int) -> int:

@@ -11,7 +11,6 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
@@ -151,7 +150,7 @@ class Policy:
     """The state that decisions depend on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
     `observe_replay` change it. So a list of events makes every decision again.
 
-    drafters: with RECYCLE if tokens are recycled. lookups: discounted tokens and time of lookups. rows: that decode. current:
+    drafters: with RECYCLE if tokens are recycled. lookups: their rate. rows: that decode. current:
     the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: number of steps in a row that took
     longer than expected (negative: less long); surprised: their drafter. starts_request: no step of the request was
     taken yet.
@@ -162,13 +161,13 @@ class Policy:
     budget: RegretBudget = field(default_factory=RegretBudget)
     recycled: RankAcceptance = field(default_factory=RankAcceptance)
     matches: MatchAcceptance = field(default_factory=MatchAcceptance)
-    lookups: tuple[float, float] = (2 * PRIOR_TIME, PRIOR_TIME)
+    lookups: Rate = field(default_factory=Rate)
     rows: int = 1
     current: str | None = None
     position: int = 0
     chosen_at: int | None = None
     probed_at: int = 0
-    stalled_at: int | None = None
+    stalled_at: int = -REMEASURE_AFTER
     exploration: float = MAX_EXPLORATION
     trial: tuple[str, int] | None = None
     surprises: int = 0
@@ -179,9 +178,7 @@ class Policy:
         """What the next steps do. matches: by row, length of the longest match of its end; empty if none is looked up.
         can_replay: whether `next_replay` is called as well, so that drafters are tried only if that is worth more."""
         current = self._choose()
-        plain = Decision(PLAIN, self._price_of(current), current, "plain decoding is timed")
-        if not self.is_timed:
-            return plain
+        plain = Decision(PLAIN, self._price_of(current), current)
         if abs(self.surprises) > 1 and self.position - self.probed_at > WINDOW:
             return self._probe(plain, "steps took longer, or less long, than expected: a plain step is measured")
         if self.budget.remaining <= 0:
@@ -193,16 +190,16 @@ class Policy:
         """Whether a decision for several steps still holds with the current matches."""
         return self._look_up(decision, matches) is None
 
-    def next_replay(self, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
+    def next_replay(self, lag: Mapping[str, int]) -> str | None:
         """The drafter to replay now; None for none. lag: drafter -> tokens that it would have to read."""
-        if not self.is_timed or self.budget.remaining <= 0 or self._continue_trial(Decision(PLAIN)) is not None:
+        if self.budget.remaining <= 0 or self._continue_trial(Decision(PLAIN)) is not None:
             return None
         kind, name = self._best_exploration(self._choose(), lag)
         return name if kind == REPLAY else None
 
     @property
     def is_timed(self) -> bool:
-        """Whether the time of plain decoding is known."""
+        """Whether the time of plain decoding is known. Only then may `decide` and `next_replay` be called."""
         return self.costs.plain.measurements >= TRIAL_STEPS
 
     @property
@@ -237,7 +234,6 @@ class Policy:
         return plain._replace(reason="the regret budget is spent: plain until it recovers", steps=steps)
 
     def _draft(self, plain: Decision) -> Decision:
-        """A step of the best drafter."""
         name, price = plain.current, plain.price
         if name is None:
             return plain._replace(reason="nothing is faster than plain decoding", steps=WINDOW)
@@ -303,8 +299,8 @@ class Policy:
 
     def _is_old(self, name: str) -> bool:
         """Whether a drafter was timed long ago, or not in this process."""
-        timed_at, few = self.costs.timed_at.get(name), self.costs.measurements(name) < TRIAL_STEPS
-        return timed_at is None or self.position - timed_at > (HALF_LIFE if few else REMEASURE_AFTER)
+        timed_at = self.costs.timed_at.get(name)
+        return timed_at is None or self.position - timed_at > REMEASURE_AFTER
 
     def _best_exploration(self, current: str | None, lag: Mapping[str, int], can_replay: bool = True) -> tuple[str, str]:
         """Kind and drafter of the best measurement; empty if there is none, or the exploration account still saves for it."""
@@ -326,23 +322,21 @@ class Policy:
             if name == RECYCLE or (name == current and not one.is_hopeless):
                 continue
             age, timed_at = self.position - one.seen_at, self.costs.timed_at.get(name, -REMEASURE_AFTER)
+            is_unknown = one.rate.steps < TRIAL_STEPS
             is_due = age > REMEASURE_AFTER or (age >= WINDOW and one.rate.upper_bound > best)
             replay = self.costs.replays[name].value if can_replay and name in self.costs.replays else math.inf
             is_replayed = replay < (math.inf if one.searches else 1.0)  # a longer replay loses more than two steps of a trial
             cost = replay * max(lag.get(name, 0) / WINDOW, 1.0)
             if is_replayed and is_due and self.position >= CHOOSE_EVERY and cost <= remaining:
-                yield age / cost, cost, REPLAY, name
+                yield age * (TRIAL_STEPS if is_unknown else 1) / cost, cost, REPLAY, name
             is_tried = (is_due and not is_replayed) or (self._is_old(name) and self._potential(name) > best)
             if is_tried and self._stake(name, 2) <= remaining:
                 cost = self._trial_cost(name, price)
                 since = self.position - (timed_at if is_replayed else min(timed_at, one.seen_at))
-                is_promising = (
-                    timed_at < 0 and one.rate.steps >= TRIAL_STEPS
-                )  # by replays: only its costs are unknown
+                is_promising = timed_at < 0 and not is_unknown  # by replays: only its costs are unknown
                 yield math.inf if is_promising else since / cost, cost, TRIAL, name
 
     def _trial_cost(self, name: str, price: float) -> float:
-        """Plain steps that a trial is expected to lose."""
         costs, tokens = self.costs.of(name), expected_tokens(self.drafters[name].acceptance.mean, TRIAL_STEPS)
         lost = costs.step(0) - 1 if name in self.costs.schedules else TRIAL_STEPS * (costs.step(TRIAL_STEPS) - tokens / price)
         return max(lost, COLD_LOSS)
@@ -368,10 +362,8 @@ class Policy:
     def resized(self, rows: int) -> "Policy":
         """The policy for another number of rows, with the same budget. If that is less than twice as many, or more than half,
         step times are about the same and one plain step is timed. Otherwise step times are guesses."""
-        other, is_near = (
-            copy.deepcopy(self).renewed(budget=self.budget, rows=rows),
-            rows < 2 * self.rows and self.rows < 2 * rows,
-        )
+        other = copy.deepcopy(self).renewed(budget=self.budget, rows=rows)
+        is_near = max(rows, self.rows) < 2 * min(rows, self.rows)
         other.costs.plain.measurements = TRIAL_STEPS - 1 if is_near else 0
         if not is_near:
             other.costs.scoring, other.costs.timed_at = {HOST: self.costs.scoring[HOST].among(rows / self.rows)}, {}
@@ -381,7 +373,7 @@ class Policy:
 
     def renewed(self, **changes: Any) -> "Policy":
         """The same state with changes, and no measurement under way."""
-        return replace(self, chosen_at=None, stalled_at=None, trial=None, surprises=0, **changes)
+        return replace(self, chosen_at=None, trial=None, surprises=0, **changes)
 
     def observe(self, decision: Decision, results: Sequence[StepResult]) -> None:
         """Learns from the steps of a decision. Its kind is PLAIN if there was nothing to draft. Plain steps are one result."""
@@ -407,7 +399,8 @@ class Policy:
                 self._set_thresholds(self.current)
 
     def _observe_plain(self, decision: Decision, result: StepResult) -> float:
-        """After plain steps. Each is charged one plain step, and those after a draft also their extra time."""
+        """After plain steps. Each is charged one plain step, and those after a draft also their extra time. The others
+        tell whether the machine or a drafter caused surprises."""
         plain, steps, warm = self.costs.plain, result.steps, result.warm_steps
         if not self.is_timed:
             plain.observe(result.seconds / steps)
@@ -415,23 +408,17 @@ class Policy:
         excess = (result.seconds - warm * result.warm_seconds) / plain.value - (steps - warm)
         time = steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + result.fixed / plain.value
         if warm:
-            self._observe_plain_step(result.warm_seconds)
+            if abs(self.surprises) > 1:
+                if (result.warm_seconds / plain.value) ** math.copysign(2, self.surprises) > CHANGED:
+                    plain.value = result.warm_seconds
+                else:
+                    self.costs.doubt(self.surprised)
+                self.surprises = 0
+            plain.observe(result.warm_seconds)
             self.probed_at = self.position
         if decision.current is not None and self.drafters[decision.current].is_hopeless:
             self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
         return time
-
-    def _observe_plain_step(self, seconds: float) -> None:
-        """After a warm plain step. It tells whether the machine or a drafter caused surprises."""
-        plain = self.costs.plain
-        if abs(self.surprises) > 1:
-            factor = seconds / plain.value if self.surprises > 0 else plain.value / seconds
-            if factor**2 > CHANGED:
-                plain.value = seconds
-            else:
-                self.costs.doubt(self.surprised)
-            self.surprises = 0
-        plain.observe(seconds)
 
     def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
         """After steps that drafted. Returns the charged time. is_choice: drafters were compared before them; only then are
@@ -446,8 +433,7 @@ class Policy:
             if abs(self.surprises) < 2 and not is_routine:
                 self._time(kind, results[-1])
         if kind == LOOKUP and not decision.explores:
-            keep = 1 - 1 / WINDOW
-            self.lookups = self.lookups[0] * keep + tokens, self.lookups[1] * keep + time
+            self.lookups.add(self.position, tokens, time)
         if kind in self.drafters and (kind != RECYCLE or not decision.explores):
             one = self.drafters[kind]
             for result in results:
@@ -463,7 +449,7 @@ class Policy:
         prompt has filled. A rare stall is charged as twice the expected time, others as REQUEST_CREDIT more at most."""
         if preparing or self.starts_request:
             return min(time, max(expected, 1.0))
-        if time > 2 * expected and (self.stalled_at is None or self.position - self.stalled_at > HALF_LIFE):
+        if time > 2 * expected and self.position - self.stalled_at > HALF_LIFE:
             self.stalled_at = self.position
             return 2 * expected
         return min(time, expected + REQUEST_CREDIT)
@@ -481,14 +467,10 @@ class Policy:
 
     def _watch(self, kind: str, factor: float) -> None:
         """Counts surprises; two in a row cause a probe. factor: time over expected time."""
-        if self.starts_request or 1 / CHANGED < factor < CHANGED:
-            self.surprises = 0
-            return
-        sign = 1 if factor > 1 else -1
+        sign = 0 if self.starts_request or 1 / CHANGED < factor < CHANGED else 1 if factor > 1 else -1
         self.surprises, self.surprised = (self.surprises if self.surprises * sign > 0 else 0) + sign, kind
 
     def _time(self, kind: str, result: StepResult) -> None:
-        """Learns costs from the times of a step."""
         costs, plain = self.costs, self.costs.plain.value
         name = kind if kind in costs.drafting or kind in costs.schedules else HOST
         if name not in costs.timed_at:
@@ -504,7 +486,6 @@ class Policy:
         costs.timed_at[name] = self.position
 
     def _observe_ranks(self, decision: Decision, ranks: Sequence[int]) -> None:
-        """Learns from the ranks of committed tokens among the recycled ones."""
         tree, rate, scoring = self.recycled.tree, self.drafters[RECYCLE].rate, self.costs.scoring[HOST]
         self.recycled.observe(ranks)
         if decision.kind == RECYCLE:

@@ -68,8 +68,7 @@ class Dice:
         self.kinds: list[str] = []
 
     def decide(self, policy: Policy, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
-        kinds = [PLAIN, PROBE, *policy.drafters] + [LOOKUP] * any(matches)
-        kind = self.dice.choice(kinds) if policy.is_timed else PLAIN
+        kind = self.dice.choice([PLAIN, PROBE, *policy.drafters] + [LOOKUP] * any(matches))
         self.kinds.append(kind)
         thresholds = tuple(sorted(self.dice.random() ** 3 for _ in range(self.dice.randrange(6))))
         chances = [self.dice.random() * 0.6 for _ in range(3)]
@@ -78,7 +77,7 @@ class Dice:
         return Decision(kind, 1.0, None, "by dice", thresholds, (), drafts, tree)
 
     def next_replay(self, policy: Policy, lag: Mapping[str, int]) -> str | None:
-        return self.dice.choice([None, *policy.costs.replays]) if policy.is_timed else None
+        return self.dice.choice([None, *policy.costs.replays])
 
 
 @pytest.fixture

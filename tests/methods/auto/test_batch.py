@@ -1,9 +1,6 @@
-"""Rows of a batch share their draft steps, and draft on at one price: near the best lengths there are, where rows that each pay
-for themselves are not."""
+"""Rows of a batch share their draft steps and the regret budget. Other numbers of rows have other times."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -13,61 +10,7 @@ from skipstone.methods.auto.learned import Learned
 from skipstone.methods.drafting.confidence import SurvivalRule
 from skipstone.policy.choose_drafter import PLAIN, Policy
 from skipstone.policy.cost_model import FIRST_SLOPE, HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
-from skipstone.policy.draft_length import Scoring, stop_thresholds
 from skipstone.policy.regret_budget import RegretBudget
-
-MOST, FIXED = 8, 0.02
-
-ROWS = [(0.9, 0.9, 0.9), (0.9, 0.5, 0.2), (0.95, 0.7, 0.4), (0.6, 0.5, 0.4), (0.97, 0.1, 0.1, 0.1)]
-"""The acceptances of every row's drafts, which all rows' confidences tell."""
-
-
-def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: float, *, together: bool) -> list[int]:
-    """How many drafts every row makes. slope: what scoring a token of every row costs."""
-    rows, mean, scoring = len(acceptances), sum(acceptances) / len(acceptances), _scoring(slope)
-    least = stop_thresholds(step, FIXED, scoring, mean, worth, MOST)
-    beside = stop_thresholds(0.0, 0.0, scoring, mean, worth, MOST)
-    if least[0] > 1:
-        return [0] * rows
-    survival = SurvivalThresholds(1.0, 0.0, least[1:], beside[1:] if together else ())
-    stop = SurvivalRule(survival, rows, rows, torch.device("cpu"))
-    going, counts = torch.ones(rows, dtype=torch.bool), [0] * rows
-    while going.any():
-        counts = [count + int(goes) for count, goes in zip(counts, going, strict=True)]
-        on = stop.keep(torch.tensor(acceptances))
-        assert on is not None
-        going = going & on
-        if stop.joint:
-            going = going & stop.together(going)
-    return counts
-
-
-def _scoring(slope: float) -> Scoring:
-    return lambda tokens: 1.0 + slope * (tokens - 1)
-
-
-def rate(acceptances: tuple[float, ...], counts: tuple[int, ...] | list[int], step: float, slope: float) -> float:
-    """Tokens of a row in a plain step."""
-    rows, drafted = len(acceptances), max(counts)
-    tokens = 1 + sum(chance**n for chance, count in zip(acceptances, counts, strict=True) for n in range(1, count + 1)) / rows
-    return tokens / (drafted * step + 1 + slope * sum(counts) / rows + (FIXED if drafted else 0.0))
-
-
-def reached(acceptances: tuple[float, ...], step: float, slope: float, *, together: bool) -> float:
-    """The rate at the price that it brings about itself, as a share of the best one's."""
-    best = max(rate(acceptances, counts, step, slope) for counts in itertools.product(range(MOST + 1), repeat=len(acceptances)))
-    worth = 1.0
-    for _ in range(12):
-        counts = lengths(acceptances, step, slope, worth, together=together)
-        worth = max(1.0, rate(acceptances, counts, step, slope))
-    return worth / best
-
-
-@pytest.mark.parametrize("slope", [0.02, 0.1])
-@pytest.mark.parametrize("step", [0.15, 0.3])
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_one_price_is_near_the_best_lengths(rows: tuple[float, ...], step: float, slope: float) -> None:
-    assert reached(rows, step, slope, together=True) >= 0.88
 
 
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:

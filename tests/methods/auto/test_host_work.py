@@ -10,7 +10,7 @@ from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import HostWork, median_interval
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
-from skipstone.policy.choose_drafter import COPIED, PLAIN_AT_ONCE, WINDOW
+from skipstone.policy.choose_drafter import PLAIN_AT_ONCE, WINDOW
 from tests.helpers.machine import llama, prompt, start
 
 
@@ -29,26 +29,12 @@ def looked_up_in(steps: int, requests: int, paying: int = 0) -> list[int]:
 
 def test_texts_are_looked_up_now_and_then_and_new_ones_at_first() -> None:
     short = looked_up_in(64, 64)
-    assert short[:4] == [64, 64, COPIED, COPIED], "128 steps, then new texts only"
+    assert short[:4] == [64, 64, WINDOW, WINDOW], "128 steps, then new texts only"
     assert [place for place, count in enumerate(short) if count == 64] == [0, 1, 6, 7, 16, 17, 34, 35]
     assert looked_up_in(100, 3, paying=300) == [100, 100, 100]
     work = HostWork(until=0, rest=16 * PLAIN_AT_ONCE)
     assert work.is_wanted(5, pays=True)
     assert work.rest == HostWork().rest, "what paid once is asked for again soon"
-
-
-def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> None:
-    def looked_up(repeating: int) -> int:
-        work, count = HostWork(until=0), 0
-        work.begin_text(0)
-        for step in range(200):
-            found = work.is_wanted(step, pays=False)
-            count += found
-            if found:
-                work.observe(step + 1, 0.0, 0.0, step < repeating)
-        return count
-
-    assert (looked_up(0), looked_up(10), looked_up(200)) == (COPIED, 10 + COPIED, WINDOW)
 
 
 def looking() -> AutoDrafter:

@@ -1,14 +1,17 @@
 """Makes all decisions of a log of `auto` again, without a model."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skipstone.methods.auto.policy_log import DECISION, RESULTS
+from pydantic import TypeAdapter
+
 from skipstone.methods.auto.saved_profile import POLICY
 from skipstone.policy.choose_drafter import Decision, Policy, StepResult
+
+STEPS = TypeAdapter(tuple[tuple[list[int], bool], Decision | None, Decision, list[StepResult]])
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[Replaye
                     replay_seconds += values[3]
                 elif kind != "steps":
                     raise ValueError(f"an unknown event {kind!r}")
-                elif (decision := _decide_again(clock, policies[writer], *values)) is not None:
+                elif (decision := _decide_again(clock, policies[writer], values)) is not None:
                     yield replace(decision, replay_seconds=replay_seconds)
                     replay_seconds = 0.0
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -76,18 +79,15 @@ def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[Replaye
                 ) from error
 
 
-def _decide_again(
-    clock: Callable[[], float], policy: Policy, arguments: Sequence[Any], decided: Any, taken: Any, results: Any
-) -> ReplayedDecision | None:
+def _decide_again(clock: Callable[[], float], policy: Policy, values: Any) -> ReplayedDecision | None:
     """Decide again and learn. None if nothing was decided."""
-    taken, results, position = DECISION.validate_python(taken), RESULTS.validate_python(results), policy.position
+    (arguments, recorded, taken, results), position = STEPS.validate_python(values), policy.position
     began = clock()
     again = policy.decide(*arguments)
     decided_at, balance = clock(), policy.budget.request
     policy.observe(taken, results)
     learning, tokens = clock() - decided_at, sum(one.tokens for one in results)
-    if decided is None:
+    if recorded is None:
         return None
     lost = balance + policy.budget.slack * tokens - policy.budget.request
-    recorded = DECISION.validate_python(decided)
     return ReplayedDecision(position, recorded, again, results, 0.0, decided_at - began, learning, lost)

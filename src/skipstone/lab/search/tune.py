@@ -87,7 +87,7 @@ def summarise(learned: Learned, stats: Stats, texts: int, identities: dict[str, 
     """The result so far. identities: of the drafters, as in a saved profile."""
     policy, kinds = learned.policies[1], learned.kinds
     rates, costs = policy.rates(), policy.costs
-    found = [CandidateReport("prompt_lookup", policy.lookups[0] / policy.lookups[1], None, None, kinds.get(LOOKUP, 0))]
+    found = [CandidateReport("prompt_lookup", policy.lookups.value, None, None, kinds.get(LOOKUP, 0))]
     for name, one in policy.drafters.items():
         draft_step = costs.schedules[name].value if name in costs.schedules else costs.of(name).draft_step
         own = (None, None) if name == RECYCLE else (one.acceptance.mean, draft_step)

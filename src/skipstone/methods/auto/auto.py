@@ -115,15 +115,15 @@ class AutoDrafter(Drafter):
 
     def _first_learned(self, recycles: bool) -> Learned:
         """The state before the first request: a saved profile, or guesses."""
-        method, model, saved = self.method, self.model, None
-        first = first_policy(self.candidates, method.slack, recycles)
+        method, model = self.method, self.model
+        policy = first_policy(self.candidates, method.slack, recycles)
         if method.use_profile or method.profile is not None:
             identities = {name: one.identify() for name, one in self.candidates.items()}
-            saved = saved_profile.load_profile(model, first, identities, method.profile)
-        learned = Learned({1: first if saved is None else saved})
+            policy = saved_profile.load_profile(model, policy, identities, method.profile) or policy
+        learned = Learned({1: policy})
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
-            learned.log.policy(1, learned.policy)
+            learned.log.write("state", 1, learned.policy)
         return learned
 
     @property
@@ -172,13 +172,12 @@ class AutoDrafter(Drafter):
             one.drafter.prefill_tokens(chunk)
 
     def run_background_work(self) -> None:
-        """Replays a drafter if the policy wants it."""
         if self._steps_left:
             return
         self._settle()
         self.learned.resize(sum(self.view.alive))
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
-        if not rows or not self._can_replay:
+        if not rows or not self._can_replay or not self.learned.policy.is_timed:
             return
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
@@ -209,7 +208,7 @@ class AutoDrafter(Drafter):
         self._plain_in_a_row, self._ran_prompt = 0, False
         self.learned.policy.observe_replay(name, sure, right, seconds, read)
         if self.learned.log is not None:
-            self.learned.log.replay(self.learned.live, name, sure, right, seconds, read)
+            self.learned.log.write("replay", self.learned.live, (name, sure, right, seconds, read))
 
     def replay_seconds(self, began: float) -> float:
         return self.model.ranks.since(began)
@@ -246,13 +245,9 @@ class AutoDrafter(Drafter):
         """Whether texts are looked up and continuations kept in this step. Two plain steps of the budget are left to trials,
         which this work would use up little by little."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
-        recycles, lookups, is_probe = (
-            policy.current == RECYCLE,
-            learned.lookups,
-            self._steps_left and self._decision.kind == PROBE,
-        )
+        recycles, lookups = policy.current == RECYCLE, learned.lookups
         self._looks_up = self._keeps = False
-        if remaining >= 0 and policy.is_timed and not is_probe:
+        if remaining >= 0 and policy.is_timed and not (self._steps_left and self._decision.kind == PROBE):
             pays = self._decision.kind == LOOKUP and lookups.gain > lookups.spent
             self._looks_up = self.texts.looks_up and remaining >= 2 and lookups.is_wanted(learned.steps, pays)
             keeps = self.recycle is not None and (remaining >= 2 or recycles)
@@ -261,8 +256,9 @@ class AutoDrafter(Drafter):
     def _decide(self, matches: list[int], has_room: bool) -> None:
         self._settle()
         began, policy, self._arguments = self.model.ranks.now(), self.learned.policy, (matches, self._can_replay)
-        self._decided = policy.decide(*self._arguments) if has_room else None
-        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason="no room for a draft")
+        self._decided = policy.decide(*self._arguments) if has_room and policy.is_timed else None
+        reason = "no room for a draft" if policy.is_timed else "plain decoding is timed"
+        self._decision = self._decided or Decision(PLAIN, current=policy.current, reason=reason)
         self._keeps = self._keeps and self._decision.kind != PROBE
         self._steps_left = self._decision.steps - 1
         if self._decision.kind == PLAIN and self._works_on_host:  # which may lose time
@@ -345,7 +341,6 @@ class AutoDrafter(Drafter):
             producer.observe_commits(draft if draft is not None and draft.width else None, verdicts)
 
     def observe_step(self, step: Step) -> None:
-        """Measures a step."""
         if step.prefill:
             self._take_preparations()
             return
@@ -373,9 +368,7 @@ class AutoDrafter(Drafter):
             self._warm.append(seconds)
             self.learned.plain_seconds.append(seconds)
         elif policy.is_timed and (self._ran_prompt or is_warm):
-            seconds = (
-                policy.costs.plain.value + self._host_seconds
-            )  # without the noise of the rest, which plain decoding has, too
+            seconds = policy.costs.plain.value + self._host_seconds  # other noise would slow plain decoding as well
         if not self._results:
             self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
         (added,) = self._results
@@ -387,15 +380,14 @@ class AutoDrafter(Drafter):
 
     def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
         fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
-        is_model = self._decision.kind in self.candidates
-        drafting, passes = (self.model.ranks.agreed(step.seconds_draft), max(step.draft_steps)) if is_model else (0.0, 0)
-        times = {"drafting": drafting, "scoring": seconds - drafting, "fixed": fixed, "preparing": preparing}
-        outcomes = {"confidences": self._judged, "matches": self.texts.judged, "ranks": self._ranks}
-        drafts = step.verified_nodes / rows
-        self._results.append(StepResult(tokens, seconds + fixed, drafts=drafts, passes=passes, **times, **outcomes))
+        result = StepResult(tokens, seconds + fixed, drafts=step.verified_nodes / rows, fixed=fixed, preparing=preparing)
+        result.confidences, result.matches, result.ranks = self._judged, self.texts.judged, self._ranks
+        if self._decision.kind in self.candidates:
+            result.passes, result.drafting = max(step.draft_steps), self.model.ranks.agreed(step.seconds_draft)
+        result.scoring = seconds - result.drafting
+        self._results.append(result)
 
     def _read_quiet_steps(self) -> None:
-        """Passes the commits of quiet steps on."""
         for verdicts in self._unread:
             self.texts.count(verdicts, is_lookup=False)
             for one in self._listeners:
@@ -414,4 +406,4 @@ class AutoDrafter(Drafter):
         learned.policy.observe(decision, results)
         self._fixed_seconds += self.policy_seconds(began)
         if learned.log is not None:
-            learned.log.steps(learned.live, self._arguments, self._decided, decision, results)
+            learned.log.write("steps", learned.live, (self._arguments, self._decided, decision, results))

@@ -37,14 +37,14 @@ def candidates_of(methods: Sequence[Method], model: ModelRunner, rows: int, capa
 def usual_methods(model: ModelRunner, own: Method | None) -> tuple[Method, ...]:
     """The default candidates: lookups, recycled tokens, the model's own method if it is lossless, bundled exit heads, and the
     model in int4 if the native engine runs it unquantised."""
-    first, last = [_LOOKUP], list[Method]()
+    methods = [_LOOKUP]
     if not model.family.recurrent:
-        first.append(_RECYCLE)
+        methods.append(_RECYCLE)
         if bundled_name_for(model) is not None:
-            last.append(_HEADS)
+            methods.append(_HEADS)
         is_unquantised = model.engine.name == "native" and model.engine.quantize is None
         if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
-            last.append(_FEWER_BITS)
-    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*first, *last))):
-        first.append(own)
-    return (*first, *last)
+            methods.append(_FEWER_BITS)
+    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, methods)):
+        methods.append(own)
+    return tuple(methods)

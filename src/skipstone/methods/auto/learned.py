@@ -73,7 +73,7 @@ class Learned:
         for policy in self.policies.values():
             policy.begin_request()
         if self.log is not None:
-            self.log.begin_request()
+            self.log.write("request", 0)
 
     def resize(self, live: int) -> None:
         """The number of rows that decode has changed."""
@@ -85,7 +85,7 @@ class Learned:
             self.policies[live] = self.policies[nearest].resized(live)
         self.policy.budget = before.budget  # all numbers of rows share one budget
         if self.log is not None:
-            self.log.policy(live, self.policy)
+            self.log.write("state", live, self.policy)
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values."""

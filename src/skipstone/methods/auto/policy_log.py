@@ -4,16 +4,10 @@ A line of JSON each: a policy, then the events that change it. `Policy` depends 
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from pydantic import TypeAdapter
-
-from skipstone.methods.auto.saved_profile import POLICY
-from skipstone.policy.choose_drafter import Decision, Policy, StepResult
-
-DECISION, RESULTS = TypeAdapter(Decision), TypeAdapter(list[StepResult])
+from pydantic_core import to_jsonable_python
 
 
 class PolicyLog:
@@ -28,24 +22,8 @@ class PolicyLog:
         self._file, self.number = self._open[path] if path in self._open else (path.open("w", encoding="utf-8"), 0)
         self._open[path] = self._file, self.number + 1
 
-    def _write(self, kind: str, live: int, values: Any) -> None:
-        self._file.write(json.dumps({"writer": [self.number, live], kind: values}) + "\n")
+    def write(self, event: str, live: int, values: Any = None) -> None:
+        """event: "state" of a policy, "request", "replay" (values: as in `Policy.observe_replay`), or "steps" (arguments and
+        result of `Policy.decide`, arguments of `Policy.observe`)."""
+        self._file.write(json.dumps({"writer": [self.number, live], event: to_jsonable_python(values)}) + "\n")
         self._file.flush()
-
-    def policy(self, live: int, policy: Policy) -> None:
-        """The state of a policy, before its events."""
-        self._write("state", live, POLICY.dump_python(policy, mode="json"))
-
-    def begin_request(self) -> None:
-        self._write("request", 0, None)
-
-    def replay(self, live: int, *values: Any) -> None:
-        """values: as in `Policy.observe_replay`."""
-        self._write("replay", live, values)
-
-    def steps(
-        self, live: int, arguments: Sequence[Any], decided: Decision | None, taken: Decision, results: list[StepResult]
-    ) -> None:
-        """arguments, decided: of `Policy.decide`; None if it was not called. taken: the decision that was carried out."""
-        decisions = [None if one is None else DECISION.dump_python(one, mode="json") for one in (decided, taken)]
-        self._write("steps", live, [list(arguments), *decisions, RESULTS.dump_python(results, mode="json")])

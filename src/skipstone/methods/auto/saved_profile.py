@@ -18,7 +18,7 @@ from skipstone.policy.cost_model import HOST
 from skipstone.utils.files import cache_place, digest, write_json
 from skipstone.utils.settings_files import SettingsPart, read_json
 
-VERSION = 7  # of the file
+VERSION = 8  # of the file
 TUNED = "tune.json"  # its name in a repository on the hub
 NODE = "node"  # the machine's own name: the one entry of the key that may differ in a file that a user names
 POLICY = TypeAdapter(Policy)
