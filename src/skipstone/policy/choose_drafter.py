@@ -455,13 +455,13 @@ class Policy:
         return min(time, expected + REQUEST_CREDIT)
 
     def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
-        """Whether this is an untimed step of a trial. Counts the steps; a slow one ends the trial. A drafter with its own
-        schedule needs more steps to get going, and all are timed."""
+        """Whether this is an untimed step of a trial. Counts the steps; a slow one ends the trial. Of a drafter with its own
+        schedule, all are timed."""
         kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
         if not decision.explores or not (has_schedule or kind in self.costs.drafting):
             return False
         name, left = self.trial or ("", 0)
-        left = (left if name == kind else LOOKAHEAD if has_schedule else TRIAL_STEPS) - 1
+        left = (left if name == kind else TRIAL_STEPS) - 1
         self.trial = (kind, left) if left and not is_slow else None
         return self.trial is not None and not has_schedule
 
