@@ -14,8 +14,8 @@ import pytest
 from skipstone.cli import VERBS, bench, export, method_table, train
 from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import settings_of
-from skipstone.export.gguf.file import TYPES
 from skipstone.export.gguf.vocabulary import RULES
+from skipstone.export.gguf.write_gguf import TYPES
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.bench.report.report import FORMATS
 from skipstone.lab.bench.report.tables import LAYOUTS

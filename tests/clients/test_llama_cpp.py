@@ -20,8 +20,8 @@ import torch
 from recipes.measure.llama_cpp_draft import wait_until_ready
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft_layers import DraftLayers
-from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
+from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from tests.helpers import support
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, byte_level, plain
 from tests.helpers.served import HOST, free_port

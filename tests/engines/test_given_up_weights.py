@@ -21,7 +21,7 @@ import skipstone
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fingerprint import fingerprint
-from skipstone.models.packed import PackedWeight, is_packed
+from skipstone.models.packed_weight import PackedWeight, is_packed
 from tests.helpers import families
 from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin, slow_except

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft_layers import DraftLayers
-from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
+from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.gguf_names import NAMES

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
-from skipstone.models.packed import PackedWeight
+from skipstone.models.packed_weight import PackedWeight
 from tests.helpers import families
 
 TRAINER = {
@@ -144,7 +144,7 @@ def saved_generation_config() -> None:
 
 
 def wrapper_subclasses() -> None:
-    """torch's own recipe for a tensor subclass that has no storage: models/packed.py."""
+    """torch's own recipe for a tensor subclass that has no storage: models/packed_weight.py."""
     made = torch.Tensor._make_wrapper_subclass(PackedWeight, (3, 2), dtype=torch.float32)
     assert made.shape == (3, 2)
     assert PackedWeight.__torch_function__ is torch._C._disabled_torch_function_impl

@@ -22,7 +22,7 @@ from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.lab.check.check import TieDetector
-from skipstone.models import quantised as rooms
+from skipstone.models import quantised_checkpoints
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
@@ -64,7 +64,7 @@ def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> N
     """The kernels run for the first time in skipstone, where they have to unpack what they pack."""
     model = quantised.cached(name)
     output = skipstone.generate(model, prompt(LENGTH, seed=1)[None], METHODS[method](), max_new_tokens=NEW, do_sample=False)
-    assert rooms.kernels(model), "it is not quantised"
+    assert quantised_checkpoints.kernels(model), "it is not quantised"
     assert_same(name, output.new_tokens)
     assert output.engine == "eager"
     assert (output.stats.drafted > 0) == (method != "autoregressive")
@@ -75,7 +75,7 @@ def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str)
     if library.missing() is not None:
         pytest.skip("no native engine")
     model = quantised.cached(name)
-    (kernel,) = rooms.kernels(model)
+    (kernel,) = quantised_checkpoints.kernels(model)
     reason = ModelRunner(model).engine_reason
     assert reason is not None
     assert f"is quantised ({kernel}), and the native engine reads plain weights only" in reason
@@ -121,8 +121,10 @@ def test_a_kernel_that_is_not_tested_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("place", "part"), [("lm_head", "LM head"), ("model.embed_tokens", "embedding")])
 def test_a_quantised_head_or_embedding_is_refused(place: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = rooms.METHODS["torchao"]
-    monkeypatch.setitem(rooms.METHODS, "torchao", rooms.Quantisation(known.package, ("torchao Odd",)))
+    known = quantised_checkpoints.METHODS["torchao"]
+    monkeypatch.setitem(
+        quantised_checkpoints.METHODS, "torchao", quantised_checkpoints.Quantisation(known.package, ("torchao Odd",))
+    )
     with pytest.raises(ValueError, match=rf"the model's {part} is quantised \(torchao Odd\), expected a plain one"):
         ModelRunner(with_odd_weight(llama(), place))
 
@@ -166,11 +168,11 @@ def test_a_checkpoint_that_cannot_be_decoded_is_refused_before_it_is_loaded(meth
     assert REFUSED[method] in str(caught.value)
 
 
-@pytest.mark.parametrize("method", [name for name, one in rooms.METHODS.items() if one.unloadable is None])
+@pytest.mark.parametrize("method", [name for name, one in quantised_checkpoints.METHODS.items() if one.unloadable is None])
 def test_a_missing_package_is_one_sentence_that_says_what_to_install(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = rooms.METHODS[method]
+    known = quantised_checkpoints.METHODS[method]
     monkeypatch.setitem(sys.modules, known.package, None)
     with pytest.raises(ImportError) as caught:
         load_model(checkpoint(tmp_path, method))
@@ -201,5 +203,5 @@ def test_a_quantised_checkpoint_is_loaded_and_decoded(name: str) -> None:
     output = skipstone.generate(
         model, prompt(LENGTH, seed=1)[None], METHODS["layerskip"](), max_new_tokens=NEW, do_sample=False
     )
-    assert rooms.kernels(model), "it is not quantised"
+    assert quantised_checkpoints.kernels(model), "it is not quantised"
     assert_same(name, output.new_tokens)

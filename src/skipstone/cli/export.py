@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from skipstone.export.draft_layers import DraftLayers
 
 FORMATS = ("draft", "gguf")
-TYPES = ("F32", "F16", "BF16")  # as in skipstone.export.gguf.file, which would import torch
+TYPES = ("F32", "F16", "BF16")  # as in skipstone.export.gguf.write_gguf, which would import torch
 RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, as in skipstone.export.gguf.vocabulary
 
 
@@ -93,8 +93,8 @@ def _write_gguf(
     weight_type: str | None,
     pre_tokenizer: str | None,
 ) -> None:
-    from skipstone.export.gguf.file import DRAFT, TARGET, stored_type, write_pair
     from skipstone.export.gguf.vocabulary import vocabulary_of
+    from skipstone.export.gguf.write_gguf import DRAFT, TARGET, stored_type, write_pair
 
     kind = stored_type(runner.model, weight_type)
     vocabulary = vocabulary_of(tokenizer, runner.model, pre_tokenizer)

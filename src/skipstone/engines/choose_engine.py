@@ -19,7 +19,7 @@ from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.models.decoder_model import DecoderModel, unwrapped
 from skipstone.models.device_map import hooks
-from skipstone.models.quantised import warm_up_kernels
+from skipstone.models.quantised_checkpoints import warm_up_kernels
 from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
 from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes

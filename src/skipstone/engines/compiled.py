@@ -31,7 +31,7 @@ from skipstone.engines.eager.patches import changed
 from skipstone.engines.host_transfer import identity
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.decoder_model import DecoderModel
-from skipstone.models.packed import is_packed
+from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
 

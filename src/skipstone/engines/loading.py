@@ -34,7 +34,7 @@ from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.fetching import commit_of, hub_name, not_found_error
 from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
 from skipstone.models.known_types import REFUSED
-from skipstone.models.quantised import expect_loadable
+from skipstone.models.quantised_checkpoints import expect_loadable
 from skipstone.models.tensor_parallel import cannot_share
 from skipstone.models.unsupported import refuse_sizes
 from skipstone.utils.extras import installed

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from skipstone.export.draft_layers import DraftLayers
-from skipstone.export.gguf.file import DRAFT, TARGET
+from skipstone.export.gguf.write_gguf import DRAFT, TARGET
 
 
 def for_draft(target: str, folder: Path, kept: DraftLayers) -> dict[str, str]:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from skipstone.models.families import text_config
-from skipstone.models.quantised import quantization_method
+from skipstone.models.quantised_checkpoints import quantization_method
 
 SHOWN = 3  # weights named in a message
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from skipstone.models.device_map import input_device
 from skipstone.models.families import attention_reaches, layer_types, max_positions, text_config, text_ids
-from skipstone.models.quantised import kernels
+from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.recognition import recognise
 from skipstone.models.tensor_parallel import TensorParallelGroup
 

@@ -8,7 +8,7 @@ import torch
 
 from skipstone.models.device_map import named_values
 from skipstone.models.per_model_cache import PerModelCache
-from skipstone.models.quantised import stored_tensors
+from skipstone.models.quantised_checkpoints import stored_tensors
 from skipstone.models.weight_version import model_version
 
 SAMPLED = 64  # hashed entries of every parameter

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from skipstone.models import quantised
+from skipstone.models import quantised_checkpoints
 from skipstone.models.device_map import lacks_hooks
 from skipstone.models.families import RECURRENT, Family, layer_types, text_config
 from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
-from skipstone.models.packed import PackedWeight
+from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.passes import AttentionReach
 from skipstone.models.tensor_parallel import MESH, cannot_share
 
@@ -138,9 +138,11 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
 def refuse_weights(model: Any) -> None:
     """ValueError for weights that are missing, quantised by untested kernels, or distributed in an unsupported way. Walks all
     parameters."""
-    quantised.refuse_untested_kernels(model)
+    quantised_checkpoints.refuse_untested_kernels(model)
     parameters = list(model.parameters())
-    packed = {id(one) for layers in quantised.kernels(model).values() for layer in layers for one in layer.parameters()}
+    packed = {
+        id(one) for layers in quantised_checkpoints.kernels(model).values() for layer in layers for one in layer.parameters()
+    }
     own = [one.data for one in parameters if not isinstance(one, PackedWeight) and id(one) not in packed]
     special = {type(values).__name__ for values in own if type(values) not in KNOWN_TENSORS}
     if special:

@@ -13,7 +13,7 @@ from skipstone import EarlyExit, LayerSkip, Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
 from skipstone.lab.check.kernel_invariance import ROWS, WIDTHS, compare_kernels, kv_spread, logits_spread
-from skipstone.models import quantised as rooms
+from skipstone.models import quantised_checkpoints
 from tests.helpers import quantised
 from tests.helpers.checking import run_probe
 from tests.helpers.machine import prompt
@@ -44,7 +44,11 @@ Alone.__module__ = Beside.__module__ = "torchao.made.up"
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Its first layer has `Beside`, the others have `Alone`."""
-    monkeypatch.setitem(rooms.METHODS, "torchao", rooms.Quantisation("torchao", ("torchao Alone", "torchao Beside")))
+    monkeypatch.setitem(
+        quantised_checkpoints.METHODS,
+        "torchao",
+        quantised_checkpoints.Quantisation("torchao", ("torchao Alone", "torchao Beside")),
+    )
     made = quantised.plain()
     for name, module in made.named_modules():
         if name.endswith("_proj"):

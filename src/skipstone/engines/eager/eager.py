@@ -14,7 +14,7 @@ from skipstone.engines.kv_cache import KVCache, SharedKVView
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import PER_LAYER, SHARED, RotarySource, alibi_slopes, submodule, text_config
-from skipstone.models.packed import is_packed
+from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 from skipstone.models.torch_defaults import with_stable_defaults
 from skipstone.models.weight_version import TensorValues

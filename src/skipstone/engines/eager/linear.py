@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipstone.models.packed import PackedWeight
+from skipstone.models.packed_weight import PackedWeight
 
 _PLAIN = (Tensor, nn.Parameter, PackedWeight)
 FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear on the CPU

@@ -16,8 +16,8 @@ from skipstone.engines.host_transfer import dense, pointer
 from skipstone.engines.native.structs import BAD_WEIGHT, LayerStruct, MatrixStruct, ModelStruct, NativeError
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
-from skipstone.models.packed import PackedWeight
-from skipstone.models.quantised import kernel
+from skipstone.models.packed_weight import PackedWeight
+from skipstone.models.quantised_checkpoints import kernel
 from skipstone.models.weight_version import TensorValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

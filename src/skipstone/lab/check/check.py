@@ -40,7 +40,7 @@ from skipstone.lab.check import distribution_tests
 from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
 from skipstone.lab.check.distribution_tests import TokenSample
 from skipstone.lab.check.kernel_invariance import compare_kernels, kv_spread, logits_spread
-from skipstone.models.quantised import kernels
+from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.torch_defaults import stable_defaults
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.batch_invariance import repeat_text, run_in_passes
-from skipstone.models.quantised import kernels
+from skipstone.models.quantised_checkpoints import kernels
 
 ROWS = 32  # tokens of the text in the comparison of sums
 TOKENS = 96  # tokens of the text in the comparison of keys and values; few of them differ much

@@ -26,7 +26,7 @@ from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.adadecode.chain import HeadChainDrafter
+from skipstone.methods.adadecode.auto_candidate import HeadChainDrafter
 from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.drafting import method_states

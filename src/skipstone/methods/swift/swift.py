@@ -30,7 +30,7 @@ from skipstone.methods.drafting.candidates import of_layers
 from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
 from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
-from skipstone.methods.swift.chain import SwiftChainDrafter
+from skipstone.methods.swift.auto_candidate import SwiftChainDrafter
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
