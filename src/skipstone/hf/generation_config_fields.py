@@ -72,10 +72,11 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
     """
     defaults = _default_values()
     for name, value in values.items():
-        reason = FIELDS.get(name, "skipstone does not know this option")
-        default = defaults.get(name)
+        if name.startswith("_") or name not in defaults:
+            continue
+        reason, default = FIELDS.get(name, "skipstone does not know this option"), defaults[name]
         unset = value is None or value == default or (value is False and default is None)
-        if name.startswith("_") or name not in defaults or reason is None or unset:
+        if reason is None or unset:
             continue
         if value in _CHANGES_NOTHING.get(name, ()):
             continue
