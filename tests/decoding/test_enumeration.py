@@ -236,3 +236,10 @@ def short(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)
+
+
+@pytest.mark.slow
+def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
+    seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.6))
+    assert seen.steps[1, 0] > 0
+    assert seen.lengths >= {1, 2}

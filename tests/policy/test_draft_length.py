@@ -103,3 +103,23 @@ def test_of_a_batch_the_best_numbers_of_drafts_are_scored(
 
     every = itertools.product(*(range(len(chain) + 1) for chain in rows))
     assert worth(tuple(found)) == pytest.approx(max(map(worth, every)))
+
+
+def speed(acceptance: float, step: float, fixed: float, drafts: int) -> float:
+    """Tokens a plain step of always `drafts` drafts, scoring flat."""
+    tokens = sum(acceptance**n for n in range(drafts + 1))
+    return tokens / (drafts * step + 1 + (fixed if drafts else 0.0))
+
+
+@given(chances, st.floats(0.02, 0.6), st.floats(0.0, 0.1))
+def test_with_one_acceptance_the_rule_finds_the_best_length(acceptance: float, step: float, fixed: float) -> None:
+    """If every draft is accepted with the same probability, the best policy drafts a fixed number. At the price of that
+    policy's rate, the rule reaches .99 of it."""
+    most = 40
+    best = max(speed(acceptance, step, fixed, drafts) for drafts in range(most + 1))
+    price = best
+    theta = stop_thresholds(step, fixed, flat, acceptance, price, most)
+    drafts = 0
+    while drafts < most and acceptance**drafts >= theta[drafts]:
+        drafts += 1
+    assert speed(acceptance, step, fixed, drafts) >= 0.99 * best

@@ -164,3 +164,38 @@ def test_no_drafter_of_the_policy_can_lose_more_than_the_budget_allows(seed: int
     for _ in range(400):
         world.turn()
     assert world.forgiven_steps <= world.requests + 1 + world.tokens / HALF_LIFE
+
+
+def test_an_expensive_step_fits_only_into_a_request_that_is_long_enough() -> None:
+    budget = RegretBudget()
+    tokens = 0
+    while budget.remaining < 19.0:
+        budget.charge(1.0, 1.0)
+        tokens += 1
+    assert tokens == pytest.approx((19 - CREDIT) / budget.slack, abs=1)
+
+
+@pytest.mark.parametrize("guess", [1.0, 2.0, 20.0])
+@pytest.mark.parametrize("kind", ["chain", "whole"])
+def test_a_drafter_that_costs_twenty_plain_steps_loses_a_step_or_two(guess: float, kind: str) -> None:
+    """Each of its draft steps, or each step of its own schedule, takes 20 and is never right."""
+    drafting, schedules = ({"expensive": LineTime(0.0, guess)}, {}) if kind == "chain" else ({}, {"expensive": MeanTime(guess)})
+    policy = Policy(LearnedCosts(MeanTime(1.0, 3), drafting=drafting, schedules=schedules), {"expensive": DrafterState()})
+    time, tokens, tries, in_a_row = 0.0, 0.0, 0, 9
+    while tokens < 6000:
+        decision = policy.decide()
+        if decision.kind == "expensive":
+            drafts = max(len(decision.thresholds), 1)
+            drafting, in_a_row = 20.0 * (drafts if kind == "chain" else 1), 0
+            result = StepResult(1.0, drafting + 1.1, 1, drafts, drafts, drafting, 1.1, 0.0, [(0.9, False)])
+            tries += 1
+        else:
+            warm = [turn >= COLD_STEPS for turn in range(in_a_row, in_a_row + decision.steps)]
+            seconds = sum(1.0 if one else 1.2 for one in warm)
+            result = StepResult(decision.steps, seconds, decision.steps, warm_steps=sum(warm), warm_seconds=1.0)
+            in_a_row += decision.steps
+        policy.observe(decision, [result])
+        time, tokens = time + result.seconds, tokens + result.tokens
+        largest = 20.0 * 8 if kind == "chain" else 20.0
+        assert time <= (1 + policy.budget.slack) * tokens + CREDIT + largest + 3
+    assert tries <= 6

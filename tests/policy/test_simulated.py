@@ -108,3 +108,11 @@ def test_a_drafter_of_twenty_plain_steps_leaves_others_their_time() -> None:
     simulation, _ = run(HELD_OUT["drafters of 20 plain steps, server"], 0, everything=False)
     assert simulation.worst_request() >= 1.0
     assert simulation.kinds.get("draft model", 0) + simulation.kinds.get("lookahead", 0) < 10
+
+
+def test_a_run_can_be_made_again() -> None:
+    """Decisions depend on nothing but what the policy observes."""
+    work = workloads(1500)["mixed, nano"]
+    one, two = run(work, 3), run(work, 3)
+    assert one[1] == two[1]
+    assert one[0].total == two[0].total

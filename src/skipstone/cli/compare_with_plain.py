@@ -1,4 +1,4 @@
-"""`--compare` and the demo: a prompt decoded by a method and plainly in turn, and the figures of both."""
+"""`--compare` and the demo: one prompt decoded alternately by a method and plainly, with the figures of both."""
 
 import warnings
 from dataclasses import asdict, dataclass
@@ -107,7 +107,7 @@ class RunComparison:
 def compare_with_plain(
     job: RunInput, method: Method, repeats: int = 1, show: Show = None, show_plain: Show = None
 ) -> tuple[Run, RunComparison | None]:
-    """Warm both up, then decode plainly and with the method in turn. The first runs are shown.
+    """Warm both up, then alternate plain decoding and the method. The first runs are shown.
 
     Returns the method's first run. After Ctrl-C there is no comparison, and the run has the tokens so far.
     """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def expect_parent_folder(*files: Path | None) -> None:
-    """FileNotFoundError if a file that is to be written would lie in a folder that does not exist."""
+    """FileNotFoundError if the folder of an output file does not exist."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise FileNotFoundError(2, "no such folder", str(file.parent))

@@ -24,7 +24,7 @@ def flag(default: Any, text: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Base class of frozen dataclasses whose fields are options. panel: the heading of the options in the help.
+    """Base class of frozen dataclasses. Each field is an option. panel: the heading of the options in the help.
 
     A group checks its own values when it is made.
     """
@@ -69,7 +69,7 @@ Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tra
 
 
 def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """The command of a verb: a parameter whose type is an option group becomes one option per field. --debug is added."""
+    """The command of a verb. A parameter with an option group as its type becomes one option per field. --debug is added."""
     groups, parameters = {}, []
     for name, parameter in signature(verb).parameters.items():
         kind = parameter.annotation

@@ -58,7 +58,7 @@ class PartialForward:
             places = cached_arange(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
             self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
         else:
-            # Rows with less room than others have superfluous columns, whose positions must not exceed the model's.
+            # Rows with less room than others have superfluous columns. Their positions must not exceed the model's.
             self._slots = self._base + cached_arange(max(COUNTED, self._room), self.device)[: self._room]
             self._positions = self._slots.clamp(max=self._end - 1)
         self._reached: list[int] | None = [0]  # depth of every column, while it is the same in all rows

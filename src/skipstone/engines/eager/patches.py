@@ -129,7 +129,7 @@ class SkippablePatch(ForwardPatch):
         return (unchanged, *[None] * (self.returns - 1)) if self.returns else unchanged
 
     def _skipped(self, skip: SkipSet) -> frozenset[int]:
-        """Layers whose sublayer of this kind is skipped."""
+        """Layers that skip their sublayer of this kind."""
         return skip.attention if self.part in ("attention", "read") else skip.mlp
 
 

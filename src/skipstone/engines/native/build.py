@@ -86,7 +86,7 @@ def compiler() -> list[str]:
 
 
 def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
-    """The levels whose library is missing in the folder or was built from other sources."""
+    """The levels without a library in the folder, or with one that was built from other sources."""
     wanted = source_hash(csrc).encode()
     paths = {name: folder / name_of(name) for name in names}
     return [name for name, path in paths.items() if not path.exists() or wanted not in path.read_bytes()]

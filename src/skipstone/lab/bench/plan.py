@@ -138,7 +138,7 @@ def task_settings(plan: BenchPlan, task: PlannedTask) -> TaskSettings:
 
 
 def has_choices(plan: BenchPlan) -> bool:
-    """Whether settings are to be chosen by measurement."""
+    """Whether measurements choose settings."""
     return plan.tune or any(
         is_choice(KINDS[spec["method"]], key, value) for spec in plan.methods for key, value in spec.items() if key != "method"
     )

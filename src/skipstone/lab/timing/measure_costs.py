@@ -181,7 +181,7 @@ class CostTimer:
         return self.drafted(session, drafts)
 
     def drafted(self, session: Session, drafts: int) -> float:
-        """The time of a chain, of which nothing is committed. A pass through all layers runs first, as in decoding, so the
+        """The time of a chain. Nothing of it is committed. A pass through all layers runs first, as in decoding, so the
         processor's caches do not hold the layers that draft."""
         self._scored(1, self.context)
         seconds = self._clock(lambda: session.drafter.propose_draft([drafts] * self.batch))
