@@ -154,3 +154,22 @@ def test_errors_that_do_not_stay_end_no_thread(monkeypatch: pytest.MonkeyPatch, 
     assert [one.reason for one in ended] == [FAILED, FAILED, FAILED, LENGTH]
     assert model_thread.is_alive
     assert model_thread.stop()
+
+
+def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own, broken = skipstone.load(None), DecodingLoop.step, threading.Event()
+
+    def step(decoder: DecodingLoop) -> Step:
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("planted")
+        return own(decoder)
+
+    monkeypatch.setattr(DecodingLoop, "step", step)
+    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5)))) as client:
+        while client.get("/health").status_code != 200:
+            time.sleep(0.01)
+        broken.set()
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 500
+        assert client.get("/health").json() == {"status": "ready"}
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200

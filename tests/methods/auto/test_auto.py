@@ -381,3 +381,20 @@ def test_a_file_that_is_no_log_is_refused_with_its_line(text: str, tmp_path: Pat
     file.write_text(text + "\n")
     with pytest.raises(ValueError, match="line 1: this is no record of auto's decisions"):
         list(replay_decisions(file, time.perf_counter))
+
+
+def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = llama()
+    Clocked(monkeypatch, {"speculative": 0.1})
+    method = Auto((Speculative(near(raw, 0.02)),))
+    texts_of(raw, method, count=4)
+    output = skipstone.generate(raw, prompt(12, 50)[None], method, max_new_tokens=40)
+    assert output.stats is not None
+    assert output.stats.drafting > 0.7 * output.stats.steps
+
+
+def test_the_models_own_method_is_a_candidate() -> None:
+    method = resolve("auto", {"method": "layerskip", "exit_layer": 3})
+    assert isinstance(method, Auto)
+    names = [one.name for one in method.methods(ModelRunner(llama()))]
+    assert names == ["prompt_lookup", "recycle", "self_speculative", "layerskip"]

@@ -1,6 +1,9 @@
-"""Rows of a batch share their draft steps and the regret budget. Other numbers of rows have other times."""
+"""Rows of a batch share their draft steps and the regret budget. Other numbers of rows have other times. The lengths of their
+drafts are near the best of all lengths."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -10,7 +13,68 @@ from skipstone.methods.auto.learned import Learned
 from skipstone.methods.drafting.confidence import SurvivalRule
 from skipstone.policy.choose_drafter import PLAIN, Policy
 from skipstone.policy.cost_model import FIRST_SLOPE, HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
+from skipstone.policy.draft_length import Scoring, stop_thresholds
 from skipstone.policy.regret_budget import RegretBudget
+
+MAX_DRAFTS, FIXED = 8, 0.02
+
+ROWS = [(0.9, 0.9, 0.9), (0.9, 0.5, 0.2), (0.95, 0.7, 0.4), (0.6, 0.5, 0.4), (0.97, 0.1, 0.1, 0.1)]
+"""By batch, the acceptance of every row's drafts. The drafter's confidence equals it."""
+
+
+def lengths(acceptances: tuple[float, ...], step: float, slope: float, price: float, *, together: bool) -> list[int]:
+    """Number of drafts of every row. slope: plain steps for scoring one more token of every row."""
+    rows, mean, scoring = len(acceptances), sum(acceptances) / len(acceptances), line(slope)
+    alone = stop_thresholds(step, FIXED, scoring, mean, price, MAX_DRAFTS)
+    shared = stop_thresholds(0.0, 0.0, scoring, mean, price, MAX_DRAFTS)
+    if alone[0] > 1:
+        return [0] * rows
+    survival = SurvivalThresholds(1.0, 0.0, alone[1:], shared[1:] if together else ())
+    stop = SurvivalRule(survival, rows, rows, torch.device("cpu"))
+    going, counts = torch.ones(rows, dtype=torch.bool), [0] * rows
+    while going.any():
+        counts = [count + int(goes) for count, goes in zip(counts, going, strict=True)]
+        on = stop.keep(torch.tensor(acceptances))
+        assert on is not None
+        going = going & on
+        if stop.joint:
+            going = going & stop.together(going)
+    return counts
+
+
+def line(slope: float) -> Scoring:
+    return lambda tokens: 1.0 + slope * (tokens - 1)
+
+
+def rate(acceptances: tuple[float, ...], counts: tuple[int, ...] | list[int], step: float, slope: float) -> float:
+    """Tokens of a row per plain step."""
+    rows, drafted = len(acceptances), max(counts)
+    tokens = 1 + sum(chance**n for chance, count in zip(acceptances, counts, strict=True) for n in range(1, count + 1)) / rows
+    return tokens / (drafted * step + 1 + slope * sum(counts) / rows + (FIXED if drafted else 0.0))
+
+
+def reached(acceptances: tuple[float, ...], step: float, slope: float, *, together: bool) -> float:
+    """The rate, at the price that equals it, as a share of the best rate."""
+    best = max(
+        rate(acceptances, counts, step, slope) for counts in itertools.product(range(MAX_DRAFTS + 1), repeat=len(acceptances))
+    )
+    price = 1.0
+    for _ in range(12):
+        counts = lengths(acceptances, step, slope, price, together=together)
+        price = max(1.0, rate(acceptances, counts, step, slope))
+    return price / best
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.1])
+@pytest.mark.parametrize("step", [0.15, 0.3])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_one_price_is_near_the_best_lengths(rows: tuple[float, ...], step: float, slope: float) -> None:
+    assert reached(rows, step, slope, together=True) >= 0.88
+
+
+def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
+    shares = [reached(rows, 0.3, slope, together=False) for rows in ROWS for slope in (0.02, 0.1)]
+    assert min(shares) < 0.85
 
 
 def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
