@@ -131,10 +131,20 @@ async def texts(url: str, prompts: list[str]) -> list[str]:
         return [one.text for one in await asyncio.gather(*asked)]
 
 
-def written(served: Process, session: str) -> float:
-    """Answers that the replica of a conversation has written."""
+def metric(served: Process, session: str, name: str) -> float:
+    """The sum of a metric's samples at the replica of a conversation."""
     lines = served.http.get("/metrics", headers={"x-session-id": session}).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("skipstone:request_success_total{"))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def written(served: Process, session: str) -> float:
+    """Answers that the replica of a conversation has completed."""
+    return metric(served, session, "skipstone:request_success_total{")
+
+
+def running(served: Process, session: str) -> float:
+    """Requests that the replica of a conversation is decoding."""
+    return metric(served, session, "skipstone:num_requests_running{")
 
 
 def test_streams_and_whole_answers_are_the_texts_of_generate(two: Process) -> None:
@@ -146,31 +156,33 @@ def test_streams_and_whole_answers_are_the_texts_of_generate(two: Process) -> No
 
 
 def test_a_stream_comes_piece_by_piece(two: Process) -> None:
-    with two.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+    session = {"x-session-id": "streamed"}
+    with two.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers=session) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = response.iter_lines()
         pieces = [next(lines) for _ in range(20)]
         assert sum(line.startswith("data: {") for line in pieces) >= 8
-        busy = {session: two.http.get("/metrics", headers={"x-session-id": session}).text for session in "abcdef"}
-    running = [
-        line for text in busy.values() for line in text.splitlines() if line.startswith("skipstone:num_requests_running{")
-    ]
-    assert any(float(line.rsplit(" ", 1)[1]) == 1 for line in running), "the text was not written to its end yet"
+        assert running(two, "streamed") == 1, "the text was not complete yet"
 
 
-def test_a_conversation_finds_what_it_said_and_conversations_are_spread(two: Process) -> None:
-    talks = {number: f"# {number}\n" + "def add(a, b):\n    return a + b\n" * 9 for number in range(6)}
-    reused = []
+def test_a_conversation_stays_on_one_replica_and_conversations_are_spread(two: Process) -> None:
+    def answer(name: str, prompt: str) -> dict[str, Any]:
+        body = {**SHORT, "prompt": prompt, "ignore_eos": True}
+        return two.http.post("/v1/completions", json=body, headers={"x-session-id": name}).json()
+
+    prompt, reused = "# 0\n" + "def add(a, b):\n    return a + b\n" * 9, []
     for _ in range(3):
-        for number, said in talks.items():
-            body = {**SHORT, "prompt": said, "ignore_eos": True}
-            answer = two.http.post("/v1/completions", json=body, headers={"x-session-id": f"talk {number}"}).json()
-            talks[number] = said + answer["choices"][0]["text"]
-            usage = answer["usage"]
-            reused.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
-    counts = [written(two, f"talk {number}") for number in talks]
-    assert len(set(counts)) == 2, f"two replicas write for six conversations, found {counts}"
-    assert counts == [written(two, f"talk {number}") for number in talks], "a conversation has one replica"
+        completion = answer("talk 0", prompt)
+        prompt += completion["choices"][0]["text"]
+        usage = completion["usage"]
+        reused.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+    assert min(reused[1:]) > 0.5, f"the replica of a conversation holds its prefix, found {reused}"
+    names = [f"talk {number}" for number in range(40)]  # all on one of two replicas: 2 ** -39
+    before = [written(two, name) for name in names]
+    answer("talk 0", prompt)
+    grown = [written(two, name) - count for name, count in zip(names, before, strict=True)]
+    assert grown[0] == 1
+    assert set(grown) == {0, 1}
 
 
 def test_a_conversation_whose_replica_is_full_goes_to_another_one(two: Process) -> None:
@@ -235,14 +247,10 @@ def test_a_client_that_goes_away_frees_its_row(two: Process) -> None:
     answer = two.http.post("/v1/completions", json=SHORT, headers={"x-session-id": "gone"}, timeout=SLOW)
     assert answer.status_code == 200
 
-    def running() -> float:
-        lines = two.http.get("/metrics", headers={"x-session-id": "gone"}).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("skipstone:num_requests_running{"))
-
     began = time.monotonic()
-    while running() and time.monotonic() - began < SLOW:
+    while running(two, "gone") and time.monotonic() - began < SLOW:
         time.sleep(0.1)
-    assert running() == 0
+    assert running(two, "gone") == 0
 
 
 def test_one_replica_is_killed_under_load_and_only_what_it_wrote_fails(two: Process) -> None:
