@@ -4,12 +4,12 @@ Models mark a call as their templates show them: `<tool_call>{...}</tool_call>` 
 `[TOOL_CALLS]name[ARGS]{...}` (Mistral), `<|python_tag|>{...}` or a text with only the JSON of calls (Llama). A call
 of a tool that was not offered is plain text.
 
-A text is read character by character, so that a stream holds back only characters that can still become a call.
+A text is read token by token as it comes. A token that may still become the next part of a call is held back, nothing else.
 """
 
 import json
 import secrets
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,27 +17,41 @@ import regex
 
 from skipstone.serving.schemas import Tool
 
-OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Marks that begin a call."""
 CLOSING = "</tool_call>"
-ARGS = "[ARGS]"
-MARKS = (*OPENINGS, CLOSING, ARGS)
+MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CLOSING, "[ARGS]")
 """Marks that may be special tokens. Other special tokens are not text."""
 NAME, ARGUMENTS, LLAMAS_ARGUMENTS = "name", "arguments", "parameters"
 """Keys of a call's JSON."""
-KEYS = (NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type")
 BETWEEN = " \t\r\n;,"
 """Separators between two calls."""
-FIRST = "".join({one[0] for one in OPENINGS})
-SPACE = " \t\r\n"
-ESCAPE: Any = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-WORD: Any = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-"""A number or a name of JSON."""
+SPACE = r"[ \t\r\n]*"
+SCALAR = r"(?:-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null)(?=[ \t\r\n,\]}])"
+VALUE = rf'(?:(?P<opening>[{{\[])|(?P<quote>")|{SCALAR})'
+"""The first token of a JSON value."""
+OPENING = r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>"
+BARE = rf"(?P<bare>(?=\{{|\[{SPACE}\{{))"
+"""A call, or a list of calls, without a mark."""
+
+SPACES: Any = regex.compile(SPACE)
+MARK: Any = regex.compile(OPENING)
+FIRST_PART: Any = regex.compile(rf"{OPENING}|{BARE}|(?P<closing>(?!))")
+NEXT_PART: Any = regex.compile(rf"[{BETWEEN}]*(?:{OPENING}|{BARE}|(?P<closing>{CLOSING}))")
+STRING_PART: Any = regex.compile(r'[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|(?P<end>")')
+"""A part of a JSON string behind its first quote."""
+NEXT_ITEM: dict[tuple[str, bool], Any] = {
+    ("}", True): regex.compile(r'(?P<end>\})|(?P<key>")'),
+    ("}", False): regex.compile(rf'(?P<end>\}})|,{SPACE}(?P<key>")'),
+    ("]", True): regex.compile(rf"(?P<end>\])|{VALUE}"),
+    ("]", False): regex.compile(rf"(?P<end>\])|,{SPACE}{VALUE}"),
+}
+"""(closing bracket, whether nothing precedes it) -> the next item of an object or an array, or its end."""
+VALUE_OF_KEY: Any = regex.compile(rf":{SPACE}{VALUE}")
+NEXT_MEMBER: Any = regex.compile(r"(?P<end>\})|,")
+NEXT_CALL: Any = regex.compile(rf"(?P<end>\])|,{SPACE}\{{")
 SURROGATE = regex.compile("[\ud800-\udfff]")
 
-Reader = Generator[None, str, str]
-"""Reads one part of a text. It is sent the characters one by one and returns the first character behind the part.
-CallSyntaxError if the text is something else."""
+Reader = Generator[Any, Any, Any]
+"""Reads one part of a text. It yields the pattern of the next token and is sent the match."""
 
 
 class CallSyntaxError(ValueError):
@@ -58,6 +72,34 @@ class Call:
         return {**place, "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+class _Scanner:
+    """A reader on its way through a text that grows. place: end of the tokens that were read."""
+
+    def __init__(self, text: str, reader: Reader) -> None:
+        self.text = text
+        self.begin(reader)
+
+    def begin(self, reader: Reader) -> None:
+        """Read the text from its beginning."""
+        self._reader, self.place, self.expected = reader, 0, next(reader)
+
+    def run(self) -> bool:
+        """Read on. Returns whether the reader has ended. CallSyntaxError if the text is not what it reads."""
+        while True:
+            if self.expected is not STRING_PART:
+                self.place = SPACES.match(self.text, self.place).end()
+            match = self.expected.match(self.text, self.place, partial=True)
+            if match is None:
+                raise CallSyntaxError
+            if match.partial:
+                return False
+            self.place = match.end()
+            try:
+                self.expected = self._reader.send(match)
+            except StopIteration:
+                return True
+
+
 class ToolCallParser:
     """Splits the text of one answer into shown text and tool calls.
 
@@ -67,13 +109,16 @@ class ToolCallParser:
     """
 
     def __init__(self, names: Iterable[str], *, max_calls: int | None = None) -> None:
-        self._names, self._max_calls = tuple(names), max_calls
+        self._max_calls = max_calls
         self._calls: list[Call] = []
-        self._held: list[str] = []  # characters that may belong to a call
-        self._behind = ""  # held characters since the latest call, outside any call
-        self._reading: _CallReader | None = None
-        self._may_be_bare = True  # a call without a mark may come next
+        named = "|".join(map(regex.escape, names))
+        self._first_token: Any = regex.compile(rf"\{{|(?P<list>\[){SPACE}\{{|(?P<name>{named}){SPACE}(?:\[ARGS\]{SPACE})?\{{")
+        arguments = r'(?P<opening>\{)|(?P<quote>")|null'
+        values = {NAME: f'"(?:{named})"', ARGUMENTS: arguments, LLAMAS_ARGUMENTS: arguments, "id": VALUE, "type": VALUE}
+        self._members = {key: rf'"(?P<key>{key})"{SPACE}:{SPACE}(?P<value>{value})' for key, value in values.items()}
         self._is_bare = False  # the first call has no mark
+        self._may_be_call = True  # of the held text, which the scanner has
+        self._scanner = _Scanner("", self._read_parts())
 
     @property
     def found(self) -> list[Call]:
@@ -82,193 +127,123 @@ class ToolCallParser:
 
     def add(self, text: str) -> str:
         """Add a piece of text. Returns the text that can be shown now, maybe ""."""
-        shown, place = list[str](), 0
-        while place < len(text):
-            if not self._held and not self._may_be_bare:
-                end = next((at for at in range(place, len(text)) if text[at] in FIRST), len(text))
-                shown.append(text[place:end])
-                place = end
-                if place == len(text):
+        scanner, shown = self._scanner, list[str]()
+        scanner.text += text
+        while True:
+            if not self._may_be_call:
+                mark = MARK.search(scanner.text, partial=True)
+                shown.append(scanner.text[: mark.start()])
+                scanner.text = scanner.text[mark.start() :]
+                if mark.partial:
                     break
-            self._held.append(text[place])
-            place += 1
+                self._may_be_call = True
+                scanner.begin(self._read_parts())
             try:
-                self._take(self._held[-1])
+                scanner.run()
+                break
             except CallSyntaxError:
-                first, *others = self._give_up()
-                shown.append(first)
-                text, place = "".join(others) + text[place:], 0
+                shown.append(self._give_up())
         return "".join(shown)
 
     def rest(self) -> str:
         """The rest of the shown text, at the end."""
         shown = list[str]()
-        while self._held and not self._is_whole:
-            first, *others = self._give_up()
-            shown += [first, self.add("".join(others))]
-        self._held = []
+        while self._scanner.text and not self._is_whole:
+            shown += [self._give_up(), self.add("")]
+        self._scanner.text = ""
         return "".join(shown)
-
-    @property
-    def _is_behind_call(self) -> bool:
-        """Whether nothing but separators was written since a call."""
-        return self._may_be_bare and bool(self._calls)
 
     @property
     def _is_whole(self) -> bool:
         """Whether all that is held belongs to complete calls."""
-        return self._reading is None and self._is_behind_call and not self._behind.strip(BETWEEN)
+        scanner = self._scanner
+        is_behind_call = self._may_be_call and scanner.expected is NEXT_PART
+        return is_behind_call and not scanner.text[scanner.place :].strip(BETWEEN)
 
-    def _take(self, character: str) -> None:
-        """Read one more held character. CallSyntaxError if the held text cannot become a call."""
-        if self._reading is not None:
-            self._reading.take(character)
-            if self._reading.is_done:
-                self._end_call(self._reading)
-            return
-        self._behind += character
-        tail, marks = self._behind, OPENINGS
-        if self._may_be_bare:
-            tail = tail.lstrip(BETWEEN if self._calls else SPACE)
-        if self._is_behind_call:
-            marks = (*OPENINGS, CLOSING)
-        if tail in OPENINGS:
-            self._reading = _CallReader(self._names, is_marked=True)
-        elif tail in marks:
-            self._end_part()
-        elif tail and not any(one.startswith(tail) for one in marks):
-            if not (self._may_be_bare and tail[0] in "{["):
-                raise CallSyntaxError
-            self._reading = _CallReader(self._names, is_marked=False)
-            for one in tail:
-                self._reading.take(one)
-
-    def _end_call(self, reading: "_CallReader") -> None:
-        self._is_bare = self._is_bare or not (self._calls or reading.is_marked)
-        self._calls += reading.calls
-        self._reading, self._may_be_bare = None, True
-        self._end_part()
-
-    def _end_part(self) -> None:
-        """All held text belongs to calls. Calls without a mark may still turn out to be text."""
-        self._behind = ""
-        if not self._is_bare:
-            self._held.clear()
-
-    def _give_up(self) -> list[str]:
-        """The characters that are held: their first is text, the others may still have marked calls among them."""
-        held, self._held = self._held, []
-        self._reading, self._behind, self._may_be_bare = None, "", False
+    def _give_up(self) -> str:
+        """The first character that is held: it is text, and the others may still have marked calls among them."""
+        first, self._scanner.text = self._scanner.text[0], self._scanner.text[1:]
+        self._may_be_call = False
         if self._is_bare:
             self._calls.clear()
             self._is_bare = False
-        return held
+        return first
 
+    # ------------------------------------------------------------------------------------------------------- readers
 
-class _CallReader:
-    """Reads one call, or a list of calls, character by character.
+    def _read_parts(self) -> Reader:
+        """Calls, as long as nothing else comes. Calls without a mark stay held, because they may still turn out to be text."""
+        while True:
+            part = yield NEXT_PART if self._calls else FIRST_PART
+            if not part["closing"]:
+                calls = yield from self._read_calls()
+                self._is_bare |= part["bare"] is not None and not self._calls
+                self._calls += calls
+            if not self._is_bare:
+                self._scanner.text, self._scanner.place = self._scanner.text[self._scanner.place :], 0
 
-    is_marked: whether a mark precedes it. calls: the result, once it is done.
-    """
+    def _read_calls(self) -> Reader:
+        """A call, or a list of calls. Returns them."""
+        first = yield self._first_token
+        if first["name"]:
+            start = self._scanner.place - 1
+            yield from _read_value({"opening": "{"})
+            return [_call(first["name"], self._scanner.text[start : self._scanner.place])]
+        calls = [(yield from self._read_object())]
+        while first["list"] and not (yield NEXT_CALL)["end"]:
+            calls.append((yield from self._read_object()))
+        return calls
 
-    def __init__(self, names: Sequence[str], *, is_marked: bool) -> None:
-        self.names, self.is_marked = names, is_marked
-        self.calls: list[Call] = []
-        self.is_done = False
-        self._read: list[str] = []
-        self._reader = self._all()
-        next(self._reader)
-
-    def take(self, character: str) -> None:
-        """Read one more character. CallSyntaxError if no call begins like this."""
-        self._read.append(character)
-        try:
-            self._reader.send(character)
-        except StopIteration:
-            self.is_done = True
-
-    def _all(self) -> Generator[None, str, None]:
-        char = yield from _space((yield))
-        if char == "{":
-            yield from self._call()
-        elif char == "[":
-            while char != "]":
-                if (yield from _space((yield))) != "{":
-                    raise CallSyntaxError
-                yield from self._call()
-                if (char := (yield from _space((yield)))) not in (",", "]"):
-                    raise CallSyntaxError
-        elif self.is_marked:
-            name = yield from self._name(char)
-            start = len(self._read) - 1
-            yield from _container("{")
-            self._add(name, "".join(self._read[start:]))
-        else:
-            raise CallSyntaxError
-
-    def _name(self, char: str) -> Reader:
-        """Mistral's name before the arguments. Returns it when their first character was read."""
-        name = ""
-        while char not in SPACE + "[{":
-            name += char
-            if not any(one.startswith(name) for one in self.names):
-                raise CallSyntaxError
-            char = yield
-        if name not in self.names:
-            raise CallSyntaxError
-        if (char := (yield from _space(char))) == "[":
-            yield from _exactly(ARGS[1:])
-            char = yield from _space((yield))
-        if char != "{":
-            raise CallSyntaxError
-        return name
-
-    def _call(self) -> Generator[None, str, None]:
-        """A call's object behind its first character."""
-        written, char = dict[str, str](), ","
-        while char != "}":
-            if char != "," or (yield from _space((yield))) != '"':
-                raise CallSyntaxError
-            key = yield from _one_of([one for one in KEYS if one not in written])
-            char = yield from _colon((yield))
-            start = len(self._read) - 1
-            if key == NAME:
-                if char != '"':
-                    raise CallSyntaxError
-                yield from _one_of(self.names)
-                char = yield
-            elif key in (ARGUMENTS, LLAMAS_ARGUMENTS) and char not in '{"n':
-                raise CallSyntaxError
-            else:
-                char = yield from _value(char)
-            written[key] = "".join(self._read[start:-1])
-            char = yield from _space(char)
+    def _read_object(self) -> Reader:
+        """A call's object behind its first character. Returns the call."""
+        written, has_ended = dict[str, str](), False
+        while not has_ended:
+            missing = [member for key, member in self._members.items() if key not in written]
+            member = yield regex.compile("|".join(missing) or "(?!)")
+            yield from _read_value(member.groupdict())
+            written[member["key"]] = self._scanner.text[member.start("value") : self._scanner.place]
+            has_ended = bool((yield NEXT_MEMBER)["end"])
         if NAME not in written:
             raise CallSyntaxError
-        self._add(json.loads(written[NAME]), written.get(ARGUMENTS, written.get(LLAMAS_ARGUMENTS, "{}")))
-
-    def _add(self, name: str, arguments: str) -> None:
-        if arguments == "null":  # as for a tool that takes none
-            arguments = "{}"
-        if arguments.startswith('"'):
-            arguments = _object_in(arguments)
-        self.calls.append(Call(f"call_{secrets.token_hex(12)}", name, arguments))
+        return _call(written[NAME][1:-1], written.get(ARGUMENTS, written.get(LLAMAS_ARGUMENTS, "{}")))
 
 
-def _object_in(text: str) -> str:
-    """The JSON object within a JSON string, as some models write arguments. CallSyntaxError for anything else."""
-    inner: str = json.loads(text).strip(SPACE)
-    if not inner.startswith("{"):
-        raise CallSyntaxError
-    reader, left = _container("{"), len(inner)
-    next(reader)
-    try:
-        for left in range(len(inner) - 1, 0, -1):
-            reader.send(inner[-left])
-    except StopIteration:
-        if left == 1:
-            return SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", inner)
-    raise CallSyntaxError
+def _call(name: str, arguments: str) -> Call:
+    """A call with an id. CallSyntaxError if its arguments are a string that is no JSON object, as some models write them."""
+    if arguments == "null":  # as for a tool that takes none
+        arguments = "{}"
+    if arguments.startswith('"'):
+        inner: str = json.loads(arguments).strip(" \t\r\n")
+        scanner = _Scanner(inner[1:], _read_value({"opening": "{"}))
+        if not (inner.startswith("{") and scanner.run() and scanner.place == len(scanner.text)):
+            raise CallSyntaxError
+        arguments = SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", inner)
+    return Call(f"call_{secrets.token_hex(12)}", name, arguments)
+
+
+def _read_value(first: Mapping[str, str | None]) -> Reader:
+    """The rest of a JSON value. first: groups of its first token. It keeps a stack of its own, as models nest deeper than
+    functions can."""
+    closings, token = list[str](), first
+    while True:
+        if opening := token.get("opening"):
+            closings.append("}" if opening == "{" else "]")
+        elif token.get("quote"):
+            yield from _read_string()
+        elif token.get("end"):
+            closings.pop()
+        if not closings:
+            return
+        token = (yield NEXT_ITEM[closings[-1], bool(opening)]).groupdict()
+        if token.get("key"):
+            yield from _read_string()
+            token = (yield VALUE_OF_KEY).groupdict()
+
+
+def _read_string() -> Reader:
+    """A JSON string behind its first quote."""
+    while not (yield STRING_PART)["end"]:
+        pass
 
 
 def argument_schemas(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
@@ -281,106 +256,3 @@ def argument_schemas(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"tools: parameters of {name} must be the schema of an object, found type {schema['type']!r}")
         found.append((name, schema))
     return found
-
-
-# ------------------------------------------------------------------------------------------ readers of the parts of JSON
-
-
-def _space(char: str) -> Reader:
-    """Space, if there is any. char: the first character, here and below."""
-    while char in SPACE:
-        char = yield
-    return char
-
-
-def _exactly(text: str) -> Generator[None, str, None]:
-    """Just this text."""
-    for expected in text:
-        if (yield) != expected:
-            raise CallSyntaxError
-
-
-def _one_of(options: Sequence[str]) -> Reader:
-    """One of some texts and the quote behind it. Returns the text."""
-    text = ""
-    while (char := (yield)) != '"':
-        text += char
-        if not any(one.startswith(text) for one in options):
-            raise CallSyntaxError
-    if text not in options:
-        raise CallSyntaxError
-    return text
-
-
-def _colon(char: str) -> Reader:
-    """A colon between spaces."""
-    if (yield from _space(char)) != ":":
-        raise CallSyntaxError
-    return (yield from _space((yield)))
-
-
-def _value(char: str) -> Reader:
-    """Any value."""
-    if char in "{[":
-        yield from _container(char)
-        return (yield)
-    return (yield from _scalar(char))
-
-
-def _container(char: str) -> Generator[None, str, None]:
-    """An object or an array behind its first character, with all that it contains. It keeps a stack of its own, as models nest
-    deeper than functions can."""
-    closings = list[str]()
-    while True:
-        if char in "{[":
-            closings.append("}" if char == "{" else "]")
-            if (char := (yield from _space((yield)))) != closings[-1]:
-                char = yield from _item(char, closings[-1])
-                continue
-        else:
-            char = yield from _space((yield from _scalar(char)))
-        while char == closings[-1]:
-            closings.pop()
-            if not closings:
-                return
-            char = yield from _space((yield))
-        if char != ",":
-            raise CallSyntaxError
-        char = yield from _item((yield from _space((yield))), closings[-1])
-
-
-def _item(char: str, closing: str) -> Reader:
-    """The key of an object's value, nothing of an array's. Returns the value's first character."""
-    if closing == "]":
-        return char
-    if char != '"':
-        raise CallSyntaxError
-    yield from _string()
-    return (yield from _colon((yield)))
-
-
-def _scalar(char: str) -> Reader:
-    """A string, a number, true, false or null."""
-    if char == '"':
-        yield from _string()
-        return (yield)
-    text = char
-    while WORD.fullmatch(text, partial=True):
-        char = yield
-        text += char
-    if not WORD.fullmatch(text[:-1]):
-        raise CallSyntaxError
-    return char
-
-
-def _string() -> Generator[None, str, None]:
-    """A string behind its first quote."""
-    escape = ""
-    while (char := (yield)) != '"' or escape:
-        if escape or char == "\\":
-            escape += char
-            if (match := ESCAPE.fullmatch(escape, partial=True)) is None:
-                raise CallSyntaxError
-            escape = escape if match.partial else ""
-        elif char < " ":
-            raise CallSyntaxError
