@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.method_options import MethodOptions, check_method_values
 from skipstone.cli.model_options import GenerationModelOptions, expect_model
-from skipstone.cli.options import OptionGroup, flag, option
+from skipstone.cli.options import OptionGroup, argument, option
 from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions, expect_packages
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ Report = Callable[[int, int], None]
 class BatchModelOptions(GenerationModelOptions):
     """The model as an option, because the arguments are files."""
 
-    model: str | None = flag(None, "A folder or a hub id. Default: the bundled model.", "--model")
+    model: str | None = option(None, "A folder or a hub id. Default: the bundled model.", "--model")
 
 
 @dataclass(frozen=True)
 class ActorOptions(OptionGroup, panel="Ray"):
     """How many actors answer, and where. ValueError for options that need --ray."""
 
-    ray: bool = flag(False, "Answer on Ray Data, by an actor a device.", "--ray")
-    address: str | None = flag(None, RAY_ADDRESS)
-    actors: int | None = flag(None, "Models that answer. Default: one a GPU, else as many as there are CPUs for.", min=1)
-    cpus_per_actor: int = flag(1, "CPUs that each of them has.", min=1)
+    ray: bool = option(False, "Answer on Ray Data, by an actor a device.", "--ray")
+    address: str | None = option(None, RAY_ADDRESS)
+    actors: int | None = option(None, "Models that answer. Default: one a GPU, else as many as there are CPUs for.", min=1)
+    cpus_per_actor: int = option(1, "CPUs that each of them has.", min=1)
 
     def __post_init__(self) -> None:
         if not self.ray and not self.is_default:
@@ -47,13 +47,13 @@ class ActorOptions(OptionGroup, panel="Ray"):
 
 
 def batch(
-    requests: Annotated[Path, typer.Argument(help="A file of requests, as OpenAI's batch API has it.", metavar="INPUT")],
-    output: Annotated[Path, typer.Argument(help="The file of answers that is written.", metavar="OUTPUT")],
+    requests: Path = argument("A file of requests, as OpenAI's batch API has it.", metavar="INPUT"),
+    output: Path = argument("The file of answers that is written.", metavar="OUTPUT"),
     *,
     model: BatchModelOptions,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what an interrupted run has begun.")] = False,
+    resume: bool = option(False, "Go on with what an interrupted run has begun.", "--resume"),
     method: MethodOptions,
-    served_model_name: Annotated[str | None, option("What requests call the model. Default: what --model says.")] = None,
+    served_model_name: str | None = option(None, "What requests call the model. Default: what --model says."),
     limits: TextLimitOptions,
     actors: ActorOptions,
 ) -> None:

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,74 +13,69 @@ from skipstone.cli.files import expect_folder, expect_readable, expect_writable
 from skipstone.cli.method_options import check_method_text
 from skipstone.cli.method_table import PEERS, known_methods
 from skipstone.cli.model_options import DTYPES, ENGINES, QUANTIZED, expect_model
-from skipstone.cli.options import OptionGroup, expect_one_of, flag, one_of, option, takes_groups
+from skipstone.cli.options import OptionGroup, argument, expect_one_of, option, takes_groups
 from skipstone.utils.files import write_whole
 
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
 FORMATS, LAYOUTS = ("md", "csv", "json", "html"), ("own", "tasks", "layerskip", "swift", "adadecode", "adasd")
 """Those of skipstone.lab.bench.report, which would import torch."""
-Methods = Annotated[
-    list[str] | None,
-    option('A method with settings, "layerskip exit_layer=3,6"; several values are a choice. Several times.', "--method"),
-]
-Out = Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")]
-Fresh = Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")]
-TunePrompts = Annotated[int | None, option("Prompts for choices. Default: 6.", min=1)]
-Dtype = Annotated[str | None, option(f"One of {', '.join(DTYPES)}.", callback=one_of("--dtype", DTYPES))]
+METHODS = option(None, 'A method, "layerskip exit_layer=3,6"; several values are a choice. Several times.', "--method")
+FRESH = option(False, "Begin anew where the file holds a run.")
+TUNE_PROMPTS = option(None, "Prompts for choices. Default: 6.", min=1)
+
+
+def _results(name: str) -> Any:
+    return option(Path(name), "The file of results; a killed run goes on with it.")
 
 
 @dataclass(frozen=True)
 class EngineOptions(OptionGroup):
     """How models are computed. None: what the plan says."""
 
-    device: str | None = flag(None, "auto is cuda where there is one, else cpu.")
-    engine: str | None = flag(None, f"One of {', '.join(ENGINES)}.", callback=one_of("--engine", ENGINES))
-    quantize: str | None = flag(
-        None, f"One of {', '.join(QUANTIZED)}: the native engine's weights.", callback=one_of("--quantize", QUANTIZED)
-    )
-    threads: int | None = flag(None, "CPU threads. Default: torch's choice.", min=1)
+    device: str | None = option(None, "auto is cuda where there is one, else cpu.")
+    engine: str | None = option(None, choices=ENGINES)
+    quantize: str | None = option(None, "the native engine's weights.", choices=QUANTIZED)
+    threads: int | None = option(None, "CPU threads. Default: torch's choice.", min=1)
 
 
 @dataclass(frozen=True)
 class PlanOptions(OptionGroup):
     """What is measured. The fields have the names of a plan's keys. None: what the plan or the protocol says."""
 
-    models: Annotated[
-        list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")
-    ] = None
-    methods: Methods = None
-    tasks: list[str] | None = flag(None, "humaneval, gsm8k, ..., a .jsonl file. Several times. Default: self.", "--task")
-    protocol: str | None = flag(None, "Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")
-    data_dir: Path | None = flag(None, "Folder of JSON lines, instead of the hub.")
-    num_prompts: int | None = flag(None, "Of each task. Default: the protocol's, or 20.", min=1)
-    skip_looping: bool | None = flag(None, "Leave out prompts on which plain decoding loops.", "--skip-looping")
-    prompt_tokens: int | None = flag(None, "Longer prompts lose their beginning.", min=1)
-    max_new_tokens: int | None = flag(None, "Default: the protocol's, or 128.", min=1)
-    temperature: float | None = flag(None, "0 is greedy.", min=0.0)
-    top_p: float | None = flag(None, "Default: the protocol's, or 1.", min=0.0, max=1.0)
-    samples: int | None = flag(None, "Outputs of each prompt, for pass@k.", min=1)
-    shots: int | None = flag(None, "Solved examples before the question.", min=0)
-    chat: bool | None = flag(None, "Prompts are turns of a chat.", "--chat/--no-chat")
-    tune: bool | None = flag(None, "Choose open settings on other prompts.", "--tune")
-    tune_prompts: TunePrompts = None
-    tune_tokens: int | None = flag(None, "New tokens of their calls. Default: 48.", min=1)
-    ignore_eos: bool | None = flag(None, "All texts are equally long.", "--ignore-eos")
-    perplexity: bool | None = flag(None, "How well every exit predicts the tasks' answers, too.", "--perplexity")
-    allow_code_execution: bool | None = flag(None, "Score programs by running them, in a sandbox.", "--allow-code-execution")
-    dtype: Dtype = None
-    seed: int | None = flag(None, "Of prompts, draws and intervals. Default: 0.", min=0)
+    models: list[str] | None = argument("Folders or hub ids. Default: the bundled model.", None, metavar="MODEL...")
+    methods: list[str] | None = METHODS
+    tasks: list[str] | None = option(None, "humaneval, gsm8k, ..., a .jsonl file. Several times. Default: self.", "--task")
+    protocol: str | None = option(None, "Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")
+    data_dir: Path | None = option(None, "Folder of JSON lines, instead of the hub.")
+    num_prompts: int | None = option(None, "Of each task. Default: the protocol's, or 20.", min=1)
+    skip_looping: bool | None = option(None, "Leave out prompts on which plain decoding loops.", "--skip-looping")
+    prompt_tokens: int | None = option(None, "Longer prompts lose their beginning.", min=1)
+    max_new_tokens: int | None = option(None, "Default: the protocol's, or 128.", min=1)
+    temperature: float | None = option(None, "0 is greedy.", min=0.0)
+    top_p: float | None = option(None, "Default: the protocol's, or 1.", min=0.0, max=1.0)
+    samples: int | None = option(None, "Outputs of each prompt, for pass@k.", min=1)
+    shots: int | None = option(None, "Solved examples before the question.", min=0)
+    chat: bool | None = option(None, "Prompts are turns of a chat.", "--chat/--no-chat")
+    tune: bool | None = option(None, "Choose open settings on other prompts.", "--tune")
+    tune_prompts: int | None = TUNE_PROMPTS
+    tune_tokens: int | None = option(None, "New tokens of their calls. Default: 48.", min=1)
+    ignore_eos: bool | None = option(None, "All texts are equally long.", "--ignore-eos")
+    perplexity: bool | None = option(None, "How well every exit predicts the tasks' answers, too.", "--perplexity")
+    allow_code_execution: bool | None = option(None, "Score programs by running them, in a sandbox.", "--allow-code-execution")
+    dtype: str | None = option(None, choices=DTYPES)
+    seed: int | None = option(None, "Of prompts, draws and intervals. Default: 0.", min=0)
 
 
 @bench.command("run")
 @takes_groups
 def run(
     *,
-    plan: Annotated[Path | None, option("A plan in YAML; flags override it.")] = None,
-    out: Out = Path("results.jsonl"),
+    plan: Path | None = option(None, "A plan in YAML; flags override it."),
+    out: Path = _results("results.jsonl"),
     settings: PlanOptions,
     engine: EngineOptions,
-    fresh: Fresh = False,
+    fresh: bool = FRESH,
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
     from skipstone.lab.tasks.data_sets import named
@@ -110,24 +105,22 @@ def run(
 @takes_groups
 def surrogate(
     *,
-    shape: Annotated[str, typer.Argument(help="llama-3.2-1b; llama-3-8b,layers=16; a config.json; layers=24,hidden=192.")],
-    agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the part is to agree.")] = None,
-    exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
-    skip_ratio: Annotated[float | None, option("Or the share of sublayers without which the model is to agree.")] = None,
-    sure: Annotated[float, option("Share of the tokens whose successor is nearly certain, as in most of a text.")] = 0.0,
-    contexts: Annotated[int, option("Sampled texts of each measurement while calibrating.", min=4)] = 128,
-    methods: Methods = None,
-    out: Out = Path("surrogate.jsonl"),
-    num_prompts: Annotated[int, typer.Option(min=1)] = 16,
-    prompt_tokens: Annotated[int, typer.Option(min=5)] = 128,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    tune_prompts: TunePrompts = None,
-    dtype: Annotated[
-        str, typer.Option(help=f"One of {', '.join(DTYPES[1:])}.", callback=one_of("--dtype", DTYPES[1:]))
-    ] = "float32",
+    shape: str = argument("llama-3.2-1b; llama-3-8b,layers=16; a config.json; layers=24,hidden=192."),
+    agreement: float | None = option(None, "Share of tokens at which the part is to agree."),
+    exit_layer: int | None = option(None, "The exit that is to agree so often.", min=1),
+    skip_ratio: float | None = option(None, "Or the share of sublayers without which the model is to agree."),
+    sure: float = option(0.0, "Share of the tokens whose successor is nearly certain, as in most of a text."),
+    contexts: int = option(128, "Sampled texts of each measurement while calibrating.", min=4),
+    methods: list[str] | None = METHODS,
+    out: Path = _results("surrogate.jsonl"),
+    num_prompts: int = option(16, min=1),
+    prompt_tokens: int = option(128, min=5),
+    max_new_tokens: int = option(96, min=1),
+    tune_prompts: int | None = TUNE_PROMPTS,
+    dtype: str = option("float32", choices=DTYPES[1:]),
     engine: EngineOptions,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    fresh: Fresh = False,
+    seed: int = option(0, min=0),
+    fresh: bool = FRESH,
 ) -> None:
     """The speed-up that this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
     _check_methods(methods)
@@ -167,16 +160,11 @@ def surrogate(
 @bench.command("report")
 @takes_groups
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Files of results.", metavar="RESULTS...")],
-    form: Annotated[
-        str | None, typer.Option("--format", help="md, csv, json or html. Default: the ending of --out, or a table.")
-    ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help=f"One of {', '.join(LAYOUTS)}: this project's, or a paper's.", callback=one_of("--layout", LAYOUTS)),
-    ] = "own",
-    out: Annotated[Path | None, typer.Option(help="Where to write it. Default: stdout.", show_default=False)] = None,
-    pictures: Annotated[Path | None, option("A folder: write the page's pictures into it, as SVG, and nothing else.")] = None,
+    files: list[Path] = argument("Files of results.", metavar="RESULTS..."),
+    form: str | None = option(None, "md, csv, json or html. Default: the ending of --out, or a table.", "--format"),
+    layout: str = option("own", "own is this project's, the others are papers'.", choices=LAYOUTS),
+    out: Path | None = option(None, "Where to write it. Default: stdout."),
+    pictures: Path | None = option(None, "A folder: write the page's pictures into it, as SVG, and nothing else."),
 ) -> None:
     """Tables and pictures of runs."""
     form = form or (out.suffix.lstrip(".") if out is not None else None)
@@ -201,9 +189,9 @@ def report(
 @bench.command("compare")
 @takes_groups
 def compare(
-    before: Annotated[Path, typer.Argument(help="The first run.")],
-    after: Annotated[Path, typer.Argument(help="The second run.")],
-    tolerance: Annotated[float, typer.Option(help="A smaller loss counts as none.", min=0.0, max=1.0)] = 0.05,
+    before: Path = argument("The first run."),
+    after: Path = argument("The second run."),
+    tolerance: float = option(0.05, "A smaller loss counts as none.", min=0.0, max=1.0),
 ) -> None:
     """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
     _check_results([before, after])

@@ -7,14 +7,14 @@ import sys
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from skipstone.cli import terminal
 from skipstone.cli.errors import report_error
 from skipstone.cli.files import expect_parent_folder
 from skipstone.cli.method_options import MethodOptions
 from skipstone.cli.model_options import GenerationModelOptions
-from skipstone.cli.options import flag, option
+from skipstone.cli.options import option
 from skipstone.cli.sampling_options import SamplingOptions
 from skipstone.utils.files import write_whole
 
@@ -40,17 +40,17 @@ A message that begins with a slash needs a space before it."""
 class ChatSamplingOptions(SamplingOptions, panel="Decoding"):
     """How the tokens of answers are chosen."""
 
-    max_new_tokens: int = flag(512, "Most tokens of an answer.", min=1)
-    seed: int | None = flag(None, "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
+    max_new_tokens: int = option(512, "Most tokens of an answer.", min=1)
+    seed: int | None = option(None, "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
 
 
 def chat(
     *,
     method: MethodOptions,
-    system: Annotated[str | None, option("A message to the model before all others.", panel="Conversation")] = None,
+    system: str | None = option(None, "A message to the model before all others.", panel="Conversation"),
     sampling: ChatSamplingOptions,
     model: GenerationModelOptions,
-    color: Annotated[bool | None, option("Mark accepted drafts. Default: on terminals.", panel="Output")] = None,
+    color: bool | None = option(None, "Mark accepted drafts. Default: on terminals.", panel="Output"),
 ) -> None:
     """Talk with a model. A line is a message; /help lists the commands; earlier turns are not read again."""
     chosen = method.parse_for(model.model)

@@ -3,14 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from skipstone.cli.errors import DEFECT, one_line
 from skipstone.cli.method_options import MethodOptions
 from skipstone.cli.model_options import ModelOptions
-from skipstone.cli.options import AsJson, option
+from skipstone.cli.options import AS_JSON, option
 from skipstone.cli.prompt_options import expect_prompt_files
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 def check(
     method: MethodOptions,
-    prompts: Annotated[Path | None, option("Your own prompts, JSON lines with the key prompt. Default: bundled ones.")] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them.", min=2)] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.", min=4)] = 128,
-    max_new_tokens: Annotated[int, typer.Option(help="Of every greedy text.", min=8)] = 64,
-    samples: Annotated[int, typer.Option(help="Sampled texts of each law, and as many plain ones.", min=100)] = 400,
-    seed: Annotated[int, typer.Option(help="Of all draws.", min=0)] = 0,
+    prompts: Path | None = option(None, "Your own prompts, JSON lines with the key prompt. Default: bundled ones."),
+    num_prompts: int = option(8, "How many of them.", min=2),
+    prompt_tokens: int = option(128, "Longer prompts lose their beginning.", min=4),
+    max_new_tokens: int = option(64, "Of every greedy text.", min=8),
+    samples: int = option(400, "Sampled texts of each law, and as many plain ones.", min=100),
+    seed: int = option(0, "Of all draws.", min=0),
     *,
     model: ModelOptions,
-    as_json: AsJson = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     from skipstone.lab.tasks.data_sets import named

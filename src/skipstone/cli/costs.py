@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from skipstone.cli import terminal
 from skipstone.cli.model_options import ModelOptions, expect_model
-from skipstone.cli.options import AsJson, option
+from skipstone.cli.options import AS_JSON, option
 
 if TYPE_CHECKING:
     from skipstone.lab.timing.measure_costs import StoredCosts
@@ -16,12 +14,10 @@ if TYPE_CHECKING:
 
 def costs(
     model: ModelOptions,
-    batch: Annotated[list[int] | None, option("A batch size; may be given several times. Default: 1 and 8.", min=1)] = None,
-    draft_model: Annotated[
-        list[str] | None, option("A draft model whose steps are measured, too; may be given several times.")
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew, even if costs are stored.")] = False,
-    as_json: AsJson = False,
+    batch: list[int] | None = option(None, "A batch size; may be given several times. Default: 1 and 8.", min=1),
+    draft_model: list[str] | None = option(None, "A draft model whose steps are measured, too; may be given several times."),
+    again: bool = option(False, "Measure anew, even if costs are stored.", "--again"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """What steps, passes and drafts cost on this machine. They are measured once for a model, engine, dtype and number of
     threads, and stored."""

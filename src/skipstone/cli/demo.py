@@ -8,13 +8,11 @@ import sys
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.files import expect_writable
-from skipstone.cli.model_options import Engine, Model, ModelOptions, Quantize, expect_model
+from skipstone.cli.model_options import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model
+from skipstone.cli.options import AS_JSON, option
 from skipstone.utils.files import write_whole
 
 CODE = '''import json
@@ -49,11 +47,11 @@ docs/training.md tells how to train early exits into a model of your own.
 
 
 def demo(
-    model: Model = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
-    engine: Engine = "auto",
-    quantize: Quantize = "none",
+    model: str | None = MODEL,
+    as_json: bool = AS_JSON,
+    svg: Path | None = option(None, "Save the picture to this file too."),
+    engine: str = ENGINE,
+    quantize: str = QUANTIZE,
 ) -> None:
     """The same text twice, plainly and with LayerSkip: live, side by side, with the costs of each, and by transformers."""
     if as_json and svg is not None:

@@ -3,14 +3,16 @@
 import json
 import os
 import platform
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from skipstone.cli.options import AS_JSON
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate")
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+def env(as_json: bool = AS_JSON) -> None:
     """Versions, processor, threads, GPUs and memory, for a bug report."""
     facts = collect_facts()
     if as_json:

@@ -1,15 +1,15 @@
 """`skipstone export MODEL OUT --to draft|gguf`: a draft model for other engines, made of some of the model's layers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from skipstone.assets import BUNDLED, NANO
 from skipstone.cli.files import expect_parent_folder
 from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import Dtype, expect_model
-from skipstone.cli.options import one_of, option
+from skipstone.cli.model_options import DTYPE, expect_model
+from skipstone.cli.options import argument, option
 from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:
@@ -22,28 +22,14 @@ RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, as in skipstone.e
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or skipstone-nano, the bundled model.", metavar="MODEL")],
-    out: Annotated[Path, typer.Argument(help="The folder to make; one that is there is refused.", metavar="OUT")],
-    to: Annotated[
-        str, typer.Option(help="draft: a Hugging Face checkpoint; gguf: target and draft.", callback=one_of("--to", FORMATS))
-    ] = "draft",
-    exit_layer: Annotated[
-        int | None, option("E: the first E layers draft. Default: what the model's own method says.", min=1)
-    ] = None,
-    method: Annotated[
-        str | None, option('Another drafter, such as "self_speculative profile=FILE": the layers that it layers.')
-    ] = None,
-    dtype: Dtype = "auto",
-    weight_type: Annotated[
-        str | None, option(f"gguf: {', '.join(TYPES)}. Default: the weights' own.", "--type", callback=one_of("--type", TYPES))
-    ] = None,
-    pre_tokenizer: Annotated[
-        str | None,
-        option(
-            f"gguf: {', '.join(RULES)}; only for a tokenizer that splits texts by none of these rules.",
-            callback=one_of("--pre-tokenizer", RULES),
-        ),
-    ] = None,
+    model: str = argument("A folder, a hub id, or skipstone-nano, the bundled model.", metavar="MODEL"),
+    out: Path = argument("The folder to make; one that is there is refused.", metavar="OUT"),
+    to: str = option("draft", "draft: a Hugging Face checkpoint; gguf: target and draft.", choices=FORMATS),
+    exit_layer: int | None = option(None, "E: the first E layers draft. Default: what the model's own method says.", min=1),
+    method: str | None = option(None, 'Another drafter, such as "self_speculative profile=FILE": the layers that it layers.'),
+    dtype: str = DTYPE,
+    weight_type: str | None = option(None, "for gguf. Default: the weights' own.", "--type", choices=TYPES),
+    pre_tokenizer: str | None = option(None, "for gguf and a tokenizer that splits by none of them.", choices=RULES),
 ) -> None:
     """Write the layers that draft as a model of their own, and print the commands for other engines."""
     expect_parent_folder(out)

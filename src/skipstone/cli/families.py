@@ -1,11 +1,11 @@
 """`skipstone families`: every model type of transformers that writes text, whether skipstone decodes it, and why not."""
 
 import json
-from typing import Annotated
 
 import typer
 
 from skipstone.cli import terminal
+from skipstone.cli.options import AS_JSON, argument, option
 from skipstone.utils.settings_files import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
@@ -15,9 +15,9 @@ OTHER_NAMES = {"gpt-sw3": "gpt2"}
 
 
 def families(
-    name: Annotated[str | None, typer.Argument(help="The model type, as a config's model_type has it.", metavar="TYPE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
+    name: str | None = argument("The model type, as a config's model_type has it.", None, metavar="TYPE"),
+    as_json: bool = AS_JSON,
+    markdown: bool = option(False, "Print the table of docs/models.md.", "--markdown"),
 ) -> None:
     """The model types: tested, derived (verified when one is first loaded) or refused, and why."""
     rows = described()

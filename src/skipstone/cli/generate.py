@@ -13,7 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.errors import INTERRUPTED
 from skipstone.cli.method_options import MethodOptions, check_method_values
 from skipstone.cli.model_options import GenerationModelOptions, expect_model, read_device_map
-from skipstone.cli.options import OptionGroup, flag
+from skipstone.cli.options import OptionGroup, option
 from skipstone.cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ EXCLUDED_BY_JSON = {
 class PromptSource(OptionGroup, panel="Prompt"):
     """Where the prompt comes from. ValueError for sources that exclude each other."""
 
-    prompt: str | None = flag(None, "The text to continue.")
-    prompt_file: Path | None = flag(None, "A file to continue (UTF-8).")
-    prompt_tokens: int | None = flag(None, "Keep the prompt's last N tokens only.", min=1)
-    chat: bool = flag(False, "Wrap the prompt in the model's chat template.", "--chat")
+    prompt: str | None = option(None, "The text to continue.")
+    prompt_file: Path | None = option(None, "A file to continue (UTF-8).")
+    prompt_tokens: int | None = option(None, "Keep the prompt's last N tokens only.", min=1)
+    chat: bool = option(False, "Wrap the prompt in the model's chat template.", "--chat")
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
@@ -86,12 +86,12 @@ class PromptSource(OptionGroup, panel="Prompt"):
 class GenerationOptions(SamplingOptions, panel="Decoding"):
     """How tokens are chosen, and where the text ends. Names as in `decoding.request.generation_options`, seed apart."""
 
-    top_k: int | None = flag(None, "Default: the model's own, or transformers' 50.", min=0)
-    min_p: float | None = flag(None, "Default: the model's own, or 0.", min=0.0, max=1.0)
-    max_new_tokens: int = flag(128, "Most tokens to add.", min=1)
-    seed: int | None = flag(None, "Of random draws. Default: a new one, named by --stats.", min=0)
-    stop: list[str] | None = flag(None, "Stop after this text (may be given several times).")
-    ignore_eos: bool = flag(False, "Go on after the end-of-text token.", "--ignore-eos")
+    top_k: int | None = option(None, "Default: the model's own, or transformers' 50.", min=0)
+    min_p: float | None = option(None, "Default: the model's own, or 0.", min=0.0, max=1.0)
+    max_new_tokens: int = option(128, "Most tokens to add.", min=1)
+    seed: int | None = option(None, "Of random draws. Default: a new one, named by --stats.", min=0)
+    stop: list[str] | None = option(None, "Stop after this text (may be given several times).")
+    ignore_eos: bool = option(False, "Go on after the end-of-text token.", "--ignore-eos")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,17 +103,11 @@ class GenerationOptions(SamplingOptions, panel="Decoding"):
 class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
     """A model that may lie on several devices."""
 
-    device_map: Any = flag(
-        None,
-        'Layers on several devices or offloaded: "auto", or JSON of modules and devices, as transformers takes it.',
-        parser=str,
-        callback=read_device_map,
-        metavar="TEXT",
+    device_map: Any = option(
+        None, 'Layers on several devices or offloaded: "auto", or JSON of modules and devices.', read=read_device_map
     )
-    offload_folder: Path | None = flag(None, "Where weights go that --device-map sends to disk.")
-    tp_plan: str | None = flag(
-        None, '"auto": share the weights among the processes of `torchrun --nproc-per-node N -m skipstone ...`.', "--tp"
-    )
+    offload_folder: Path | None = option(None, "Where weights go that --device-map sends to disk.")
+    tp_plan: str | None = option(None, '"auto": the processes of `torchrun ... -m skipstone` share the weights.', "--tp")
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
         """As `GenerationModelOptions.load`, on the devices that the options name."""
@@ -125,12 +119,12 @@ class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
 class OutputOptions(OptionGroup, panel="Output"):
     """What is printed. ValueError for options that would be ignored."""
 
-    compare: bool = flag(False, "Decode plainly too, in turn; compare speed and text.", "--compare")
-    repeat: int = flag(1, "With --compare: runs of each.", min=1)
-    as_json: bool = flag(False, "Print one JSON document instead of the text.", "--json")
-    stats: bool = flag(False, "Print figures of the run on stderr.", "--stats")
-    explain: bool = flag(False, "Print why every step did what it did on stderr.", "--explain")
-    color: bool | None = flag(None, "Mark accepted drafts. Default: on terminals.")
+    compare: bool = option(False, "Decode plainly too, in turn; compare speed and text.", "--compare")
+    repeat: int = option(1, "With --compare: runs of each.", min=1)
+    as_json: bool = option(False, "Print one JSON document instead of the text.", "--json")
+    stats: bool = option(False, "Print figures of the run on stderr.", "--stats")
+    explain: bool = option(False, "Print why every step did what it did on stderr.", "--explain")
+    color: bool | None = option(None, "Mark accepted drafts. Default: on terminals.")
 
     def __post_init__(self) -> None:
         if self.repeat > 1 and not self.compare:

@@ -6,14 +6,12 @@ import time
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from skipstone.cli import terminal
 from skipstone.cli.files import expect_readable, expect_writable
 from skipstone.cli.model_options import ModelOptions, expect_model
-from skipstone.cli.options import AsJson, option
+from skipstone.cli.options import AS_JSON, option
 from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
@@ -23,15 +21,13 @@ if TYPE_CHECKING:
 
 def inspect(
     *,
-    prompt: Annotated[
-        list[str] | None, option("What to continue; may be given several times. Default: bundled prompts.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
-    heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
-    replay: Annotated[Path | None, option("Decide again what a log of auto's decisions holds (`auto log=FILE`).")] = None,
-    out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page; with --replay .png or .svg.")] = None,
+    prompt: list[str] | None = option(None, "What to continue; may be given several times. Default: bundled prompts."),
+    max_new_tokens: int = option(32, "Tokens to look at, of each prompt.", min=1),
+    heads: str | None = option(None, "Look through AdaDecode's exit heads too: a folder, a hub id, or a name."),
+    replay: Path | None = option(None, "Decide again what a log of auto's decisions holds (`auto log=FILE`)."),
+    out: Path | None = option(None, "Save the pictures: a .png file, or a .html page; with --replay .png or .svg."),
     model: ModelOptions,
-    as_json: AsJson = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and the speed-up on this machine if its first
     layers drafted."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from skipstone.cli.method_table import known_methods
 from skipstone.cli.model_options import expect_model
-from skipstone.cli.options import OptionGroup, flag
+from skipstone.cli.options import OptionGroup, option
 from skipstone.decoding import method_text
 from skipstone.decoding.method_text import Known, MethodMissing
 
@@ -17,11 +17,9 @@ from skipstone.decoding.method_text import Known, MethodMissing
 class MethodOptions(OptionGroup, panel="Method"):
     """A method as text, as JSON, or both."""
 
-    method: str | None = flag(
-        None, '"layerskip exit_layer=4", or JSON; `skipstone methods` lists all. Default: the model\'s own.'
-    )
-    speculative_config: str | None = flag(
-        None, 'The method as JSON, as in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.'
+    method: str | None = option(None, '"layerskip exit_layer=4", or JSON (`skipstone methods`). Default: the model\'s own.')
+    speculative_config: str | None = option(
+        None, 'As in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.'
     )
 
     def parse(self) -> Any:

@@ -4,20 +4,20 @@ import inspect
 import json
 import re
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.method_table import known_methods
+from skipstone.cli.options import AS_JSON, argument
 from skipstone.decoding.method_text import expect_method
 
 TEXT = {True: "exact", False: "lossy"}  # whether a method keeps it
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="The method whose settings are to be explained.", metavar="NAME")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    name: str | None = argument("The method whose settings are to be explained.", None, metavar="NAME"), as_json: bool = AS_JSON
 ) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
     if name is not None:

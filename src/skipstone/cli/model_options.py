@@ -4,12 +4,10 @@ import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from skipstone.assets import BUNDLED
-from skipstone.cli.options import OptionGroup, flag, one_of
+from skipstone.cli.options import OptionGroup, argument, option
 
 CONFIG = "config.json"  # every folder and repository of a model has it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -78,26 +76,22 @@ def expect_model(name: str | None) -> None:
         fetch(name, CONFIG)
 
 
-Model = Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")]
-Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
-Dtype = Annotated[
-    str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", callback=one_of("--dtype", DTYPES))
-]
-ENGINE_HELP = f"One of {', '.join(ENGINES)}; auto is native where it can run the model."
-Engine = Annotated[str, typer.Option(help=ENGINE_HELP, callback=one_of("--engine", ENGINES))]
-QUANTIZE_HELP = f"One of {', '.join(QUANTIZED)}: what the native engine quantises the weights to."
-Quantize = Annotated[str, typer.Option(help=QUANTIZE_HELP, callback=one_of("--quantize", QUANTIZED))]
+MODEL = argument("A folder or a hub id. Default: the bundled model.", None, metavar="MODEL")
+DTYPE = option("auto", "auto is the checkpoint's.", choices=DTYPES)
+DEVICE = option("auto", "auto is cuda where there is one, else cpu.")
+ENGINE = option("auto", "auto is native where it can run the model.", choices=ENGINES)
+QUANTIZE = option("none", "what the native engine quantises the weights to.", choices=QUANTIZED)
 
 
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
     """A model, its dtype, its device and its engine."""
 
-    model: Model = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    engine: Engine = "auto"
-    quantize: Quantize = "none"
+    model: str | None = MODEL
+    dtype: str = DTYPE
+    device: str = DEVICE
+    engine: str = ENGINE
+    quantize: str = QUANTIZE
 
     @property
     def name(self) -> str:
@@ -121,27 +115,21 @@ class ModelOptions(OptionGroup):
 class GenerationModelOptions(ModelOptions):
     """A model that answers users: its generation config can be changed."""
 
-    kv_dtype: str | None = flag(
-        None,
-        f"What keys and values are kept in: {' or '.join(KV_DTYPES)}. Default: SKIPSTONE_KV, or float32.",
-        callback=one_of("--kv-dtype", KV_DTYPES),
+    kv_dtype: str | None = option(
+        None, "what keys and values are kept in. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES
     )
-    trust_remote_code: bool = flag(False, "Run the checkpoint's own code.", "--trust-remote-code")
-    generation_config: Any = flag(
+    trust_remote_code: bool = option(False, "Run the checkpoint's own code.", "--trust-remote-code")
+    generation_config: Any = option(
         None,
         "auto, the default, takes the model's own generation_config.json, none ignores it, a folder has another one.",
-        parser=str,
-        callback=_read_generation_config,
-        metavar="TEXT",
-        rich_help_panel="Decoding",
+        panel="Decoding",
+        read=_read_generation_config,
     )
-    override_generation_config: Any = flag(
+    override_generation_config: Any = option(
         None,
         'Fields of the generation config to change, as JSON: {"temperature": 0.7}; null unsets one.',
-        parser=str,
-        callback=read_overrides,
-        metavar="JSON",
-        rich_help_panel="Decoding",
+        panel="Decoding",
+        read=read_overrides,
     )
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:

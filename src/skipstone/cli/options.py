@@ -12,14 +12,30 @@ from skipstone.cli import terminal
 from skipstone.utils.settings_files import did_you_mean
 
 
-def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """An option with its help. Its default is shown only if the help names it."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+def option(
+    default: Any,
+    text: str = "",
+    *names: str,
+    choices: tuple[str, ...] = (),
+    read: Callable[[str | None], Any] | None = None,
+    panel: str | None = None,
+    **more: Any,
+) -> Any:
+    """A parameter of a verb or a field of an option group: its default and its help.
+
+    choices: the words that it may be. read: makes a value of the text. panel: the heading in the help.
+    """
+    if choices:
+        text = f"One of {', '.join(choices)}{'; ' if text else '.'}{text}"
+        more["callback"] = _choice_check(choices)
+    if read is not None:
+        more |= {"parser": str, "callback": read, "metavar": "TEXT"}
+    return field(default=default, metadata={"option": typer.Option(*names, help=text, rich_help_panel=panel, **more)})
 
 
-def flag(default: Any, text: str, *names: str, **more: Any) -> Any:
-    """A field of an option group: its default and its help."""
-    return field(default=default, metadata={"option": typer.Option(*names, help=text, **more)})
+def argument(text: str, default: Any = MISSING, *, metavar: str | None = None) -> Any:
+    """As `option`, for an argument. Without a default it must be given."""
+    return field(default=default, metadata={"option": typer.Argument(help=text, metavar=metavar)})
 
 
 @dataclass(frozen=True)
@@ -46,11 +62,9 @@ def expect_one_of(name: str, value: str | None, values: tuple[str, ...]) -> None
         raise ValueError(f"{name} must be one of {', '.join(values)}, found {value!r}{did_you_mean(value, values)}")
 
 
-def one_of(name: str, values: tuple[str, ...]) -> Callable[[str | None], str | None]:
-    """A callback for an option that takes one of several words."""
-
-    def check(value: str | None) -> str | None:
-        expect_one_of(name, value, values)
+def _choice_check(choices: tuple[str, ...]) -> Callable[..., str | None]:
+    def check(param: typer.CallbackParam, value: str | None) -> str | None:
+        expect_one_of(param.opts[0], value, choices)
         return value
 
     return check
@@ -64,24 +78,25 @@ def _set_up(ctx: typer.Context, debug: bool) -> bool:
     return debug
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]
+AS_JSON = option(False, "Print one JSON document instead.", "--json")
+DEBUG = option(False, "Show tracebacks.", "--debug", callback=_set_up, hidden=True)
 
 
 def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
     """The command of a verb. A parameter with an option group as its type becomes one option per field. --debug is added."""
-    groups, parameters = {}, []
+    groups, declared = {}, []
     for name, parameter in signature(verb).parameters.items():
         kind = parameter.annotation
-        if not (isinstance(kind, type) and issubclass(kind, OptionGroup)):
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-            continue
-        groups[name] = kind
-        for one in fields(kind):
-            default = Parameter.empty if one.default is MISSING else one.default
-            annotation = Annotated[one.type, one.metadata["option"]] if one.metadata else one.type
-            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    parameters.append(Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
+        if isinstance(kind, type) and issubclass(kind, OptionGroup):
+            groups[name] = kind
+            declared += [(one.name, one.type, one) for one in fields(kind)]
+        else:
+            declared.append((name, kind, parameter.default))
+    parameters = []
+    for name, kind, one in [*declared, ("debug", bool, DEBUG)]:
+        default = Parameter.empty if one.default is MISSING else one.default
+        annotation = Annotated[kind, one.metadata["option"]]
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
     @wraps(verb)
     def command(debug: bool = False, **given: Any) -> None:

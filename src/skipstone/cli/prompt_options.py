@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from skipstone.cli.files import expect_readable
-from skipstone.cli.options import OptionGroup, flag
+from skipstone.cli.options import OptionGroup, option
 
 
 def expect_prompt_files(*files: Path) -> None:
@@ -20,8 +20,8 @@ def expect_prompt_files(*files: Path) -> None:
 class PromptOptions(OptionGroup):
     """Texts to measure with: given one by one, in files, or bundled."""
 
-    prompt: list[str] | None = flag(None, "A text to decode; several times. Default: bundled prompts.")
-    prompts: list[Path] | None = flag(None, 'JSON lines with a "prompt", instead of --prompt; several times.')
+    prompt: list[str] | None = option(None, "A text to decode; several times. Default: bundled prompts.")
+    prompts: list[Path] | None = option(None, 'JSON lines with a "prompt", instead of --prompt; several times.')
 
     def texts(self) -> list[str]:
         """All texts; every fifth bundled one by default. ValueError if both options are given, and for an empty text."""

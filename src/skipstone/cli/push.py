@@ -1,29 +1,19 @@
 """`skipstone push PATH REPO_ID`: upload a model, exit heads or a profile to the Hugging Face hub, with a card."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.options import option
+from skipstone.cli.options import argument, option
 
 
 def push(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="The folder of a model that skipstone has trained or exported, or of exit heads; or the file of a profile of "
-            "`skipstone search` or `skipstone tune`.",
-            show_default=False,
-        ),
-    ],
-    repo_id: Annotated[str, typer.Argument(help="The repository, ORG/NAME; made where there is none.", show_default=False)],
-    private: Annotated[bool, typer.Option("--private", help="Only its owners may see the repository.")] = False,
-    revision: Annotated[str | None, option("The branch, made where there is none. Default: main.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the files and the card, and send nothing to the hub.")
-    ] = False,
+    path: Path = argument("The folder of a trained or exported model or of exit heads, or a profile of `search` or `tune`."),
+    repo_id: str = argument("The repository, ORG/NAME; made where there is none."),
+    private: bool = option(False, "Only its owners may see the repository.", "--private"),
+    revision: str | None = option(None, "The branch, made where there is none. Default: main."),
+    dry_run: bool = option(False, "Print the files and the card, and send nothing to the hub.", "--dry-run"),
 ) -> None:
     """Upload a model, exit heads or a profile in one commit, with a card: base model, recipe, data, metrics, hashes."""
     path = path.expanduser()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from skipstone.cli.options import OptionGroup, flag
+from skipstone.cli.options import OptionGroup, option
 
 NEED_TEMPERATURE = ("top_k", "top_p", "min_p", "seed")
 
@@ -12,8 +12,8 @@ NEED_TEMPERATURE = ("top_k", "top_p", "min_p", "seed")
 class SamplingOptions(OptionGroup, panel="Decoding"):
     """Options of sampling. ValueError for those that would be ignored at temperature 0."""
 
-    temperature: float = flag(0.0, "0 is greedy.", min=0.0)
-    top_p: float | None = flag(None, "Default: the model's own, or 1.", min=0.0, max=1.0)
+    temperature: float = option(0.0, "0 is greedy.", min=0.0)
+    top_p: float | None = option(None, "Default: the model's own, or 1.", min=0.0, max=1.0)
 
     def __post_init__(self) -> None:
         for name in NEED_TEMPERATURE:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 
 def search(
     *,
-    budget_seconds: Annotated[float, typer.Option(help="How long to search, interrupted runs included.", min=1)] = 60.0,
-    out: Annotated[Path, typer.Option(help="The profile. Its trials lie next to it, so that a search goes on.")] = Path(
-        "profile.json"
-    ),
+    budget_seconds: float = option(60.0, "How long to search, interrupted runs included.", min=1),
+    out: Path = option(Path("profile.json"), "The profile. Its trials lie next to it, so that a search goes on."),
     prompt: PromptOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=4)] = 32,
-    skip_ratio: Annotated[float | None, option("Share of sublayers to leave out. Default: several take turns.")] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafts a step.", min=1)] = 12,
-    picture: Annotated[Path | None, option("Save the curve of the best so far, as PNG.")] = None,
+    max_new_tokens: int = option(32, "Tokens of each text.", min=4),
+    skip_ratio: float | None = option(None, "Share of sublayers to leave out. Default: several take turns."),
+    num_speculative_tokens: int = option(12, "Most drafts a step.", min=1),
+    picture: Path | None = option(None, "Save the curve of the best so far, as PNG."),
     model: ModelOptions,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: int = option(0, "", min=0),
 ) -> None:
     """Find the layers that drafting can leave out, for the methods self_speculative and swift (their setting `profile`)."""
     expect_writable(out, picture)

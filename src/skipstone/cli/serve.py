@@ -10,7 +10,7 @@ import typer
 from skipstone.cli.errors import DEFECT, USER_ERROR
 from skipstone.cli.method_options import MethodOptions
 from skipstone.cli.model_options import GenerationModelOptions
-from skipstone.cli.options import OptionGroup, flag, one_of
+from skipstone.cli.options import OptionGroup, option
 from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:
@@ -26,23 +26,19 @@ RAY_ADDRESS = "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a ne
 class TextLimitOptions(OptionGroup, panel="Scheduling"):
     """How many texts are written at a time, and how long they are."""
 
-    max_num_seqs: int = flag(8, "Texts that are written at a time.", min=1, max=1024)
-    max_model_len: int | None = flag(None, "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
+    max_num_seqs: int = option(8, "Texts that are written at a time.", min=1, max=1024)
+    max_model_len: int | None = option(None, "Most tokens of a text and its prompt. Default: the model's, at most 4096.", min=2)
 
 
 @dataclass(frozen=True)
 class ServerOptions(OptionGroup, panel="Server"):
     """Where clients reach the server, what they must send, and what it writes."""
 
-    host: str = flag("127.0.0.1", "The address to listen at. Others than this machine reach 0.0.0.0.")
-    port: int = flag(8000, "The port; 0 for one that is free.", min=0, max=65535)
-    api_key: str | None = flag(None, f"What clients have to send. Default: the environment variable {API_KEY}.")
-    served_model_name: str | None = flag(None, "What clients call the model. Default: the name it was loaded by.")
-    log_format: str = flag(
-        "text",
-        "text or json: what the lines of the log on stderr are; requests have one.",
-        callback=one_of("--log-format", LOG_FORMATS),
-    )
+    host: str = option("127.0.0.1", "The address to listen at. Others than this machine reach 0.0.0.0.")
+    port: int = option(8000, "The port; 0 for one that is free.", min=0, max=65535)
+    api_key: str | None = option(None, f"What clients have to send. Default: the environment variable {API_KEY}.")
+    served_model_name: str | None = option(None, "What clients call the model. Default: the name it was loaded by.")
+    log_format: str = option("text", "for the log on stderr; requests have a line.", choices=LOG_FORMATS)
 
     @property
     def key(self) -> str | None:
@@ -54,13 +50,11 @@ class ServerOptions(OptionGroup, panel="Server"):
 class SchedulingOptions(TextLimitOptions, panel="Scheduling"):
     """Limits of the server."""
 
-    max_waiting: int = flag(64, "Requests that wait; more are answered with 429.", min=0)
-    request_timeout: float | None = flag(None, "Seconds after which a request is given up.", min=0.1)
-    drain_timeout: float = flag(30.0, "Seconds that texts have to end when the server is stopped.", min=0)
-    kv_cache_memory_bytes: int | None = flag(
-        None,
-        "Bytes that keys and values of all methods' rows may take. Default: a quarter of the memory of the model's device.",
-        min=1,
+    max_waiting: int = option(64, "Requests that wait; more are answered with 429.", min=0)
+    request_timeout: float | None = option(None, "Seconds after which a request is given up.", min=0.1)
+    drain_timeout: float = option(30.0, "Seconds that texts have to end when the server is stopped.", min=0)
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes of keys and values of all methods' rows. Default: a quarter of the device's memory.", min=1
     )
 
 
@@ -68,13 +62,13 @@ class SchedulingOptions(TextLimitOptions, panel="Scheduling"):
 class ReplicaOptions(OptionGroup, panel="Ray"):
     """How many replicas answer, and where. ValueError for numbers that contradict each other, and without --ray."""
 
-    ray: bool = flag(False, "Serve by replicas on Ray Serve.", "--ray")
-    ray_address: str | None = flag(None, RAY_ADDRESS)
-    replicas: int | None = flag(None, "Models that answer, always as many. Default: 1.", min=1)
-    min_replicas: int | None = flag(None, "Fewest of them, where their number follows the requests. Default: 1.", min=1)
-    max_replicas: int | None = flag(None, "Most of them, where their number follows the requests. Default: the fewest.", min=1)
-    cpus_per_replica: int | None = flag(None, "CPUs that each of them has. Default: 1.", min=1)
-    gpus_per_replica: int | None = flag(None, "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
+    ray: bool = option(False, "Serve by replicas on Ray Serve.", "--ray")
+    ray_address: str | None = option(None, RAY_ADDRESS)
+    replicas: int | None = option(None, "Models that answer, always as many. Default: 1.", min=1)
+    min_replicas: int | None = option(None, "Fewest of them, if their number follows the requests. Default: 1.", min=1)
+    max_replicas: int | None = option(None, "Most of them, if their number follows the requests. Default: the fewest.", min=1)
+    cpus_per_replica: int | None = option(None, "CPUs that each of them has. Default: 1.", min=1)
+    gpus_per_replica: int | None = option(None, "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
 
     def __post_init__(self) -> None:
         if not self.ray and not self.is_default:

@@ -1,55 +1,52 @@
 """`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from skipstone.cli.files import expect_folder
-from skipstone.cli.model_options import DTYPES, Device, expect_model
-from skipstone.cli.options import AsJson, OptionGroup, flag, one_of, option, takes_groups
+from skipstone.cli.model_options import DEVICE, DTYPES, expect_model
+from skipstone.cli.options import AS_JSON, OptionGroup, argument, option, takes_groups
 from skipstone.utils.settings_files import mapping
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
 SHAPES, PRESETS = ("1B", "8B", "70B"), ("quick", "paper")  # those of skipstone.train, which would import torch
 PACKAGES = ("accelerate", "jinja2", "yaml", "tqdm")
 
-Output = Annotated[Path | None, option("Folder of the run, instead of the recipe's.")]
-DataDir = Annotated[Path | None, option("Folder with JSON lines for the data sets of the hub that the recipe names.")]
+OUTPUT = option(None, "Folder of the run, instead of the recipe's.")
+DATA_DIR = option(None, "Folder with JSON lines for the data sets of the hub that the recipe names.")
 
 
 @dataclass(frozen=True)
 class EstimateOptions(OptionGroup, panel="Before a run"):
     """An estimate instead of a run."""
 
-    dry_run: bool = flag(False, "Say what memory and time each GPU would take, and start nothing.")
-    gpus: int | None = flag(None, "GPUs that share the model. Default: 1.")
-    shape: str | None = flag(
-        None, "1B, 8B or 70B: Llama 3's, instead of the recipe's model.", callback=one_of("--shape", SHAPES)
-    )
-    mfu: float | None = flag(None, "Share of the GPU's peak that training reaches. Default: 0.4.")
-    peak_tflops: float | None = flag(None, "That peak. Default: 989, an H100's in bfloat16.")
+    dry_run: bool = option(False, "Say what memory and time each GPU would take, and start nothing.")
+    gpus: int | None = option(None, "GPUs that share the model. Default: 1.")
+    size: str | None = option(None, "Llama 3's, instead of the recipe's model.", "--shape", choices=SHAPES)
+    mfu: float | None = option(None, "Share of the GPU's peak that training reaches. Default: 0.4.")
+    peak_tflops: float | None = option(None, "That peak. Default: 989, an H100's in bfloat16.")
 
 
 @train.command("layerskip")
 @takes_groups
 def layerskip(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).", show_default=False)],
-    output: Output = None,
-    data_dir: DataDir = None,
-    fresh: Annotated[bool, typer.Option(help="Refuse to resume: the folder must be empty.")] = False,
+    recipe: Path = argument("The recipe, a YAML file (see recipes/)."),
+    output: Path | None = OUTPUT,
+    data_dir: Path | None = DATA_DIR,
+    fresh: bool = option(False, "Refuse to resume: the folder must be empty."),
     *,
     estimate: EstimateOptions,
-    as_json: AsJson = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
     _check_inputs([recipe], data_dir, "no such recipe", is_recipe=True)
-    flags = {"gpus": estimate.gpus, "size": estimate.shape, "mfu": estimate.mfu, "peak_tflops": estimate.peak_tflops}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in asdict(estimate).items() if name != "dry_run" and value is not None}
     if estimate.dry_run:
         _print_estimate(recipe, data_dir, given, as_json)
         return
@@ -67,22 +64,16 @@ def layerskip(
 @train.command("heads")
 @takes_groups
 def heads(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id. Default: the recipe's, else the bundled model.")
-    ] = None,
-    recipe: Annotated[Path | None, option("A recipe, a YAML file (see recipes/).")] = None,
-    prompts: Annotated[list[Path] | None, option('JSON lines with a "prompt", instead of a recipe; several times.')] = None,
-    output: Output = None,
-    preset: Annotated[
-        str | None, option("quick, or paper: 100 epochs in batches of 128.", callback=one_of("--preset", PRESETS))
-    ] = None,
-    max_disk: Annotated[float, typer.Option(help="Most GiB of stored states.", min=0)] = 20.0,
-    data_dir: DataDir = None,
-    dtype: Annotated[
-        str | None, option(f"The model's, one of {', '.join(DTYPES)}.", callback=one_of("--dtype", DTYPES))
-    ] = None,
-    device: Device = "auto",
-    fresh: Annotated[bool, typer.Option(help="Refuse to go on with an earlier run: the folder must be empty.")] = False,
+    model: str | None = argument("A folder or a hub id. Default: the recipe's, else the bundled model.", None),
+    recipe: Path | None = option(None, "A recipe, a YAML file (see recipes/)."),
+    prompts: list[Path] | None = option(None, 'JSON lines with a "prompt", instead of a recipe; several times.'),
+    output: Path | None = OUTPUT,
+    preset: str | None = option(None, "paper is 100 epochs in batches of 128.", choices=PRESETS),
+    max_disk: float = option(20.0, "Most GiB of stored states.", min=0),
+    data_dir: Path | None = DATA_DIR,
+    dtype: str | None = option(None, "Default: the model's.", choices=DTYPES),
+    device: str = DEVICE,
+    fresh: bool = option(False, "Refuse to go on with an earlier run: the folder must be empty."),
 ) -> None:
     """Train AdaDecode's exit heads on the model's own answers; an interrupted run goes on where it stopped."""
     if (recipe is None) == (not prompts):

@@ -3,14 +3,14 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.method_options import MethodOptions
 from skipstone.cli.model_options import ModelOptions, expect_model
-from skipstone.cli.options import AsJson, option
+from skipstone.cli.options import AS_JSON, option
 from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 def tune(
     prompt: PromptOptions,
-    budget_seconds: Annotated[float, typer.Option(help="How long to decode; every prompt once in any case.", min=1)] = 60.0,
-    method: Annotated[
-        list[str] | None,
-        option("A candidate in addition to the usual ones, such as 'speculative draft_model=FOLDER'; several times."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=8)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
-    keep: Annotated[bool, typer.Option(help="Save the result, for `auto` in every later run.")] = True,
+    budget_seconds: float = option(60.0, "How long to decode; every prompt once in any case.", min=1),
+    method: list[str] | None = option(None, "A further candidate, such as 'speculative draft_model=FOLDER'; several times."),
+    max_new_tokens: int = option(128, "Tokens of each text.", min=8),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0),
+    keep: bool = option(True, "Save the result, for `auto` in every later run."),
     *,
     model: ModelOptions,
-    as_json: AsJson = False,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Decode your own prompts with `auto`, say how fast every candidate is, and save the measurements for later runs."""
     for text in method or ():
