@@ -134,6 +134,9 @@ class TestMix:
         assert all(sorted(chunk) == list(range(6)) for chunk in chunks)
         assert len({tuple(chunk) for chunk in chunks}) > 3
         assert len(set(small[36:])) == 4
+        assert all(10 <= int((half < 100).sum()) <= 30 for half in order[:, 0].split(100)), "the sources are interleaved"
+        assert torch.equal(order, mix(packed, {"small": 1, "large": 4}, 200, seed=3)[0])
+        assert not torch.equal(order, mix(packed, {"small": 1, "large": 4}, 200, seed=4)[0])
 
     @pytest.mark.parametrize(
         ("weights", "rows", "error"),
@@ -205,7 +208,8 @@ def letters(tmp_path: Path) -> list[TextFiles]:
 
 
 def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
-    prepared = prepared_rows(letters, BYTES, PLAN, Path())
+    prepared, other = (prepared_rows(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 2))
+    assert not torch.equal(prepared.held_out["letters"], other.held_out["letters"]), "the seed decides what is held out"
     trained, held_out = (set(rows.flatten().tolist()) - {END} for rows in (prepared.train, prepared.held_out["letters"]))
     assert not trained & held_out
     assert len(held_out) >= 2
@@ -306,7 +310,8 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:
-    data.save(tmp_path / "key", TrainingData(numbered(0, 3), {}, {"held_rows": {}}))
+    for start in (0, 5):  # the first of two processes wins
+        data.save(tmp_path / "key", TrainingData(numbered(start, 3), {}, {"held_rows": {}}))
     for _ in range(2):
         found = data.load(tmp_path / "key")
         assert found is not None

@@ -74,11 +74,14 @@ class TestDeduplicate:
             spaced,
             document(changed(first, range(200, 203)), "three words changed"),
             document(first[:200] + words(3, 200), "half the same"),
-            document(first, "copy"),
+            Document(" ".join(first), "another", "copy"),
         ]
         kept, report = deduplicate(documents)
         assert names(kept) == ["first", "other", "half the same"]
-        assert report == {"s": {"documents": 6, "exact": 2, "near": 1, "kept": 3}}
+        assert report == {
+            "s": {"documents": 5, "exact": 1, "near": 1, "kept": 3},
+            "another": {"documents": 1, "exact": 1, "near": 0, "kept": 0},
+        }
 
     def test_the_limit_is_a_similarity_of_point_eight(self) -> None:
         original = words(4)  # 393 shingles; a changed word that stands alone takes 8 of them
@@ -119,6 +122,8 @@ class TestSplit:
         documents = [document([f"text{index}"], str(index)) for index in range(400)]
         training, held_out = split(documents, 0.1, seed=0)
         assert sorted(names(training + held_out), key=int) == names(documents)
+        assert all(names(part) == sorted(names(part), key=int) for part in (training, held_out))
+        assert split(documents, 0) == (documents, [])
         assert 20 <= len(held_out) <= 60  # 40 +- 3.3 standard deviations
         more = [document([f"more{index}"], f"m{index}") for index in range(300)]
         assert set(names(held_out)) <= set(names(split([*more, *documents[::-1]], 0.1, seed=0)[1]))

@@ -66,7 +66,7 @@ def test_an_entry_that_makes_no_sense_is_refused(entry: dict[str, Any], said: st
 def test_text_files_come_sorted_without_what_is_excluded(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "a/test/deep/y.txt", "a.txt", "c.md"):
         (tmp_path / "books" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "books" / name).write_text(f"text of {name}", encoding="utf-8")
+        (tmp_path / "books" / name).write_text(f"text of {name}", encoding="utf-8-sig")  # a byte order mark is no text
     source = TextFiles(path="books", exclude=("*/test/*",))
     assert list(source.read(tmp_path)) == [SourceText(name, f"text of {name}") for name in ("a.txt", "a/z.txt", "b.txt")]
     assert texts(TextFiles(path="books", glob="*.md"), tmp_path) == ["text of c.md"]
@@ -98,6 +98,8 @@ def test_what_is_not_found_or_not_utf8_is_said(tmp_path: Path) -> None:
         texts(TextFiles(path=".", exclude=("*",)), tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a file of JSON lines, found the folder"):
         texts(JsonLines(path="."), tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected a Python file, found the folder"):
+        texts(ScriptSource(path="."), tmp_path)
 
 
 def test_json_lines_fill_the_template(tmp_path: Path) -> None:
@@ -119,6 +121,8 @@ def test_where_and_limit_choose_records(tmp_path: Path) -> None:
     assert chosen(where={"split": ["odd"]}, limit=2) == ["t1", "t3"]
     with pytest.raises(ValueError, match=r"source 'a' .* none of its 10 records fits where={'split': \['train'\]}"):
         chosen(where={"split": ["train"]})
+    with pytest.raises(ValueError, match="line 1: the where asks for the key 'part', found id, text, split"):
+        chosen(where={"part": [1]})
 
 
 def test_a_prompt_stands_before_the_text(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_the_same_text_gives_the_same_tokenizer_in_any_order() -> None:
     assert train_bpe(lines[::-1], 320).backend_tokenizer.to_str() == one
     assert train_bpe([Document(line, "s", "n") for line in lines], 320).backend_tokenizer.to_str() == one
     assert train_bpe([*lines, "other words"] * 2, 320).backend_tokenizer.to_str() != one
+    assert len(train_bpe(lines, 300)) == 300
+    assert len(train_bpe(["ab ab"], 5000)) == 258, "the bytes, the end and ab: nothing else occurs twice"
 
 
 def test_it_is_read_back_as_it_was(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,6 +74,9 @@ def test_rows_depend_on_seed_and_step_alone() -> None:
     assert torch.random.get_rng_state().equal(state), "the global generator was used"
     assert [[row for row in kept if row < 3] for kept in first] == kept_rows(3, rates, 5, 7), "other rows of a larger batch"
     assert len({str(kept_rows(8, rates, seed, step)) for seed in range(5) for step in range(5)}) == 25
+    kept = [set(kept_rows(8, [0.0, rate], 3, 0)[1]) for rate in (0.0, 0.2, 0.5, 0.8, 1.0)]
+    assert kept == sorted(kept, key=len, reverse=True)
+    assert all(fewer <= more for more, fewer in pairwise(kept)), "a higher rate drops the same rows and more"
 
 
 def test_the_rows_of_a_seed_and_step_never_change() -> None:
@@ -135,6 +139,8 @@ def test_a_batch_with_dropped_rows_is_each_row_alone_through_the_layers_that_kee
     with layers_recorded(modules.layers, [True] * LAYERS, PLAN) as states:
         found = modules.decoder(**inputs, use_cache=False).last_hidden_state
     plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
+    with layers_recorded(modules.layers, [True] * LAYERS, [[0, 1, 2]] * LAYERS):
+        assert modules.decoder(**inputs, use_cache=False).last_hidden_state.equal(plain), "nothing is dropped"
     assert list(states) == [0, 1, 2, 3]
     for row in range(3):
         real = inputs["attention_mask"][row].bool()

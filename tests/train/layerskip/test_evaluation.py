@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +86,14 @@ def test_padded_rows_are_measured_with_their_mask() -> None:
     assert_quality(exit_quality(model, data, 3), *expected)
     bare = [{name: row[name] for name in ("input_ids", "labels")} for row in data]
     assert exit_quality(model, bare, 3).perplexity[4] != pytest.approx(expected[0][4], rel=1e-3)
+
+
+def test_an_adapter_is_measured_with_its_model() -> None:
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, init_lora_weights=False)
+    wrapper: Any = peft.get_peft_model(families.build("llama"), settings)
+    own = explicit("llama", wrapper.get_base_model().eval(), rows())
+    assert own[0] != pytest.approx(explicit("llama", families.cached("llama"), rows())[0], rel=1e-2)
+    assert_quality(exit_quality(wrapper, rows()), *own)
 
 
 def test_only_the_chosen_exits_and_the_last_are_measured() -> None:

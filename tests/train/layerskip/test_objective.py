@@ -149,7 +149,9 @@ def test_positions_are_passed_on_and_no_cache_is_made() -> None:
     batch = {key: value[:1] for key, value in inputs().items()} | {"position_ids": 3 * torch.arange(11)[None]}
     with recipe.installed():
         loss = model(**batch, use_cache=True).loss
-    assert caches == [None]
+        bare = {key: batch[key] for key in ("input_ids", "labels")}
+        torch.testing.assert_close(model(**bare).loss, model(**bare, attention_mask=torch.ones(1, 11)).loss)
+    assert caches == [None] * 3
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
     reference = naive("llama", model, batch, 0, False) / count
     torch.testing.assert_close(loss, reference, check_dtype=False, rtol=1e-6, atol=0)

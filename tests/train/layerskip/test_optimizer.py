@@ -68,7 +68,7 @@ def test_matrices_of_the_layers_go_to_muon_and_everything_else_to_adamw_each_onc
     assert found.param_groups[1]["betas"] == found.param_groups[2]["betas"] == BETAS
 
 
-def test_a_step_is_a_step_of_both() -> None:
+def test_a_step_under_a_schedule_is_a_step_of_both() -> None:
     model, twin = build(), build()
     names = dict(twin.named_parameters())
     matrices, others, vectors = ([names[name] for name in group] for group in expected_split(twin))
@@ -79,12 +79,12 @@ def test_a_step_is_a_step_of_both() -> None:
         ),
     ]
     together, before = optimiser(model), state(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in (together, *apart)]
     for step in range(3):
         for one in (model, twin):
             give_gradients(one, step)
-        together.step()
-        for part in apart:
-            part.step()
+        for one in (together, *apart, *schedules):
+            one.step()
     for name, parameter in state(model).items():
         assert parameter.equal(names[name]), name
         assert not parameter.equal(before[name]), name

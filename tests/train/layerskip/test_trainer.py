@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,29 @@ class TestUse:
         assert found[-1]["eval_a_loss"] == pytest.approx(expected, rel=1e-5)
         assert found[-1]["eval_a_perplexity_exit_3"] == pytest.approx(math.exp(expected), rel=1e-5)
         assert found[-1]["eval_a_agreement_exit_3"] == 1.0
+
+    def test_a_collator_may_pad_on_either_side(self, tmp_path: Path) -> None:
+        data = [{name: value[: 12 - i % 3] for name, value in row.items()} for i, row in enumerate(rows(8))]
+        for row in data:  # the padding in front would predict it
+            row["labels"][0] = IGNORED
+
+        def collated(batch: list[dict[str, Tensor]], left: bool) -> dict[str, Tensor]:
+            fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
+            whole = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in batch]
+
+            def padded(name: str, value: Tensor) -> Tensor:
+                gap = 12 - len(value)
+                return F.pad(value, (gap, 0) if left else (0, gap), value=fills[name])
+
+            return {name: torch.stack([padded(name, row[name]) for row in whole]) for name in fills}
+
+        found = []
+        for left in (True, False):
+            own = {"eval_dataset": data, "data_collator": partial(collated, left=left)}
+            one = trainer(tmp_path / str(left), data=data, dropout=OFF, max_steps=2, eval_exits=(2,), **own)
+            one.train()
+            found.append([*losses(tmp_path / str(left)), one.evaluate()["eval_perplexity_exit_2"]])
+        assert found[0] == pytest.approx(found[1], rel=1e-4)
 
     @pytest.mark.slow
     def test_bfloat16_computes_in_it_and_keeps_float32_weights(self, tmp_path: Path) -> None:
