@@ -48,15 +48,6 @@ def greedy(nano: Nano, prompt: str, method: Any = None, tokens: int = 96) -> Any
     return skipstone.generate(model, prompt, method, tokenizer=tokenizer, max_new_tokens=tokens, do_sample=False)
 
 
-def test_weights_are_small_and_computed_with_in_float32(nano: Nano) -> None:
-    assert (NANO / "model.safetensors").stat().st_size <= MOST_BYTES
-    with safe_open(NANO / "model.safetensors", "pt") as weights:
-        names = weights.keys()
-        assert {weights.get_tensor(name).dtype for name in names} == {torch.bfloat16}
-    assert nano[0].dtype == torch.float32
-    assert not nano[0].training
-
-
 @pytest.mark.parametrize("requests", [4, pytest.param(REQUESTS, marks=pytest.mark.slow)])
 def test_requests_become_json_with_and_without_drafts(nano: Nano, examples: list[Any], requests: int) -> None:
     """On fillers and combinations that training never had; the answer is exact or it does not count."""
@@ -89,6 +80,11 @@ def test_code_is_what_transformers_writes_and_no_mere_loop(nano: Nano) -> None:
 
 
 def test_recipe_model_and_card_agree(nano: Nano) -> None:
+    assert (NANO / "model.safetensors").stat().st_size <= MOST_BYTES
+    with safe_open(NANO / "model.safetensors", "pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in [*weights.keys()]} == {torch.bfloat16}
+    assert nano[0].dtype == torch.float32
+    assert not nano[0].training
     recipe = read(RECIPES / "nano.yaml")
     assert nano[0].generation_config.skipstone == recipe.decoding
     shape = recipe.model.config or {}
