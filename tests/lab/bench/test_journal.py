@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -44,28 +43,6 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> 
     assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
     assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}
     assert sum(line["kind"] == "resumed" for line in lines) >= kills // 2
-
-
-@pytest.mark.parametrize("cut", [1, 7, 40])
-def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> None:
-    path = tmp_path / "results.jsonl"
-    with RunFile(path, PLAN, {}) as file:
-        for number in range(3):
-            file.add({"kind": "prompt", "number": number, "speed": float("nan")})
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    assert [line["number"] for line in run_file.read(path)[1:]] == [0, 1]
-    with RunFile(path, PLAN, {}) as file:
-        assert [line["number"] for line in file.lines_of("prompt")] == [0, 1]
-        file.add({"kind": "prompt", "number": 2})
-    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
-        "run",
-        "prompt",
-        "prompt",
-        "resumed",
-        "prompt",
-    ]
-    assert run_file.read(path)[1]["speed"] is None, "strict JSON"
 
 
 def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path) -> None:

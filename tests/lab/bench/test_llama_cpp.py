@@ -60,7 +60,7 @@ DRAFTS = {
 }
 
 
-@round_robin(drafts=[pytest.param(drafts, id=name) for name, drafts in DRAFTS.items()], count=[700, 40, 1, 2])
+@round_robin(drafts=[pytest.param(drafts, id=name) for name, drafts in DRAFTS.items()], count=[40, 1])
 def test_it_writes_what_the_model_writes(peer: Make, drafts: Any, count: int) -> None:
     model, one = families.cached("llama"), peer(drafts, num_draft_tokens=5)
     one.check(model)
@@ -137,16 +137,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another vocabulary": ({"vocabulary": 96}, r"F32.gguf has 96 tokens, the model 97$"),
     "no file": ({"file": "nothing.gguf"}, r"llama-cpp: llama.cpp cannot load nothing.gguf$"),
     "no Python": ({"python": "/nowhere"}, r"llama-cpp: python=/nowhere: No such file"),
-    "no path": ({"drafts": 3}, "drafts must be a path, found 3"),
-    "no drafts": ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
     "too many drafts": ({"num_draft_tokens": 512}, "num_draft_tokens must be at most 511, found 512"),
-    "no probability": ({"confidence_threshold": 2}, r"confidence_threshold must be a number in \[0, 1\], found 2"),
     "a foreign draft model": ({"drafts": {"vocabulary": 96}}, r"draft-F16.gguf has 96 tokens, .*model-F32.gguf has 97$"),
     "no room": ({"room": False}, r"llama.cpp has no room for 4096 tokens of"),
 }
 
 
-@pytest.mark.parametrize("mistake", slow_except([*MISTAKES][::3], MISTAKES))
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_cannot_be_is_said_in_one_sentence(peer: Make, mistake: str) -> None:
     settings, said = MISTAKES[mistake]
     with pytest.raises(ValueError, match=said):
@@ -166,12 +163,6 @@ def test_a_process_that_ends_midway_says_why_and_is_started_again(peer: Make) ->
         with pytest.raises(ValueError, match="llama-cpp: out of luck"):
             one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 30}, 0)
         assert one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 9}, 0).tokens == text(9)
-
-
-@pytest.mark.slow
-def test_quantised_files_are_other_models_and_the_version_is_written_down(peer: Make) -> None:
-    assert [peer(name=f"{kind}.gguf", type=kind).lossless for kind in (0, 1, 32, 2, 7)] == [True, True, True, False, False]
-    assert peer().settings["version"] == "0.0.0"
 
 
 def test_without_llama_cpp_python_the_missing_module_is_named(

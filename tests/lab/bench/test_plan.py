@@ -10,7 +10,6 @@ import pytest
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.peers.hf import HFEarlyExit
 from skipstone.lab.bench.prompts import conversations, draw_places
-from skipstone.lab.tasks.data_sets import TASKS
 from skipstone.lab.tasks.dialogue import VICUNA, PromptBuilder, TaskConversation
 from skipstone.lab.tasks.task import untabbed
 from skipstone.lab.timing.measure import MethodBackend
@@ -22,9 +21,8 @@ TASKS_HERE = Path(__file__).parents[2] / "helpers" / "records"
 @pytest.mark.parametrize(
     ("text", "wish"),
     [
-        ("autoregressive", {"method": "autoregressive"}),
         (
-            "layerskip exit_layer=3,6 confidence_threshold=none,0.4 reuse_cache=false label=ours",
+            "layerskip exit-layer=3,6 confidence_threshold=none,0.4 reuse_cache=false label=ours",
             {
                 "method": "layerskip",
                 "exit_layer": [3, 6],
@@ -32,10 +30,6 @@ TASKS_HERE = Path(__file__).parents[2] / "helpers" / "records"
                 "reuse_cache": False,
                 "label": "ours",
             },
-        ),
-        (
-            "layerskip exit-layer=3 confidence_threshold=adaptive",
-            {"method": "layerskip", "exit_layer": 3, "confidence_threshold": "adaptive"},
         ),
         ('{"method": "layerskip", "exit_layer": [1, 2]}', {"method": "layerskip", "exit_layer": [1, 2]}),
     ],
@@ -70,10 +64,8 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
     ("wish", "said"),
     [
         ("layerskip exit_layer=2,4", "between 1 and 3"),
-        ("hf-early-exit exit_layer=2,4", "between 1 and 3"),
         ("hf-early-exit exit_layer=abc", "exit_layer takes int, found 'abc'"),
         ("hf-early-exit exit_layer=2 num_assistant_tokens=0", "num_assistant_tokens must be at least 1, found 0"),
-        ("hf-early-exit exit_layer=2 confidence_threshold=1.5", r"must be a number in \[0, 1\], found 1.5"),
         ("hf-prompt-lookup prompt_lookup_num_tokens=abc", "prompt_lookup_num_tokens takes int, found 'abc'"),
         ("early_exit exit_layer=1,2", "a choice by speed would be none"),
     ],
@@ -99,23 +91,16 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
             {"methods": ["medusa"]},
             "unknown method 'medusa'; there are auto, autoregressive, early_exit, layerskip, swift, self_speculative",
         ),
-        ({"methods": ["layerskip exit=3"]}, "layerskip has no setting 'exit'; it has exit_layer"),
         ({"methods": ["layerskip exit_layer"]}, "key=value or key=value,value; found 'exit_layer'"),
         ({"methods": ["layerskip", "layerskip exit_layer=2"]}, "two methods are called layerskip: give one of them a label"),
-        ({"methods": ["layerskip label=hf-generate"]}, "label=hf-generate is another method's name"),
         ({"methods": [" "]}, "found nothing"),
-        ({"methods": ["layerskip exit_layer=[1,2]"]}, "exit_layer takes int|none, found '[1'"),
-        ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
         ({"methods": ['{"exit_layer": 3}']}, "names itself"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k' (did you mean 'gsm8k'?); there are self, humaneval"),
-        ({"tasks": []}, "tasks: Tuple should have at least 1 item"),
         ({"tasks": ["gsm8k"], "protocol": "layerskip"}, "protocol layerskip has no task 'gsm8k'"),
-        ({"num_prompts": 0}, "num_prompts: Input should be greater than or equal to 1 (found 0)"),
         ({"top_p": 0.5}, "top_p=0.5 means nothing at temperature 0"),
         ({"tune_prompts": 3}, "tune_prompts has no effect: no setting is to be chosen"),
         ({"methods": ["layerskip exit_layer=3 exit-layer=4"]}, "exit_layer is given twice after layerskip"),
         ({"samples": 5}, "5 samples at temperature 0 would all be the same text"),
-        ({"dtype": "int8"}, "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (found 'int8')"),
         ({"prompts": 5}, "unknown setting 'prompts' (did you mean 'num_prompts'?): expected one of"),
     ],
 )
@@ -175,17 +160,6 @@ def test_categories_take_turns() -> None:
     assert len({one.record["category"] for one in conversations(task, settings, made, TASKS_HERE)[1]}) == 3
 
 
-def test_layerskip_scores_programs_by_what_they_share_with_the_solution() -> None:
-    given = {"tasks": ["humaneval"], "num_prompts": 1, "data_dir": str(TASKS_HERE)}
-    ((task, _),) = plan.resolved(plan.read(None, {**given, "protocol": "layerskip"}))
-    row = task.records(TASKS_HERE)[0]
-    assert task.score is not None
-    assert task.score.grade(row, row["canonical_solution"]) == {"rouge_2": 1.0, "rouge_l": 1.0}
-    assert not task.score.executes
-    ((usual, _),) = plan.resolved(plan.read(None, given))
-    assert usual is TASKS["humaneval"]
-
-
 def test_swift_gives_programs_with_tabs() -> None:
     """...and as often as the paper samples them."""
     for protocol, samples in (("swift", 1), ("swift-pass10", 10)):
@@ -195,14 +169,6 @@ def test_swift_gives_programs_with_tabs() -> None:
         (one,) = conversations(task, settings, made, TASKS_HERE)[1]
         assert '\n\t"""' in one.turns[0]
         assert untabbed(one.turns[0]) == one.record["prompt"]
-
-
-def test_shots_stand_before_every_question() -> None:
-    made = plan.read(None, {"tasks": ["gsm8k"], "num_prompts": 2, "shots": 2, "data_dir": str(TASKS_HERE)})
-    ((task, settings),) = plan.resolved(made)
-    _, report = conversations(task, settings, made, TASKS_HERE)
-    assert all(one.turns[0].count("Question:") == 3 for one in report)
-    assert task is TASKS["gsm8k"]
 
 
 class Chatting:
@@ -237,8 +203,5 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
     assert (
         read(PromptBuilder(tokenizer, True, 999), [("one", "yes")]) == f"{VICUNA} USER: one ASSISTANT: yes USER: two ASSISTANT:"
     )
-
-
-def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
-    assert read(PromptBuilder(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
+    assert read(PromptBuilder(tokenizer, False, 2)) == "oe", "the first token stays where the tokenizer begins with one"

@@ -46,8 +46,6 @@ def test_every_drafter_has_a_line_with_its_steps() -> None:
     assert gain.lines[0].get_ydata().tolist() == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_it_is_written(suffix: str, tmp_path: Path) -> None:
-    place = tmp_path / f"decisions.{suffix}"
-    decisions.save(STEPS, place)
-    assert place.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+def test_it_is_written(tmp_path: Path) -> None:
+    decisions.save(STEPS, tmp_path / "decisions.png")
+    assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")

@@ -114,7 +114,6 @@ def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert succeed(*from_file, "--budget-seconds", 4).stdout == told, "the same search, which is over"
     assert_refused(run(*from_file, "--prompts", other, "--budget-seconds", 4), "another search")
     assert_refused(run(*from_file, "--prompt", "abc"), "give either --prompt or --prompts, found both")
-    assert_refused(run("search", folder, "--prompts", tmp_path / "none.jsonl"), "none.jsonl: No such file")
     profile = json.loads(out.read_text())
     assert profile["attention"] or profile["mlp"]
     network, _ = skipstone.load(folder)
@@ -126,5 +125,3 @@ def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert drafted.stats is not None
     assert drafted.stats.drafted > 0
     assert_refused(run("search", folder, "--skip-ratio", "1.5"), "--skip-ratio must lie between 0 and 1, found 1.5")
-    assert_refused(run("search", folder, "--out", "/nowhere/a.json"), "no such folder")
-    assert_refused(run("search", folder, "--dtype", "int8"), "--dtype must be one of")

@@ -63,24 +63,6 @@ def test_a_layer_set_may_be_what_agrees():
     assert "all but a share of 0.5 agree with all at" in describe_calibration(made.report())
 
 
-@pytest.mark.slow
-def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
-    """What real text is like: most tokens follow nearly surely, a few are open, and on those the part errs."""
-    shape = surrogate.parse("layers=6,hidden=192,vocab=2048", None, 0.9, 0.5, sure=0.8)
-    made = surrogate.calibrate(shape, seed=0, sequences=16, length=48)
-    assert made.agreement.low - 0.03 <= 0.9 <= made.agreement.high + 0.03
-    ids = surrogate.contexts(made.model, 16, 48, seed=9)
-    with torch.no_grad():
-        likely = made.model(ids).logits[:, surrogate.OPENING :].softmax(-1).amax(-1)
-        plain = surrogate.build(surrogate.parse("layers=6,hidden=192,vocab=2048"), 0)(ids).logits.softmax(-1).amax(-1)
-    assert (likely > 0.5).float().mean() == pytest.approx(0.8, abs=0.06)
-    assert (plain > 0.5).float().mean() < 0.2
-    assert made.report()["sure"] == 0.8
-    assert made.alone.value > 0.99, "float32 decides alike in every width"
-    said = describe_calibration(made.report())
-    assert "when it is run token by token; 80 % of the vocabulary have a sure successor" in said
-
-
 def test_a_tied_shape_of_which_the_first_layers_agree_may_have_sure_tokens_too(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**{**SMALL.config, "tie_word_embeddings": True}).to_json_file(path, use_diff=False)
@@ -197,14 +179,9 @@ def test_named_shapes_have_the_parameters_of_their_names():
         (("layers=4,hidden=64", 2, None), "goes with --exit-layer or --skip-ratio"),
         (("layers=4,hidden=64", 2, 0.8, 0.5), "either --exit-layer or --skip-ratio"),
         (("layers=4,hidden=64", None, 0.8, 1.0), "--skip-ratio must leave out some"),
-        (("llama-3-8b,layers=0", 2, 0.8), "one of llama-3.2-1b, "),
-        (("layers=4,hidden=64", 2, 1.5), "between 0 and 1"),
         (("layers=4,hidden=64", 2, 0.8, None, 1.5), r"--sure must lie in \[0, 1\)"),
-        (("layers=4,hidden=64", None, None, None, 0.5), "--sure goes with --agreement"),
         (("layers=4",), "lacks hidden"),
         (("layers=4,depth=3",), "found 'layers=4,depth=3'"),
-        (("layers=4,hidden=65",), "multiple of 64"),
-        (("layers=x,hidden=64",), "whole number"),
         (("llama-9b",), "one of llama-3.2-1b, "),
     ],
 )
@@ -223,9 +200,6 @@ def test_a_config_file_is_a_shape(tmp_path):
     assert (made.dtype, made.config.hidden_size) == (torch.float32, 64)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
-        surrogate.parse(str(path))
-    path.write_text('{"model_type": "llama", "hidden_size": 64}')
-    with pytest.raises(ValueError, match="the config of a Llama has num_hidden_layers"):
         surrogate.parse(str(path))
     path.write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}')
     with pytest.raises(ValueError, match="a surrogate is a Llama, found model_type 'mamba'"):

@@ -17,7 +17,7 @@ from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
 
-ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="no native engine"))]
+needs_native = pytest.mark.skipif(library.missing() is not None, reason="no native engine")
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,7 @@ def runner(engine: str = "auto", **changes: Any) -> ModelRunner:
     return ModelRunner(families.build("llama", **{"max_position_embeddings": 300, **changes}), engine)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "batch"), [("eager", 1), pytest.param("native", 3, marks=needs_native)])
 def test_what_is_measured_is_positive_and_ordered(engine: str, batch: int) -> None:
     found = measure(runner(engine), batch, 0.0)
     assert (found.batch, found.depth) == (batch, 4)
@@ -89,21 +88,19 @@ def test_costs_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert calls == [1, 2, 1]
 
 
-def _old_version(held: Any) -> str:
-    return json.dumps({**held, "version": 0})
-
-
-def _other_key(held: Any) -> str:
-    return json.dumps({**held, "key": {**held["key"], "cpu": "another"}})
-
-
 def _falling(held: Any) -> str:
     held["costs"]["batches"][0]["scoring"]["values"] = [2.0, 1.0]
     return json.dumps(held)
 
 
 @pytest.mark.parametrize(
-    "spoilt", [lambda _: "", lambda _: "[1]", lambda held: json.dumps(held)[:200], _old_version, _other_key, _falling]
+    "spoilt",
+    [
+        lambda held: json.dumps(held)[:200],
+        lambda held: json.dumps({**held, "version": 0}),
+        lambda held: json.dumps({**held, "key": {**held["key"], "cpu": "another"}}),
+        _falling,
+    ],
 )
 def test_a_file_that_is_damaged_or_stale_is_measured_anew(spoilt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = measure_costs.measure

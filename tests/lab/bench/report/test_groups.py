@@ -75,15 +75,13 @@ def test_own_costs_predict_the_speedup_without_the_prefill() -> None:
 
 
 def test_statistics_of_several_calls_are_pooled() -> None:
-    def call(accepted: int) -> Stats:
-        one, origin = Stats(), ["draft"] * accepted + ["bonus"]
+    calls = [Stats(), Stats(), Stats()]
+    for one, accepted in zip(calls, (0, 4, 4), strict=True):
+        origin = ["draft"] * accepted + ["bonus"]
         one.add(Step([[5] * (accepted + 1)], [origin], [4], [4], [accepted], [0], seconds_draft=0.5))
-        return one
-
-    total = Stats.total([call(0), call(4), call(4)])
-    assert (total.tokens, total.accepted, total.draft_steps, total.turns) == (11, 8, 12, 3)
+    total = Stats.total(calls)
+    assert (total.tokens, total.accepted, total.draft_steps, total.turns, total.seconds_draft) == (11, 8, 12, 3, 1.5)
     assert dict(total.histogram) == {0: 1, 4: 2}
-    assert total.seconds_draft == 1.5
     assert Stats.from_summary(total.summary()) == total
 
 
@@ -124,7 +122,6 @@ def test_pictures_are_those_of_the_page(results: Path, tmp_path: Path) -> None:
     page = report.report([results], "html")
     assert all(path.read_text().strip() in page for path in written), "the same figures make the same bytes"
     assert "layerskip</text>" in written[0].read_text()
-    assert len(set(report.pictures([results] * 3, tmp_path / "to"))) == 12
 
 
 def test_texts_in_a_page_are_escaped(tmp_path: Path) -> None:
@@ -163,16 +160,10 @@ def test_categories_have_rows_of_their_own(tmp_path: Path) -> None:
             ["E", "d", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"],
             ["2", "-", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"],
         ),
-        ("tasks", ["sums tokens/s", "sums x plain (n = 2)"], ["183.6", "2.00"]),
         (
             "swift",
             ["sums M", "sums alpha", "sums Acc.", "sums Speedup", "Speed (tokens/s)", "Overall Speedup"],
             ["2.00", "0.50", "exact_match 0.500", "2.00x", "183.64", "2.00x"],
-        ),
-        (
-            "adadecode",
-            ["sums Throughput (Tokens/s)", "sums Speedup (vs. Vanilla)", "sums Consistency"],
-            ["183.6", "2.00x", "0.500"],
         ),
         (
             "adasd",
@@ -225,7 +216,8 @@ def test_synthetic_and_lossy_are_said_everywhere(tmp_path: Path) -> None:
     found[0]["methods"]["layerskip"]["lossless"] = False
     found[2]["category"], found[3]["category"] = "a", "b"
     path = written(tmp_path / "a.jsonl", found)
-    texts = [report.report([path], form, layout) for form in ("md", "csv", "html") for layout in tables.LAYOUTS]
+    texts = [report.report([path], form, layout) for form in ("md", "csv") for layout in tables.LAYOUTS]
+    texts.append(report.report([path], "html"))
     texts.append(compare.table(compare.compare(path, path), 0.05).markdown())
     for text in texts:
         assert "SYNTHETIC" in text
