@@ -161,17 +161,14 @@ class DecodingLoop:
         return verdicts
 
     def _step(self, verdicts: list[RowVerdict], draft: Draft, scores: Scores | None = None) -> Step:
-        step = Step(
-            tokens=[v.tokens for v in verdicts],
-            origin=[v.origin for v in verdicts],
-            drafted=[v.drafted for v in verdicts],
-            draft_steps=[v.draft_steps for v in verdicts],
-            accepted=[len(v.path) for v in verdicts],
-            overruled=[v.overruled for v in verdicts],
-            verified_nodes=sum(v.nodes for v in verdicts),
-            finished=[row for row, v in enumerate(verdicts) if v.finished],
-            errors={row: self._why(row, v, scores) for row, v in enumerate(verdicts) if v.is_broken and v.finished},
-        )
+        per_row = [(v.tokens, v.origin, v.drafted, v.draft_steps, len(v.path), v.overruled) for v in verdicts]
+        tokens, origin, drafted, draft_steps, accepted, overruled = map(list, zip(*per_row, strict=True))
+        step = Step(tokens, origin, drafted, draft_steps, accepted, overruled, verified_nodes=sum([v.nodes for v in verdicts]))
+        for row, verdict in enumerate(verdicts):
+            if verdict.finished:
+                step.finished.append(row)
+                if verdict.is_broken:
+                    step.errors[row] = self._why(row, verdict, scores)
         if self.recorder is not None and scores is not None:
             began = time.perf_counter()
             self.recorder(step, draft, scores, verdicts)

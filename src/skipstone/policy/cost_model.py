@@ -17,9 +17,7 @@ RELATIVE_NOISE = 0.1  # standard deviation of a measured time, as a share of it
 START_DEVIATION = 2 * FIRST_START  # standard deviation of the start of a line around its guess, in plain steps
 MEMORY = 50.0  # measurements of drafting or scoring after which one counts 1/e
 PLAIN_MEMORY = 4.0  # the same for plain steps and replays, which are seldom timed
-MAX_CHANGE = (
-    0.25  # largest relative difference between a measurement and the belief that counts: stalls say nothing of later steps
-)
+MAX_CHANGE = 0.25  # largest relative difference between a measurement and the belief that counts: a stall says little
 PLACE_DOUBT = 4.0  # measurements of one number of tokens that count as much as the line through all numbers
 TABLE = 64  # numbers of tokens for which V is worked out: a tree of recycled tokens has at most 63 nodes
 WELL_KNOWN = 24  # measurements of a belief that then differs by 2 % from the mean (.1 / sqrt(24))
@@ -158,9 +156,7 @@ class ScoringTime:
         return ScoringTime(LineTime(1.0, step if step > 0 else self.line.step))
 
     def observe(self, tokens: float, time: float) -> None:
-        """Learns the time of a pass over so many tokens of every row."""
-        if tokens <= 1:
-            return
+        """Learns the time of a pass over more than one token of every row."""
         n, believed = max(round(tokens), 2), self(tokens)
         if not self.line.measurements and abs(time / believed - 1) > MAX_CHANGE:
             self.places = {}

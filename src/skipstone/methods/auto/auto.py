@@ -22,7 +22,7 @@ from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto import saved_profile
-from skipstone.methods.auto.candidates import candidates_of, check_candidate, usual_methods
+from skipstone.methods.auto.candidates import candidates_of, usual_methods
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
@@ -62,8 +62,11 @@ class Auto(Method):
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)
-        for one in (*(self.candidates or ()), *(self.own or ())):  # the usual ones fit by themselves
-            check_candidate(one)
+        for one in (*(self.candidates or ()), *(self.own or ())):
+            if one.name in ("auto", "autoregressive"):
+                raise ValueError(f"{one.name} drafts nothing that could be chosen or left out")
+            if not one.lossless:
+                raise ValueError(f"{one.name} with these settings changes texts, so it cannot be left out here and there")
             one.check(model)
         if self.profile is not None:
             saved_profile.read_named(self.profile, model)
@@ -86,16 +89,15 @@ class AutoDrafter(Drafter):
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
-        drafters = [one.drafter for one in self.candidates.values()]
-        self.own_threads = all(one.own_threads for one in drafters)
-        self.requirements = Requirements(max([WINDOW, TABLE, *(one.requirements.scratch_slots for one in drafters)]))
-        self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters]
-        self._draft_models = {
-            name: one.drafter for name, one in self.candidates.items() if isinstance(one.drafter, DraftModelDrafter)
-        }
+        drafters = {name: one.drafter for name, one in self.candidates.items()}
+        self.own_threads = all(one.own_threads for one in drafters.values())
+        slots = [one.requirements.scratch_slots for one in drafters.values()]
+        self.requirements = Requirements(max([WINDOW, TABLE, *slots]))
+        self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters.values()]
+        self._draft_models = {name: one for name, one in drafters.items() if isinstance(one, DraftModelDrafter)}
         # other chains come from the model's own layers, which need no commits
-        own_layers = [one for one in drafters if isinstance(one, ChainDrafter) and not isinstance(one, DraftModelDrafter)]
-        self._listeners = [one for one in self._members if one not in own_layers]
+        needs_commits = [isinstance(one, DraftModelDrafter) or not isinstance(one, ChainDrafter) for one in self._members]
+        self._listeners = [one for one, needs in zip(self._members, needs_commits, strict=True) if needs]
         self._engines = [model.engine, *(one.draft_model.engine for one in self._draft_models.values())]
         self._prepared = sum(one.preparations for one in self._engines)
         self._has_request = [False] * rows
@@ -109,8 +111,7 @@ class AutoDrafter(Drafter):
         # of this step: whether texts are looked up and continuations kept, and the seconds of that and of the policy
         self._looks_up = self._keeps = False
         self._host_seconds = self._fixed_seconds = 0.0
-        self._judged: list[tuple[float, bool]] = []
-        self._ranks: list[int] = []
+        self._judged, self._judged_matches, self._ranks = list[tuple[float, bool]](), list[tuple[int, int, int]](), list[int]()
         self._plain_in_a_row, self._ran_prompt = 0, False
 
     def _first_learned(self, recycles: bool) -> Learned:
@@ -227,9 +228,8 @@ class AutoDrafter(Drafter):
             self._steps_left -= 1
             return self._empty_draft()
         began, has_room = self.model.ranks.now(), any(limits)
-        self._plan_host_work()
-        self.texts.forget_matches()
-        matches = self.texts.look_up() if self._looks_up and has_room else []
+        self._plan_host_work(has_room)
+        matches = self.texts.look_up() if self._looks_up else []
         if self._steps_left and has_room and self.learned.policy.stands(self._decision, matches):
             self._steps_left -= 1
         else:
@@ -241,7 +241,7 @@ class AutoDrafter(Drafter):
         self._is_quiet = self._decision.kind in (PLAIN, PROBE) and not self._works_on_host
         return draft
 
-    def _plan_host_work(self) -> None:
+    def _plan_host_work(self, has_room: bool) -> None:
         """Whether texts are looked up and continuations kept in this step. Two plain steps of the budget are left to trials,
         which this work would use up little by little."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
@@ -249,7 +249,8 @@ class AutoDrafter(Drafter):
         self._looks_up = self._keeps = False
         if remaining >= 0 and policy.is_timed and not (self._steps_left and self._decision.kind == PROBE):
             pays = self._decision.kind == LOOKUP and lookups.gain > lookups.spent
-            self._looks_up = self.texts.looks_up and remaining >= 2 and lookups.is_wanted(learned.steps, pays)
+            can_look_up = self.texts.looks_up and has_room and remaining >= 2
+            self._looks_up = can_look_up and lookups.is_wanted(learned.steps, pays)
             keeps = self.recycle is not None and (remaining >= 2 or recycles)
             self._keeps = keeps and learned.keeping.is_wanted(learned.steps, recycles)
 
@@ -270,8 +271,7 @@ class AutoDrafter(Drafter):
         return self._looks_up or self._keeps
 
     def _empty_draft(self) -> Draft:
-        view = self.view
-        return Draft.empty(view.rows, view.root.device, view.start_forward([0] * view.rows))
+        return Draft.empty(self.view.rows, self.view.root.device, self.view.start_forward([0] * self.view.rows))
 
     def _draft(self, decision: Decision, limits: list[int]) -> Draft:
         kind, thresholds, drafter = decision.kind, decision.thresholds, self._producer
@@ -321,8 +321,7 @@ class AutoDrafter(Drafter):
             self._unread.append(verdicts)
             return
         began, self._judged, self._ranks = self.model.ranks.now(), [], []
-        if draft is not None and self._looks_up:
-            self.texts.judge(verdicts)
+        self._judged_matches = self.texts.judge(verdicts) if draft is not None and self._looks_up else []
         if draft is not None and draft.confidence is not None and (self._decision.explores or not self._results):
             for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                 judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
@@ -370,18 +369,17 @@ class AutoDrafter(Drafter):
         elif policy.is_timed and (self._ran_prompt or is_warm):
             seconds = policy.costs.plain.value + self._host_seconds  # other noise would slow plain decoding as well
         if not self._results:
-            self._results.append(StepResult(0.0, 0.0, 0, matches=[], ranks=[]))
+            self._results.append(StepResult(0.0, 0.0, 0))
         (added,) = self._results
         added.tokens, added.seconds, added.steps = added.tokens + tokens, added.seconds + seconds, added.steps + 1
         added.fixed, self._fixed_seconds = added.fixed + self._fixed_seconds, 0.0
         if not self._is_quiet:
-            added.matches = [*added.matches, *(self.texts.judged if self._looks_up else ())]
-            added.ranks = [*added.ranks, *(self._ranks if self._keeps else ())]
+            added.matches, added.ranks = [*added.matches, *self._judged_matches], [*added.ranks, *self._ranks]
 
     def _add_drafted(self, step: Step, seconds: float, tokens: float, rows: int, preparing: bool) -> None:
         fixed, self._plain_in_a_row, self._ran_prompt, self._fixed_seconds = self._fixed_seconds, 0, False, 0.0
         result = StepResult(tokens, seconds + fixed, drafts=step.verified_nodes / rows, fixed=fixed, preparing=preparing)
-        result.confidences, result.matches, result.ranks = self._judged, self.texts.judged, self._ranks
+        result.confidences, result.matches, result.ranks = self._judged, self._judged_matches, self._ranks
         if self._decision.kind in self.candidates:
             result.passes, result.drafting = max(step.draft_steps), self.model.ranks.agreed(step.seconds_draft)
         result.scoring = seconds - result.drafting

@@ -13,17 +13,6 @@ from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 
-_LOOKUP: Method = PromptLookup()
-_RECYCLE, _HEADS, _FEWER_BITS = Recycle(), AdaDecode(), SelfSpeculative(draft_quantize="int4")
-
-
-def check_candidate(method: Method) -> None:
-    """ValueError for a method that cannot be a candidate."""
-    if method.name in ("auto", "autoregressive"):
-        raise ValueError(f"{method.name} drafts nothing that could be chosen or left out")
-    if not method.lossless:
-        raise ValueError(f"{method.name} with these settings changes texts, so it cannot be left out here and there")
-
 
 def candidates_of(methods: Sequence[Method], model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
     """The drafters of all methods, by unique names."""
@@ -37,14 +26,14 @@ def candidates_of(methods: Sequence[Method], model: ModelRunner, rows: int, capa
 def usual_methods(model: ModelRunner, own: Method | None) -> tuple[Method, ...]:
     """The default candidates: lookups, recycled tokens, the model's own method if it is lossless, bundled exit heads, and the
     model in int4 if the native engine runs it unquantised."""
-    methods = [_LOOKUP]
+    methods: list[Method] = [PromptLookup()]
     if not model.family.recurrent:
-        methods.append(_RECYCLE)
+        methods.append(Recycle())
         if bundled_name_for(model) is not None:
-            methods.append(_HEADS)
+            methods.append(AdaDecode())
         is_unquantised = model.engine.name == "native" and model.engine.quantize is None
         if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
-            methods.append(_FEWER_BITS)
+            methods.append(SelfSpeculative(draft_quantize="int4"))
     if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, methods)):
         methods.append(own)
     return tuple(methods)

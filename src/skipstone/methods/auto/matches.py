@@ -16,13 +16,12 @@ MATCH_LENGTHS = tuple(2**n for n in range(MATCH_BUCKETS + 1))
 
 class MatchDrafter(IndexedDrafter):
     """The rows' texts, and the matches of their ends. uncopied: by row, number of latest tokens that were generated and not
-    copied. judged: matches of the latest step, as (length, right tokens of the continuation, tokens that could be compared)."""
+    copied."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
         super().__init__(rows, lambda: NgramIndex(MATCH_LENGTHS, "recent"), looks_up=looks_up)
         self.uncopied = [0] * rows
         self._matches: list[tuple[int, list[int]]] = [(0, [])] * rows
-        self.judged: list[tuple[int, int, int]] = []
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
@@ -34,10 +33,6 @@ class MatchDrafter(IndexedDrafter):
             tokens = len(verdict.tokens)
             self.uncopied[row] = 0 if is_lookup and tokens >= COPIED else self.uncopied[row] + tokens
             self.went_on(row, verdict, drafted=is_lookup)
-
-    def forget_matches(self) -> None:
-        """A step begins without a lookup."""
-        self._matches, self.judged = [(0, [])] * self.view.rows, []
 
     def look_up(self) -> list[int]:
         """The length of the match of every row that decodes."""
@@ -54,11 +49,13 @@ class MatchDrafter(IndexedDrafter):
             [RowDraft().chain(tokens[:count]) for (_, tokens), count in zip(self._matches, counts, strict=True)]
         )
 
-    def judge(self, verdicts: list[RowVerdict]) -> None:
-        """Compares the matches with the committed tokens."""
-        self.judged = []
+    def judge(self, verdicts: list[RowVerdict]) -> list[tuple[int, int, int]]:
+        """Compares the matches with the committed tokens. Returns (length, right tokens of the continuation, tokens that could
+        be compared) of each."""
+        judged = []
         for (match, tokens), verdict in zip(self._matches, verdicts, strict=True):
             if match and verdict.tokens:
                 pairs = list(zip(tokens, verdict.tokens, strict=False))
                 right = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
-                self.judged.append((match, right, len(pairs)))
+                judged.append((match, right, len(pairs)))
+        return judged
