@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import resource
 from collections.abc import Callable
@@ -47,7 +45,6 @@ class TestVerify:
             (lambda folder: (folder / "deep" / "state").unlink(), "state is damaged: .* found nothing"),
             (lambda folder: (folder / "manifest.json").unlink(), "no checkpoint of skipstone"),
             (lambda folder: (folder / "manifest.json").write_text('{"step": 4'), "missing or unreadable"),
-            (lambda folder: (folder / "manifest.json").write_text('{"step": 4, "fingerprint": 0, "files": 1}'), "unreadable"),
         ],
     )
     def test_damage(self, tmp_path: Path, damage: Callable[[Path], Any], part: str) -> None:
@@ -62,8 +59,6 @@ class TestVerify:
     @pytest.mark.parametrize(
         ("change", "part"),
         [
-            ({"recipe": "b"}, "recipe differ .recipe: the checkpoint has a, this run b"),
-            ({"data": "x"}, "data differ .data: the checkpoint has None, this run x"),
             ({"model": '{"layers": 4}'}, "model differ"),
             (
                 {"training": {"max_steps": 4, "rate": 0.2}},
@@ -83,13 +78,6 @@ class TestVerify:
         assert (
             checkpoint.verify(written(tmp_path, 4, {**PRINT, "exits": [1, 2]}), {**PRINT, "model": newer, "exits": (1, 2)}) == 4
         )
-
-    def test_long_values_are_shown_where_they_part(self, tmp_path: Path) -> None:
-        long = json.dumps({f"key{i}": i for i in range(100)}, indent=1)
-        folder = written(tmp_path, 4, {"model": long})
-        with pytest.raises(ValueError, match=r'"key49": 49, "key50": 50,.*"key49": 49, "key50": 7,') as caught:
-            checkpoint.verify(folder, {"model": long.replace('"key50": 50', '"key50": 7')})
-        assert len(str(caught.value)) < 500 + len(str(folder))
 
 
 class TestPublish:
@@ -114,52 +102,30 @@ class TestPublish:
         assert os.listdir(tmp_path) == ["checkpoint-4"]
 
 
-def full(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """A disk that is full at one place of a save."""
-    if place.isdecimal():  # really: no file may grow beyond so many bytes
-        real = checkpoint.partial_folder
-
-        def partial_folder(run: Path) -> Path:
-            folder = real(run)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(place), resource.RLIM_INFINITY))
-            return folder
-
-        monkeypatch.setattr(checkpoint, "partial_folder", partial_folder)
-        return
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    where, _, name = place.rpartition(".")
-    monkeypatch.setattr({"os": os, "Path": Path, "checkpoint": checkpoint}[where], name, refuse)
-
-
 class TestFullDisk:
-    @pytest.mark.parametrize(
-        "place", slow_except(("60000",), ("300", "20000", "60000", "Path.write_text", "Path.mkdir", "os.replace", "os.fsync"))
-    )
+    @pytest.mark.parametrize("size", slow_except((60000,), (300, 60000)))
     def test_the_last_good_checkpoint_stays_and_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
-        """300 bytes are less than the config, 20000 less than the weights, 60000 less than the optimiser's state."""
+        """No file may grow beyond so many bytes: 300 bytes are less than the config, 60000 less than the optimiser's state."""
         changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "exits": EarlyExitLoss(0.5, "none")}
         with pytest.raises(Interrupted):
             trainer(tmp_path, callbacks=[interrupt_at(3)], **changes).train()
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        one = trainer(tmp_path, **changes)
-        save = one._save_checkpoint
+        one, real = trainer(tmp_path, **changes), checkpoint.partial_folder
 
-        def save_on_a_full_disk(*args: Any) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                full(patch, place)
-                save(*args)
+        def partial_folder(run: Path) -> Path:
+            folder = real(run)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            return folder
 
-        monkeypatch.setattr(one, "_save_checkpoint", save_on_a_full_disk)
-        try:
-            with pytest.raises(OSError, match=r"checkpoint of step 4 could not be .* the last good one is checkpoint-2$"):
-                one.train(resume_from_checkpoint=True)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "partial_folder", partial_folder)
+            try:
+                with pytest.raises(OSError, match=r"checkpoint of step 4 could not be .* the last good one is checkpoint-2$"):
+                    one.train(resume_from_checkpoint=True)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert checkpoint.verify(tmp_path / "checkpoint-2", one.fingerprint) == 2
         assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "metrics.jsonl"], "what was half written is no longer there"
         trainer(tmp_path, **changes).train(resume_from_checkpoint=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,11 +84,6 @@ class TestPack:
         assert torch.equal(whole, pack(documents, BYTES, 7, 0, END))
         assert len(whole) == sum(2 + i % 3 for i in range(50)) // 7
 
-    def test_the_end_token_in_a_text_is_text(self) -> None:
-        text = "a<|end|>b"
-        rows = pack(named(text), BYTES, len(text) + 1, 0, END)
-        assert rows.tolist() == [[*ids(text), END]]
-
     @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(2, 9), st.integers(0, 5))
     def test_nothing_is_lost_but_less_than_a_row(self, texts: list[str], length: int, seed: int) -> None:
         tokens = sum(len(text) + 1 for text in texts)
@@ -142,7 +134,6 @@ class TestMix:
         ("weights", "rows", "error"),
         [
             ({"a": 1}, 4, r"expected a positive weight for each of \['a', 'b'\], found {'a': 1}"),
-            ({"a": 1, "b": 0}, 4, "expected a positive weight"),
             ({"a": 1, "b": 0.01}, 4, "source 'b' would get none of the 4 rows: raise its weight or train on more rows"),
         ],
     )
@@ -257,24 +248,14 @@ def test_a_hit_equals_what_is_made_anew_and_tokenises_nothing(recipe: Path, monk
 def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
     cache, other = recipe / "cache", train_bpe(["x y"], 257)
     other.backend_tokenizer.add_special_tokens(["<|more|>"])
-    changed = recipe / "changed"
-    shutil.copytree(recipe / "big", changed / "big")
-    shutil.copytree(recipe / "small", changed / "small")
-    (changed / "small" / "00.txt").write_text("changed " * 60, encoding="utf-8")
-    for count, change in enumerate(
-        (
-            lambda: prepared_rows(SOURCES, BYTES, PLAN, recipe, cache),
-            lambda: prepared_rows(SOURCES, BYTES, PLAN.model_copy(update={"seed": 2}), recipe, cache),
-            lambda: prepared_rows((SOURCES[0], TextFiles(path="small", weight=2)), BYTES, PLAN, recipe, cache),
-            lambda: prepared_rows(SOURCES, other, PLAN, recipe, cache),
-            lambda: (
-                (recipe / "small" / "00.txt").write_text("changed " * 60) and prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
-            ),
-        ),
-        1,
-    ):
-        change()
-        assert len(list(cache.iterdir())) == count
+    heavier = (SOURCES[0], TextFiles(path="small", weight=2))
+    for sources, tokenizer, seed in ((SOURCES, BYTES, 1), (SOURCES, BYTES, 2), (heavier, BYTES, 1), (SOURCES, other, 1)):
+        before = [*cache.glob("*")]
+        prepared_rows(sources, tokenizer, PLAN.model_copy(update={"seed": seed}), recipe, cache)
+        assert len([*cache.glob("*")]) == len(before) + 1
+    (recipe / "small" / "00.txt").write_text("changed " * 60)
+    prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
+    assert len([*cache.glob("*")]) == 5
 
 
 @pytest.mark.parametrize("damage", ["a byte", "cut", "contents", "missing"])
@@ -291,22 +272,6 @@ def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) 
     with pytest.warns(UserWarning, match=rf"the cached data in .*{folder.name} is damaged \(.+\) and is made anew"):
         assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
-
-
-def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, real, calls = recipe / "cache", np.save, []
-
-    def full(*args: Any, **options: Any) -> None:
-        calls.append(args)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(*args, **options)
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
-    assert len(calls) == 2
-    assert list(cache.iterdir()) == []
 
 
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_
 from skipstone.utils.files import LineFile, read_lines
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
-from tests.helpers.pairwise import slow_except
 from tests.helpers.training import heads_base, quiet
 from tests.helpers.training import heads_recipe as recipe
 
@@ -72,7 +71,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     assert out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
 
 
-@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}, {"vocabulary": 97}])
+@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4, "layers": [3]}, {"vocabulary": 97}])
 def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[str, Any]) -> None:
     folder = training.run(recipe(base, tmp_path / "run", heads=heads), base, say=quiet)
     card = json.loads((folder / "exit_heads.json").read_text())
@@ -128,12 +127,10 @@ def test_features_in_bfloat16_or_of_another_model_are_made_anew(base: Path, tmp_
 def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state()  # a process has one precision
-        wish = recipe(base, tmp_path / precision, training={"epochs": 1, "mixed_precision": precision})
-        training.run(wish, base, say=quiet)
-        about = json.loads((tmp_path / precision / "features.json").read_text())
-        assert about.get("mixed") is (True if precision == "bf16" else None)
+    AcceleratorState._reset_state()  # a process has one precision
+    wish = recipe(base, tmp_path / "bf16", training={"epochs": 1, "mixed_precision": "bf16"})
+    training.run(wish, base, say=quiet)
+    assert json.loads((tmp_path / "bf16" / "features.json").read_text())["mixed"] is True
     monkeypatch.setattr(training, "_mixed", lambda _: False)  # as before there was a choice
     with pytest.raises(ValueError, match="states"):
         training.run(wish, base, say=quiet)
@@ -246,11 +243,8 @@ def test_prompts_are_texts_chats_or_turns(base: Path, tmp_path: Path) -> None:
     ("record", "told"),
     [
         ({"question": "a"}, "line 1: expected one of the keys messages, prompt, turns, found question"),
-        ({"prompt": 3}, "expected a text, a list of texts or of"),
         ({"messages": ["a"]}, 'expected a list of {"role": text, "content": text} under \'messages\', found'),
-        ({"prompt": [{"role": "user"}]}, "under 'prompt', found"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "expected a message of the role 'user' under 'messages'"),
-        ({"turns": []}, "expected a list of texts under 'turns'"),
         ("a", "expected an object with one of the keys messages, prompt, turns, found 'a'"),
     ],
 )
@@ -374,19 +368,17 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
     assert answering.extract(runner, [ModelAnswer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"heads": {"layers": [2, 6]}}, r"after layers 1 to 5 of this model, in order, found \[2, 6\]"),
-    ({"heads": {"kind": "low_rank"}}, "a rank of at least 1 belongs to kind low_rank"),
-    ({"heads": {"kind": "original"}}, "has nothing to train"),
-    ({"training": {"epochs": 0}}, "training.epochs: Input should be greater than or equal to 1"),
-    ({"training": {"lr": 1}}, "training: unknown setting 'lr'"),
-    ({"answers": {"max_new_tokens": 600}}, "no prompt leaves room for 600 new tokens"),
-    ({"prompts": []}, "prompts: List should have at least 1 item"),
-    ({"heads": {"kind": "full", "vocabulary": 8}}, "a vocabulary belongs to heads that share the model's own LM head"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), WRONG)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"heads": {"layers": [2, 6]}}, r"after layers 1 to 5 of this model, in order, found \[2, 6\]"),
+        ({"heads": {"kind": "low_rank"}}, "a rank of at least 1 belongs to kind low_rank"),
+        ({"heads": {"kind": "original"}}, "has nothing to train"),
+        ({"training": {"lr": 1}}, "training: unknown setting 'lr'"),
+        ({"answers": {"max_new_tokens": 600}}, "no prompt leaves room for 600 new tokens"),
+        ({"heads": {"kind": "full", "vocabulary": 8}}, "a vocabulary belongs to heads that share the model's own LM head"),
+    ],
+)
 def test_impossible_recipes_are_one_sentence(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         training.run(recipe(base, tmp_path / "run", **changes), base, say=quiet)
@@ -444,13 +436,9 @@ def test_answers_are_written_by_the_fastest_lossless_method(
         answering.write(model, asked, tokenizer, lossy, tmp_path / "refused.jsonl", set(), quiet)
 
 
-KINDS: list[dict[str, Any]] = [{"kind": "square"}, {"kind": "low_rank", "rank": 2}, {"kind": "full"}]
-
-
-@pytest.mark.parametrize("shape", slow_except(({"kind": "full"},), KINDS))
-def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Path) -> None:
     """A step of the optimiser is smaller than bfloat16 can tell; what is saved is the model's dtype, and decodes as it is."""
-    wish = recipe(base, tmp_path / "run", model_dtype="bfloat16", heads=shape, training={"learning_rate": 1e-3})
+    wish = recipe(base, tmp_path / "run", model_dtype="bfloat16", heads={"kind": "full"}, training={"learning_rate": 1e-3})
     folder = training.run(wish, base, say=quiet)
     card = json.loads((folder / "exit_heads.json").read_text())
     for figures in card["metrics"].values():

@@ -23,9 +23,7 @@ from tests.helpers.training import (
     interrupt_at,
     logged,
     losses,
-    recipe,
     rows,
-    tiny,
     trainer,
     weights,
 )
@@ -68,13 +66,6 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def from_file(folder: Path) -> dict[str, Any]:
-    from skipstone.train.layerskip.run import run
-
-    said: list[str] = []
-    return {"model": str(run(recipe(folder / str(os.environ["RANK"])), folder / "out", say=said.append)), "said": said}
-
-
 def heads(folder: Path) -> dict[str, Any]:
     """AdaDecode's exit heads: the first process writes answers and features, both train."""
     from skipstone.train.heads.training import run as run_heads
@@ -92,11 +83,9 @@ def heads(folder: Path) -> dict[str, Any]:
 
 
 WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "batches": partial(plain, batch=2, accumulate=1),
     "accumulated": partial(plain, batch=1, accumulate=2),
     "dropping": dropping,
     "resumed": resumed,
-    "from_file": from_file,
     "heads": heads,
 }
 
@@ -111,10 +100,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
     return in_two_processes(work, tmp_path_factory.mktemp("two"), list(WORK))
 
 
-@pytest.mark.parametrize("name", ["batches", "accumulated"])
-def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path: Path, name: str) -> None:
+def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path: Path) -> None:
     """Rows differ in how many of their tokens are learned: a mean of the processes' means would be another loss."""
-    first, second = two[name]
+    first, second = two["accumulated"]
     expected = plain(tmp_path, 4, 1)
     for part in ("loss", "loss_last_layer", "grad_norm"):
         assert losses(Path(first["folder"]), part) == pytest.approx(losses(tmp_path, part), rel=1e-4), part
@@ -151,20 +139,6 @@ def test_an_interrupted_run_resumes_exactly(two: Any) -> None:
     latest = folder / "run" / "checkpoint-6"
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in latest.iterdir()}
     assert (latest / "model.safetensors").read_bytes() == (folder / "whole" / "checkpoint-6" / "model.safetensors").read_bytes()
-
-
-def test_a_run_from_one_file(two: Any) -> None:
-    """The tokenizer is trained once, one process speaks, and what is left loads."""
-    first, second = two["from_file"]
-    assert first["model"] == second["model"] == str(Path(first["folder"]) / "out" / "model")
-    assert first["said"] != second["said"] == []
-    import skipstone
-
-    model, tokenizer = skipstone.load(first["model"])
-    assert model.config.vocab_size == len(tokenizer) == 270
-    entries = [entry for entry in logged(Path(first["folder"]) / "out") if "loss" in entry]
-    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
-    assert tiny().config.num_hidden_layers == model.config.num_hidden_layers
 
 
 def test_exit_heads_are_those_of_one_process(two: Any, tmp_path: Path) -> None:

@@ -113,21 +113,6 @@ def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested
     assert layers[1].__dict__["forward"] is own
 
 
-@pytest.mark.parametrize("name", ["llama", "falcon"])
-def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
-    model, inputs = families.cached(name), batch()
-    expected = model(**inputs).logits
-    modules = DecoderModel(model)
-    handle = modules.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
-    try:
-        with pytest.raises(MemoryError), layers_recorded(modules.layers, [True] * LAYERS, [[0]] * LAYERS):
-            modules.decoder(**inputs, use_cache=False)
-    finally:
-        handle.remove()
-    assert all("forward" not in layer.__dict__ for layer in modules.layers)
-    assert model(**inputs).logits.equal(expected)
-
-
 # families
 
 
@@ -155,7 +140,7 @@ def rows_into(seen: dict[int, int], layer: int) -> Any:
     return lambda _module, args, kwargs: seen.__setitem__(layer, len((*args, *kwargs.values())[0]))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "falcon", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "falcon", "mixtral"])
 @torch.no_grad()
 def test_a_dropped_row_is_not_computed(name: str) -> None:
     model, seen = families.cached(name), dict[int, int]()

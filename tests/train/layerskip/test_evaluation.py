@@ -64,7 +64,7 @@ def assert_quality(found: ExitQuality, perplexity: dict[int, float], agreement: 
     assert found.agreement == agreement
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3n_text", "granite", "cohere", "falcon"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3n_text"])
 def test_every_exit_is_measured_as_by_hand(name: str) -> None:
     model, data = families.cached(name), rows()
     perplexity, agreement, tokens = explicit(name, model, data)
@@ -74,7 +74,7 @@ def test_every_exit_is_measured_as_by_hand(name: str) -> None:
     assert_quality(exit_quality(model, data), perplexity, agreement, tokens)
 
 
-@pytest.mark.parametrize(("batch_size", "chunk"), [(1, 4096), (2, 5), (3, 1), (16, 24), (5, 7)])
+@pytest.mark.parametrize(("batch_size", "chunk"), [(2, 5), (3, 1), (16, 24)])
 def test_neither_the_batch_size_nor_the_chunk_matters(batch_size: int, chunk: int) -> None:
     model, data = families.cached("llama"), rows()
     assert_quality(exit_quality(model, data, batch_size=batch_size, chunk=chunk), *explicit("llama", model, data))

@@ -17,7 +17,7 @@ from skipstone.methods import LayerSkip
 from skipstone.train.data.tokenizer import train_bpe
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.run import run
-from tests.helpers.training import DECODING, Interrupted, finished_run, losses, quiet, recipe, stop_at
+from tests.helpers.training import DECODING, Interrupted, finished_run, losses, quiet, recipe, stop_at, tiny
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +172,10 @@ def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the
     assert learnt[-1].tolist() == [7, 8]
 
 
-def test_a_draft_model_begins_as_its_targets_first_layers(finished: Path, tmp_path: Path) -> None:
-    target = finished.parent / "out" / "model"
+def test_a_draft_model_begins_as_its_targets_first_layers(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    tiny(vocab_size=300).save_pretrained(target)
+    train_bpe(["def f1(x):\n    return x + 1\n"] * 2, 270).save_pretrained(target)
     still = {"max_steps": 2, "per_device_train_batch_size": 2, "save_steps": 2, "learning_rate": 0.0}
     start = {"pretrained": str(target), "layers": 2}
     path = recipe(tmp_path, model=start, tokenizer=..., teacher=str(target), training=still, exits={"dilation": 1})

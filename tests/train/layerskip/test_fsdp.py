@@ -108,7 +108,6 @@ WORK: dict[str, Callable[[Path], dict[str, Any]]] = {
     "from_one": partial(trained, resume=True),
     "evaluating": evaluating,
     "accumulated": partial(trained, per_device_train_batch_size=1, gradient_accumulation_steps=2),
-    "half": partial(trained, bf16=True),
     "from_file": from_file,
 }
 
@@ -211,13 +210,6 @@ def test_accumulated_passes(two: Any, folder: Path, tmp_path: Path, monkeypatch:
     # Adam divides a gradient by its size, so rounding moves a weight whose gradient is nearly 0 (by 1.2e-4 on a CPU with AMX)
     alike(two["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4), within=5e-4)
     assert losses(folder / "accumulated") == pytest.approx(losses(tmp_path), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_bfloat16(two: Any, folder: Path, tmp_path: Path, as_two: None) -> None:
-    trained(tmp_path, per_device_train_batch_size=4, bf16=True)
-    assert losses(folder / "half") == pytest.approx(losses(tmp_path), rel=0.02)
-    assert two["half"][0]["weights"] == two["half"][1]["weights"] or two["half"][1]["weights"] == {}
 
 
 @pytest.mark.slow

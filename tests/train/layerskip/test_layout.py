@@ -18,14 +18,6 @@ def dealt(layout: BatchLayout, step: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [BatchLayout(2, 1, 2), BatchLayout(2, 2, 1), BatchLayout(1, 2, 2), BatchLayout(4, 1, 1), BatchLayout(3, 2, 4)]
-)
-def test_places_are_those_of_rows_that_are_dealt_out(layout: BatchLayout) -> None:
-    assert [layout.place(5, row) for row in range(layout.step_rows)] == dealt(layout, 5)
-    assert layout.row(1, 0) == layout.rows * layout.processes
-
-
-@pytest.mark.parametrize(
     "now", [BatchLayout(2, 2, 2), BatchLayout(2, 4, 1), BatchLayout(2, 1, 4), BatchLayout(4, 1, 2), BatchLayout(1, 2, 4)]
 )
 def test_the_same_rows_of_a_step_keep_the_same_layers(now: BatchLayout) -> None:

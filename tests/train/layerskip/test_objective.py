@@ -84,8 +84,9 @@ class Head(torch.nn.Linear):
     """An LM head that is no plain one, as with an adapter."""
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("name", "other"), [("llama", "gemma2"), ("gemma2", "opt_projected"), ("phi", "gemma2")])
+@pytest.mark.parametrize(
+    ("name", "other", "plain"), [("llama", "gemma2", False), ("gemma2", "opt_projected", True), ("phi", "gemma2", False)]
+)
 def test_a_teachers_distribution_may_be_learnt_over_a_part_of_the_vocabulary(name: str, other: str, plain: bool) -> None:
     """Both distributions are those of the part alone. gemma2 caps its logits, phi's head has a bias."""
     model, teacher, batch = families.build(name).train(), families.build(other).eval().requires_grad_(False), inputs()
@@ -121,7 +122,7 @@ def test_exits_may_learn_what_the_last_layer_says_over_a_part_of_the_vocabulary(
     assert_same(model, loss, (wrong + KL * apart) / int(kept.sum()))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("name", ["llama", "falcon", "qwen3_moe"])
 def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, batch = build(name), inputs(4)
     count = int((batch["labels"][:, 1:] != IGNORED).sum())

@@ -38,19 +38,14 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
             {"data__sources": [{**SOURCE, "colour": 1}]},
             r"data\.sources\.0\.jsonl: unknown setting 'colour': expected one of path, name",
         ),
-        ({"dropout": {"colour": 1}}, "unknown dropout setting 'colour': expected p_max, curriculum"),
         ({"exits": {"colour": 1}}, "unknown exits setting 'colour': expected e_scale"),
-        ({"training__colour": 1}, "unknown training setting 'colour'"),
         ({"training__dropout": {}}, r"training\.dropout is a part of its own"),
         ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama: is it num_hidden_layers?"),
         ({"decoding": {"method": "layerskip", "exit_layers": 2}}, "layerskip has no setting 'exit_layers'"),
-        ({"decoding": {"method": "magic"}}, "unknown method 'magic'"),
         ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
-        ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
         ({"training__save_strategy": "no"}, "a run without checkpoints could not be resumed"),
         ({"training__muon_learning_rate": 0.1, "training__optim": "sgd"}, "optim=.*muon_learning_rate makes the optimiser"),
         ({"exits": {"curriculum": "none", "dilation": 2}}, r"exits\.dilation has no effect with curriculum none"),
-        ({"exits": {"kl_weight": 1.0, "e_scale": 0.5}}, r"exits\.e_scale has no effect with kl_weight"),
         ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
     ],
 )
@@ -64,37 +59,22 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
     [
         ({"exits": {"dilation": 0}}, r"exits\.dilation: .* greater than or equal to 1 \(found 0\)"),
         ({"exits": {"dilation": 4}}, r"dilation \(R\) must be at most the 3 layers"),
-        ({"exits": {"dilation": "two"}}, r"exits\.dilation: .*found 'two'"),
-        ({"exits": {"exit_layers": [2, 4]}}, r"exit_layers must lie .*found \[4\]"),
-        ({"exits": {"curriculum": "up"}}, r"exits\.curriculum.*found 'up'"),
-        ({"dropout": {"p_max": 1.5}}, r"dropout\.p_max: .* less than or equal to 1 \(found 1\.5\)"),
         ({"dropout": {"p_max": True}}, r"dropout\.p_max: expected .*float.*, found True"),
         ({"model__config": {**SHAPE, "num_hidden_layers": 1}, "exits": {"dilation": 1}}, "at least 2 layers, found 1"),
         ({"training__max_steps": ...}, r"training\.max_steps must be given"),
-        ({"training__max_steps": 0}, r"training\.max_steps must be given"),
-        ({"training__max_steps": 1.5}, r"training\.max_steps: .*found 1.5"),
-        ({"training__max_steps": 1, "dropout": {"curriculum": "exponential"}}, "at least 2 steps, found 1"),
-        ({"training__learning_rate": "fast"}, r"training\.learning_rate: .*found 'fast'"),
-        ({"training__per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
         ({"training__eval_exits": [2, 9]}, r"eval_exits must lie between 1 and 3.*found \[9\]"),
         ({"decoding": {"method": "layerskip", "exit_layer": 3}}, "exit_layer must lie between 1 and 2"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"data__length": 2000}, "not one row of 2000"),
         ({"data__length": 5000}, "at most the model's 2048 positions, found 5000"),
         ({"data__length": ...}, "data.length is missing"),
-        ({"data__sources": []}, r"data\.sources"),
-        ({"model": {}}, "model: expected either `pretrained`"),
         ({"model": {"pretrained": "x"}}, "tokenizer.vocab_size goes with model.config"),
         ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
         ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
-        ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
         ({"model__config": {**SHAPE, "model_type": "lama"}}, "a model_type that transformers knows.*found 'lama'"),
-        ({"model__config": {**SHAPE, "hidden_size": "big"}}, r"model\.config: .*hidden_size"),
         ({"model__config": {**SHAPE, "hidden_size": 15}}, "not a multiple of the number of attention heads"),
         ({"model__config": {**SHAPE, "vocab_size": 100}}, "the tokenizer gives ids up to 269, the model's vocab_size is 100"),
         ({"model__config": {**SHAPE, "dtype": "bfloat16"}}, "weights are trained in float32"),
         ({"model__lora": {"rank": 4}}, r"model\.lora: .*rank.*expected fields of PEFT's LoraConfig"),
-        ({"model__lora": {"target_modules": ["nothing"]}}, "nothing"),
     ],
 )
 def test_impossible_values(tmp_path: Path, change: dict[str, Any], part: str) -> None:
@@ -104,25 +84,11 @@ def test_impossible_values(tmp_path: Path, change: dict[str, Any], part: str) ->
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
-def test_missing_and_empty_data(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"nowhere.jsonl does not exist"):
-        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "nowhere.jsonl"}]), say=quiet)
-    with pytest.raises(ValueError, match="has no documents: it is empty"):
-        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "empty.jsonl"}]), say=quiet)
-    with pytest.raises(FileNotFoundError, match=r"no file in .* fits glob"):
-        run(recipe(tmp_path, data__sources=[{"kind": "text", "path": "folder"}]), say=quiet)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        run(recipe(tmp_path, model={"pretrained": "./nowhere"}, tokenizer=...), say=quiet)
-
-
 class TestFile:
     @pytest.mark.parametrize(
         ("text", "part"),
         [
             ("output: [", "is not valid YAML"),
-            ("", "must hold a mapping of settings, found NoneType"),
             ("output: x\nseed: 1\nseed: 2", "'seed' is given twice"),
             ("output: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ],

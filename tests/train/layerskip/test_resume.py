@@ -29,7 +29,7 @@ from tests.helpers.training import (
     trainer,
 )
 
-STEPS = 20
+STEPS = 10
 KINDS: dict[str, dict[str, Any]] = {
     "adamw, rotational": {"dropout": LayerDropout(0.5, "exponential"), "exits": EarlyExitLoss(0.5, "rotational", 2)},
     "muon, gradual": {
@@ -48,11 +48,11 @@ NAMED = (IN_THE_ROTATION, BEFORE_THE_RENAME, AFTER_THE_RENAME)
 
 
 def made(folder: Path, kind: str, **more: Any) -> Any:
-    """26 rows in a shuffled order, four a step in two passes: an epoch ends within a step, and a run has three."""
+    """13 rows in a shuffled order, four a step in two passes: an epoch ends within a step, and a run has three."""
     return trainer(
         folder,
         tiny(attention_dropout=0.1),
-        rows(26),
+        rows(13),
         **{
             "max_steps": STEPS,
             "per_device_train_batch_size": 2,
@@ -62,7 +62,7 @@ def made(folder: Path, kind: str, **more: Any) -> Any:
             "save_steps": 2,
             "save_total_limit": 2,
             "eval_strategy": "steps",
-            "eval_steps": 6,
+            "eval_steps": 3,
             "eval_exits": (2,),
             "eval_dataset": {"held": rows(3, seed=1)},
             **KINDS[kind],
@@ -92,10 +92,10 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
 def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn: int) -> None:
     """At some that are chosen, so that no run of the dice misses them, and at others that are drawn."""
     dice, named = random.Random(kind), NAMED[:chosen]
-    moments: list[int | str] = [*named, *(dice.randrange(1, 70) for _ in range(drawn))]
+    moments: list[int | str] = [*named, *(dice.randrange(1, 50) for _ in range(drawn))]
     dice.shuffle(moments)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert in_processes(train, (whole, kind, None)) == [0]
+    train(whole, kind, None)
     assert len({entry["loss"] for entry in logged(whole) if "loss" in entry}) == STEPS
     for moment in moments:
         assert in_processes(train, (run, kind, moment)) == [-9], moment
@@ -110,42 +110,18 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn:
     assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
     assert logged(run) == logged(whole)
     names = sorted(path.name for path in run.iterdir())
-    assert names == ["checkpoint-18", "checkpoint-20", "metrics.jsonl"], "nothing is left lying about"
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_killed_at_many_more(tmp_path: Path, kind: str, seed: int) -> None:
-    dice = random.Random(seed)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    in_processes(train, (whole, kind, None))
-    codes = [in_processes(train, (run, kind, dice.randrange(1, 80)))[0] for _ in range(15)]
-    assert codes.count(-9) >= 10
-    assert in_processes(train, (run, kind, None)) == [0]
-    assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
-    assert logged(run) == logged(whole)
+    assert names == ["checkpoint-10", "checkpoint-8", "metrics.jsonl"], "nothing is left lying about"
 
 
 class TestInterrupted:
     """By an exception, in this process."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("name", "more"),
-        [
-            ("entries of several steps", {"logging_steps": 3, "exits": EarlyExitLoss(0.5, "rotational", 3, kl_weight=0.5)}),
-            pytest.param(
-                "saved by epochs",
-                {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "save_total_limit": None},
-                marks=pytest.mark.slow,
-            ),
-        ],
-    )
-    def test_ends_the_same(self, tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    def test_a_run_that_is_saved_by_epochs_ends_the_same(self, tmp_path: Path) -> None:
+        more = {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "save_total_limit": None, "logging_steps": 3}
         whole = made(tmp_path / "whole", "adamw, rotational", **more)
         whole.train()
-        for step in (5, 13):
+        for step in (4, 8):
             with pytest.raises(Interrupted):
                 made(tmp_path / "run", "adamw, rotational", callbacks=[interrupt_at(step)], **more).train(True)
         one = made(tmp_path / "run", "adamw, rotational", **more)

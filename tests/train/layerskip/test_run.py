@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import sys
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import TrainerState
 
 import skipstone
 from skipstone.hf.generate_call import resolve_for
 from skipstone.methods import LayerSkip
-from skipstone.train.layerskip.metrics import ProgressBar, curves, draw
+from skipstone.train.layerskip.metrics import curves, draw
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
 from skipstone.utils.files import read_lines
@@ -63,21 +61,14 @@ class TestFinished:
                 assert all(0 <= entry[f"eval_{source}_agreement_exit_{layer}"] <= 1 for layer in (1, 2))
                 assert entry[f"eval_{source}_agreement_exit_3"] == 1
 
-    def test_the_curves_are_a_picture_of_all_of_it(self, finished: Path, tmp_path: Path) -> None:
-        from matplotlib.image import imread
-
-        picture = imread(finished.parent / "out" / "curves.png")
-        assert picture.shape == (500, 1500, 4)
-        assert len({tuple(pixel) for pixel in (picture[::2, ::2, :3] * 15).round().astype(int).reshape(-1, 3)}) > 20
+    def test_the_curves_are_those_of_the_log(self, finished: Path, tmp_path: Path) -> None:
+        assert (finished.parent / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
         history = read_lines(finished.parent / "out" / "metrics.jsonl")
-        axes = curves(history).axes
-        named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in axes]
+        named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in curves(history).axes]
         assert named[0]["loss"] == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
-        assert set(named[0]) == {"loss", "loss_last_layer"}
         assert set(named[1]) == set(named[2]) == {f"{source} E={layer}" for source in ("code", "sums") for layer in (1, 2, 3)}
         measured = [entry for entry in history if "eval_sums_loss" in entry]
         assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
-        assert len({(line.get_color(), line.get_linestyle()) for line in axes[1].lines}) == 6
         draw([], tmp_path / "empty.png")  # before anything was logged
         assert (tmp_path / "empty.png").exists()
 
@@ -130,7 +121,6 @@ class TestFinished:
             ({"training__learning_rate": 0.5}, "training.learning_rate differ"),
             ({"seed": 1}, r"was made from something else \(seed differ\)"),
             ({"tokenizer__vocab_size": 280}, r"was made from something else \(vocab_size differ\)"),
-            ({"data__length": 12}, "data differ"),
         ],
     )
     def test_a_changed_recipe_is_another_run(self, copied: Path, change: dict[str, Any], part: str) -> None:
@@ -146,11 +136,10 @@ class TestFinished:
 class TestInterrupted:
     def test_a_run_resumes_to_the_same_end(self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = recipe(tmp_path, **EVALUATED)
-        for step in (1, 3):
-            with monkeypatch.context() as patch:
-                stop_at(patch, step)
-                with pytest.raises(Interrupted):
-                    run(path, say=quiet)
+        with monkeypatch.context() as patch:
+            stop_at(patch, 3)
+            with pytest.raises(Interrupted):
+                run(path, say=quiet)
         with (tmp_path / "out" / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "lo')
         run(path, say=quiet)
@@ -190,30 +179,3 @@ def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
             ),
             say=quiet,
         )
-
-
-class TestProgress:
-    def test_a_bar_with_the_time_left_and_a_line_for_each_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Terminal(io.StringIO):
-            def isatty(self) -> bool:
-                return True
-
-        screen, plain = Terminal(), io.StringIO()
-        monkeypatch.setattr(sys, "stderr", screen)
-        monkeypatch.setattr(sys, "stdout", plain)
-        state, bar, none = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True), ProgressBar(), None
-        bar.on_train_begin(none, state, none)  # type: ignore[arg-type]
-        for step in (11, 12):
-            state.global_step = step
-            bar.on_log(none, state, none, logs={"loss": 2.3456})  # type: ignore[arg-type]
-            bar.bar.start_t -= 3  # as if a step took three seconds
-            bar.on_step_end(none, state, none)  # type: ignore[arg-type]
-        bar.bar.refresh()
-        metrics = {"eval_a_perplexity": 5.0, "eval_a_agreement_exit_1": 0.5, "eval_a_agreement_exit_2": 1.0}
-        bar.on_evaluate(none, state, none, metrics=metrics)  # type: ignore[arg-type]
-        bar.close()
-        shown = screen.getvalue()
-        assert "12/20 [00:06<00:2" in shown, "2 of 10 steps took 6 s: 24 s are left"
-        assert "loss=2.346" in shown
-        assert "step 12: a: perplexity 5.00, agreement E=1 0.50 E=2 1.00\n" in shown
-        assert plain.getvalue() == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,9 @@ from transformers import default_data_collator
 
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip import objective
-from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, exit_scale
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
-from tests.helpers.training import LAYERS, OFF, VOCAB, arguments, digest, logged, losses, rows, tiny, trainer, weights
+from tests.helpers.training import LAYERS, OFF, arguments, digest, logged, losses, rows, tiny, trainer, weights
 
 
 def by_hand(model: Any, data: list[dict[str, Tensor]]) -> tuple[float, float]:
@@ -108,20 +106,10 @@ class TestDroppedRows:
     @pytest.mark.slow
     def test_the_curriculum_ends_with_the_run(self, tmp_path: Path) -> None:
         """T is known without max_steps: two epochs of 16 rows, 4 at a time."""
-        steps = []
         one = trainer(tmp_path, max_steps=-1, num_train_epochs=2, dropout=LayerDropout(0.5, "exponential"))
-        real = one.training_step
-
-        def step(*args: Any) -> Tensor:
-            assert one.objective is not None
-            assert one.objective.steps == 8
-            loss = real(*args)
-            steps.append(one.objective.step)
-            return loss
-
-        one.training_step = step  # type: ignore[method-assign]
         one.train()
-        assert steps == list(range(8))
+        assert one.objective is not None
+        assert (one.objective.step, one.objective.steps) == (7, 8)
 
 
 class TestUse:
@@ -133,13 +121,8 @@ class TestUse:
         one.train()
         found = [entry for entry in logged(tmp_path) if "eval_a_loss" in entry]
         assert [entry["step"] for entry in found] == [2, 4]
-        names = {
-            f"eval_{source}_{kind}_exit_{layer}"
-            for source in "ab"
-            for kind in ("perplexity", "agreement")
-            for layer in (1, 2, 3)
-        }
-        assert names <= set(found[0])
+        kinds = ("perplexity", "agreement")
+        assert {f"eval_{s}_{kind}_exit_{layer}" for s in "ab" for kind in kinds for layer in (1, 2, 3)} <= set(found[0])
         assert found[-1] == found[-1] | one.evaluate()
         expected = by_hand(one.model, rows(8)[:3])[1]
         assert found[-1]["eval_a_loss"] == pytest.approx(expected, rel=1e-5)
@@ -227,20 +210,12 @@ class TestRefused:
                 {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
                 "load_best_model_at_end=True",
             ),
-            ({"metric_for_best_model": "loss"}, "metric_for_best_model='loss'"),
             ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "metric_for_best_model='loss'"),
-            ({"auto_find_batch_size": True}, "auto_find_batch_size"),
             ({"save_only_model": True}, "cannot be resumed from"),
-            ({"label_smoothing_factor": 0.1}, "no label smoothing"),
             ({"use_liger_kernel": True}, "replaces the forward"),
-            ({"ignore_data_skip": True}, "resumes at the row where it stopped"),
             ({"logging_nan_inf_filter": True}, "a loss that is not finite stops the run"),
             ({"dropout": {"p_max": 0.1}}, "dropout must be a LayerDropout"),
-            ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, found 0"),
-            ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
-            ({"loss_chunk": 0}, "loss_chunk must be at least 1"),
             ({"muon_learning_rate": -0.1}, "muon_learning_rate must be a finite number"),
-            ({"learning_rate": math.nan}, "learning_rate must be a finite number"),
         ],
     )
     def test_arguments(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
@@ -252,7 +227,6 @@ class TestRefused:
         [
             ({"eval_exits": (1, 4)}, r"eval_exits must lie between 1 and 3, the model's layers, found \[4\]"),
             ({"exits": EarlyExitLoss(dilation=4)}, r"dilation \(R\) must be at most the 3 layers"),
-            ({"max_steps": 1, "dropout": LayerDropout(0.1, "exponential")}, "at least 2 steps, found 1"),
         ],
     )
     def test_what_does_not_fit_the_model_before_any_work(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
@@ -273,14 +247,6 @@ class TestRefused:
             LayerSkipTrainer(tiny(), TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="needs an eval_dataset"):
             trainer(tmp_path).evaluate()
-
-    def test_arguments_are_written_as_plain_values(self, tmp_path: Path) -> None:
-        args = arguments(tmp_path, exits=EarlyExitLoss(exit_layers=(2, 3)))
-        assert isinstance(args, LayerSkipArguments)
-        found = json.loads(args.to_json_string())
-        assert found["dropout"] == {"p_max": 0.5, "curriculum": "none", "by_layer": "exponential"}
-        assert found["exits"]["exits"] == [1, 2]
-        assert tiny().config.vocab_size == VOCAB
 
 
 def test_the_model_says_which_exits_were_trained(tmp_path: Path) -> None:
