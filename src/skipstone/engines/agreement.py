@@ -1,8 +1,8 @@
-"""Whether skipstone computes a model as the model does itself: layer by layer, alone, in ragged batches, in trees (where layers
-have states without positions, in chains that are rolled back), past the window.
+"""Verifies that skipstone computes a model's layers as the model's own forward does.
 
-The reference is the trace of the model's own forward that its family was derived from. Every layer is given what it was given
-there, so that a difference is the layer's own. What comes out must be the same up to rounding.
+The reference is the trace of the model's own forward that its family was derived from. Every layer gets the inputs that it had
+there, so a difference is caused by that layer alone. Outputs must be equal up to rounding in each of these passes: one row
+alone, ragged batches, trees (rolled-back chains if layers have recurrent states), texts longer than a window.
 """
 
 from dataclasses import dataclass
@@ -22,21 +22,22 @@ from skipstone.models.passes import Pass, Tree
 from skipstone.models.recognition import UNEXPECTED, recognise, traced
 from skipstone.models.trace import PREFIX, Trace, shrunk_windows
 
-EXACT = 1e-3  # share of a layer's change of a token by which float32 and float64 results may differ
-ROUNDED = 0.05  # the same in half precision, beside what rounding does to the whole state
-# the same through quantised kernels, some of which round a token by those beside it. Tiny Llamas and Mistrals by all of them:
-# at most 0.019; where two channels are up to 30 times the others, 0.056 (bitsandbytes, 8 bit, bfloat16). Phases or a window
-# wrong by one token: at least 0.48
+# Largest allowed difference, as a share of a layer's change of a token:
+EXACT = 1e-3  # in float32 and float64
+ROUNDED = 0.05  # in half precision, after the rounding of the whole state is subtracted
+# Through quantised kernels, some of which round a token by its neighbours. All of them stay below 0.019 on tiny Llamas and
+# Mistrals; bitsandbytes (8 bit, bfloat16) reaches 0.056 if two channels are up to 30 times the others. Phases or a window that
+# are wrong by one token differ by at least 0.48.
 QUANTISED = 0.15
-CUT = 10  # tokens of the first chunk of row 0, past the windows that models have while they are traced
-SHORT = 8  # tokens of the first chunk of row 1, which then is padded
-ALONE = 5  # tokens of a prompt by itself: so few that windows leave masks out
-TAKEN = 2  # tokens that are accepted of a chain that is rolled back
+FIRST_CHUNK = 10  # tokens of row 0's first chunk, longer than the windows during a trace
+SHORT_CHUNK = 8  # tokens of row 1's first chunk, which is padded
+PROMPT_TOKENS = 5  # tokens of the prompt of one row alone: so few that no window needs a mask
+ACCEPTED_TOKENS = 2  # accepted tokens of a chain that is rolled back
 
 
 class ComparedPass(NamedTuple):
-    """A pass that is compared, or only run. rows, columns: [2, n], of the trace, that its tokens are. committed: tokens of both
-    rows of the store before it. drafts: its tokens are nobody's, and what comes out is not compared."""
+    """A pass and the trace's tokens that it runs. rows, columns: [2, n], the place of every token in the trace. committed:
+    earlier tokens of the store's rows. drafts: the tokens are rejected later, and their outputs are not compared."""
 
     name: str
     at: Pass
@@ -48,29 +49,30 @@ class ComparedPass(NamedTuple):
 
 @dataclass
 class LargestDifference:
-    """The largest difference so far. allowed: as a share. precision: by which every number may be rounded otherwise, as a share
-    of it. where: what the difference is of. share: of what was to be computed, the most of any token."""
+    """The largest difference so far. allowed: as a share. precision: relative rounding error of every number, subtracted from
+    differences. where: the layer and pass that differ. share: the difference relative to the expected size, the largest of any
+    token."""
 
     allowed: float
     precision: float
     where: str = "nothing"
     share: float = 0.0
 
-    def look(self, where: str, mine: Tensor, theirs: Tensor, before: Tensor | None = None) -> None:
-        """Take over one result [..., d] beside what it should be. before: what a layer was given, of which it is to compute the
-        change; None where there is none."""
-        mine, theirs = mine.float(), theirs.to(mine.device).float()
-        size = (theirs if before is None else theirs - before.float()).norm(dim=-1)
-        apart = ((mine - theirs).norm(dim=-1) - self.precision * theirs.norm(dim=-1)).clamp(min=0)
-        share = float((apart / size.clamp(min=1e-6)).max())
-        if not share <= self.share:  # a nan, too
+    def add(self, where: str, result: Tensor, expected: Tensor, inputs: Tensor | None = None) -> None:
+        """Compare one result [..., d] with its expected value. inputs: of the layer, so that its change of them is the size to
+        compare with; None to take the expected value's size."""
+        result, expected = result.float(), expected.to(result.device).float()
+        size = (expected if inputs is None else expected - inputs.float()).norm(dim=-1)
+        error = ((result - expected).norm(dim=-1) - self.precision * expected.norm(dim=-1)).clamp(min=0)
+        share = float((error / size.clamp(min=1e-6)).max())
+        if not share <= self.share:  # also true for NaN
             self.where, self.share = where, share
 
 
 @torch.no_grad()
 def ensure(model: Any, description: DecoderModel) -> None:
-    """Verify a model whose class and shape of config have not been verified yet. ValueError with the difference where what
-    skipstone computes is not what the model computes."""
+    """Verify a model if its class and shape of config have not been verified yet. ValueError with the difference if skipstone's
+    results are not the model's."""
     known = recognise(model)
     if known.is_verified:
         return
@@ -102,55 +104,54 @@ def ensure(model: Any, description: DecoderModel) -> None:
     known.verified()
 
 
-def disagreement(engine: EagerEngine, description: DecoderModel, found: Trace) -> LargestDifference:
+def disagreement(engine: EagerEngine, description: DecoderModel, reference: Trace) -> LargestDifference:
     """The largest difference between an engine and a trace."""
     difference = LargestDifference(_allowed(description), torch.finfo(description.weight_dtype).eps)
-    ids, length = found.ids, found.ids.shape[1]
+    ids, length = reference.ids, reference.ids.shape[1]
     positions = torch.arange(length, device=ids.device, dtype=torch.int64).expand(2, -1)
-    folded = description.family.folded  # several streams of states are compared as one: a difference in any of them counts
-    first = folded(found.layers[0][1].given[""])
+    folded = description.family.folded  # joins several streams of states into one tensor
+    first = folded(reference.layers[0][1].given[""])
     size = first.shape[-1]
-    entered = engine.embed(ids, positions)
-    beside = entered[..., size:]  # what layers are given beside the hidden states
-    difference.look("what enters layer 0", entered[..., :size], first)
+    embedded = engine.embed(ids, positions)
+    extra_inputs = embedded[..., size:]  # inputs of layers in addition to the hidden states
+    difference.add("what enters layer 0", embedded[..., :size], first)
     store = KVCache(2, len(description.layers), 2 * length)
     store.reserve(2 * length)
-    passes = _passes(length, ids.device, bool(description.family.recurrent))
-    apart, alone = KVCache(1, len(description.layers), length), _alone(length, ids.device)
-    apart.reserve(length)
-    for index, call in found.layers:
+    passes = _batch_passes(length, ids.device, bool(description.family.recurrent))
+    single_store, single_passes = KVCache(1, len(description.layers), length), _single_row_passes(length, ids.device)
+    single_store.reserve(length)
+    for index, call in reference.layers:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
         given, returned = folded(call.given[""]).to(ids.device), folded(output).to(ids.device)  # layers may be on several
+        states, layers = torch.cat([given, extra_inputs], -1), range(index, index + 1)
         for name, at, rows, columns, committed, drafts in passes:
             store.length = committed
-            states = torch.cat([given, beside], -1)[rows, columns]
-            mine = engine.run(states, at, store, range(index, index + 1))[..., :size]
-            kept = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
+            result = engine.run(states[rows, columns], at, store, layers)[..., :size]
+            valid = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
             if not drafts:
-                before = given[rows, columns][kept]
-                difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept], before)
-        for name, at in alone:
-            place = slice(at.first_slot or 0, at.extent)
-            apart.length = [at.first_slot or 0]
-            states = torch.cat([given, beside], -1)[:1, place]
-            mine = engine.run(states, at, apart, range(index, index + 1))[..., :size]
-            difference.look(f"layer {index} {name}", mine, returned[:1, place], given[:1, place])
-    last = found.layers[-1][1].output
+                expected, inputs = returned[rows, columns][valid], given[rows, columns][valid]
+                difference.add(f"layer {index} {name}", result[valid], expected, inputs)
+        for name, at in single_passes:
+            span = slice(at.first_slot or 0, at.extent)
+            single_store.length = [at.first_slot or 0]
+            result = engine.run(states[:1, span], at, single_store, layers)[..., :size]
+            difference.add(f"layer {index} {name}", result, returned[:1, span], given[:1, span])
+    last = reference.layers[-1][1].output
     last = (last[0] if isinstance(last, (tuple, list)) else last).to(ids.device)
-    difference.look("the logits", engine.project(engine.normed(folded(last))), found.logits)
+    difference.add("the logits", engine.project(engine.normed(folded(last))), reference.logits)
     return difference
 
 
 def _allowed(description: DecoderModel) -> float:
-    """The share by which results may differ."""
+    """The allowed difference of a model."""
     if description.is_quantised:
         return QUANTISED
     return EXACT if description.weight_dtype in (torch.float32, torch.float64) else ROUNDED
 
 
-def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
-    """What plain decoding runs of one row: its first tokens, without a mask where that is left out, and one more."""
-    count = min(ALONE, length - 1)
+def _single_row_passes(length: int, device: Any) -> list[tuple[str, Pass]]:
+    """The passes of plain decoding of one row: a prompt, which may need no mask, and one more token."""
+    count = min(PROMPT_TOKENS, length - 1)
     prompt, token = (torch.arange(count, device=device, dtype=torch.int64)[None], on_device([[count]], device))
     row = slice(0, 1)
     return [
@@ -159,69 +160,69 @@ def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
     ]
 
 
-def _passes(length: int, device: Any, chains: bool) -> list[ComparedPass]:
-    """All passes that are compared.
+def _batch_passes(length: int, device: Any, chains: bool) -> list[ComparedPass]:
+    """All passes over two rows.
 
-    Row 0 of the store reads what both rows of the trace begin with in a first chunk and as the trunk of a tree, of which both
-    their ends are the branches. Row 1 reads the second row of the trace in chunks of its own. chains: both read chains instead
-    of the tree, and a second chunk instead of its trunk.
+    Row 0 of the store reads the rows' common prefix in a first chunk and as the trunk of a tree. The ends of both rows are the
+    tree's branches. Row 1 reads the trace's second row in chunks. chains: both rows read a second chunk and chains instead of
+    the tree.
     """
     prefix = min(PREFIX, length - 1)
-    cut, short = min(CUT, prefix - 1), min(SHORT, prefix - 2)
+    cut, short = min(FIRST_CHUNK, prefix - 1), min(SHORT_CHUNK, prefix - 2)
     first = torch.arange(cut, device=device, dtype=torch.int64).expand(2, -1)
     valid = torch.arange(cut, device=device, dtype=torch.int64) < on_device([[cut], [short]], device)
     first = torch.where(valid, first, 0)
-    own, everyone = on_device([[0], [1]], device), slice(0, 2)
-    ragged = ComparedPass("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0])
+    row_numbers, both_rows = on_device([[0], [1]], device), slice(0, 2)
+    ragged = Pass(first, first, valid, both_rows, cut)
+    passes = [ComparedPass("in a ragged batch", ragged, row_numbers.expand(-1, cut), first, [0, 0])]
     if not chains:
-        return [ragged, _tree(prefix, [cut, short], length, own)]
+        return [*passes, _tree(prefix, [cut, short], length, row_numbers)]
     rest = torch.arange(prefix - cut, device=device, dtype=torch.int64)[None] + on_device([[cut], [short]], device)  # [2, n]
-    chunk = ComparedPass(
-        "in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short]
-    )
-    return [ragged, chunk, *_chains([prefix, short + prefix - cut], length, own)]
+    chunk = Pass(rest, rest, None, both_rows, prefix)
+    passes.append(ComparedPass("in a chunk", chunk, row_numbers.expand(-1, prefix - cut), rest, [cut, short]))
+    return [*passes, *_chains([prefix, short + prefix - cut], length, row_numbers)]
 
 
-def _chains(starts: list[int], length: int, own: Tensor) -> list[ComparedPass]:
-    """A chain of which the first TAKEN tokens are accepted and the others, which are the other row's, are not; then the right
-    ones, the last of them by itself. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
-    left = length - max(starts)
-    taken = min(TAKEN, left - 1)
-    accepted = [start + taken for start in starts]
+def _chains(starts: list[int], length: int, row_numbers: Tensor) -> list[ComparedPass]:
+    """A chain with ACCEPTED_TOKENS right tokens, then tokens of the other row, which are rejected; then the right ones, the
+    last of them alone. starts: earlier tokens of both rows. row_numbers: [2, 1], the rows of the trace."""
+    remaining = length - max(starts)
+    accepted = min(ACCEPTED_TOKENS, remaining - 1)
+    committed = [start + accepted for start in starts]
 
     def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> ComparedPass:
-        places = on_device([[start + begin + column for column in range(width)] for start in starts], own.device)
-        rows = (1 - own if drafts else own).expand(-1, width)
+        places = on_device([[start + begin + column for column in range(width)] for start in starts], row_numbers.device)
+        rows = (1 - row_numbers if drafts else row_numbers).expand(-1, width)
         return ComparedPass(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
 
     passes = [
-        (taken, chain("in a draft", 0, taken, starts)),
-        (left - taken, chain("in a draft that is rejected", taken, left - taken, starts, True)),
-        (left - taken - 1, chain("behind a rejected draft", taken, left - taken - 1, accepted)),
-        (1, chain("as a single token", left - 1, 1, [start + left - 1 for start in starts])),
+        (accepted, chain("in a draft", 0, accepted, starts)),
+        (remaining - accepted, chain("in a draft that is rejected", accepted, remaining - accepted, starts, True)),
+        (remaining - accepted - 1, chain("behind a rejected draft", accepted, remaining - accepted - 1, committed)),
+        (1, chain("as a single token", remaining - 1, 1, [start + remaining - 1 for start in starts])),
     ]
-    return [one for width, one in passes if width]
+    return [compared for width, compared in passes if width]
 
 
-def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> ComparedPass:
-    """On row 0 the rest of the first `prefix` tokens and behind them both ends, as a trunk and its branches, and the rest of
-    row 1. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
-    trunk, ends, device = prefix - starts[0], length - prefix, own.device
+def _tree(prefix: int, starts: list[int], length: int, row_numbers: Tensor) -> ComparedPass:
+    """On row 0 a tree: the rest of the first `prefix` tokens is the trunk, the ends of both rows are its branches. On row 1 the
+    rest of that row. starts: earlier tokens of both rows. row_numbers: [2, 1], the rows of the trace."""
+    trunk, ends, device = prefix - starts[0], length - prefix, row_numbers.device
     width = trunk + 2 * ends
     branches = torch.arange(prefix, length, device=device, dtype=torch.int64).repeat(2)
     chain = torch.arange(starts[1], starts[1] + width, device=device, dtype=torch.int64).clamp(max=length - 1)
     places = torch.stack(
         [torch.cat([torch.arange(starts[0], prefix, device=device, dtype=torch.int64), branches]), chain]
     )  # [2, width]
-    real = torch.ones_like(places, dtype=torch.bool)
-    real[1, length - starts[1] :] = False
-    everything = torch.ones((width, width), dtype=torch.bool, device=device).tril()
-    forked = everything.clone()
+    valid = torch.ones_like(places, dtype=torch.bool)
+    valid[1, length - starts[1] :] = False
+    causal = torch.ones((width, width), dtype=torch.bool, device=device).tril()
+    forked = causal.clone()
     forked[trunk + ends :, trunk : trunk + ends] = False  # the second branch does not see the first
     base = on_device(starts, device)
-    tree = Tree(base, torch.stack([forked, everything]), places)
-    sources = own.repeat(1, width)
-    sources[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
+    tree = Tree(base, torch.stack([forked, causal]), places)
+    rows = row_numbers.repeat(1, width)
+    rows[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
     slots = base[:, None] + torch.arange(width, device=device, dtype=torch.int64)
-    at = Pass(places, slots, real, slice(0, 2), max(starts) + width, tree=tree)
-    return ComparedPass("in a tree", at, sources, places, starts)
+    at = Pass(places, slots, valid, slice(0, 2), max(starts) + width, tree=tree)
+    return ComparedPass("in a tree", at, rows, places, starts)
