@@ -164,6 +164,14 @@ def decode(model: PreTrainedModel, prompts: Sequence[Tensor], method: Any, **opt
     return skipstone.generate(model, families.padded(prompts), method, **{"max_new_tokens": 24, **options})
 
 
+def assert_as_plain(model: Any, prompt: Any, method: Any, **options: Any) -> Any:
+    """The method drafts, and its text is that of plain decoding. Returns its output."""
+    output: Any = skipstone.generate(model, prompt, method, **options)
+    assert output.new_tokens == skipstone.generate(model, prompt, "autoregressive", **options).new_tokens
+    assert output.stats.drafted > 0
+    return output
+
+
 @contextmanager
 def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
     """Counts, in the list's one entry, how often any module of the model runs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from tests.helpers import planted
 from tests.helpers.conformance import ROWS, assert_greedy_equals_alone
 from tests.helpers.enumeration import VOCAB, proves
 from tests.helpers.machine import llama
+from tests.helpers.native import NATIVE_ONLY
 from tests.helpers.trees import Trees
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning"),
-]
+pytestmark = [*NATIVE_ONLY, pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")]
 Patch = pytest.MonkeyPatch
 
 
@@ -34,20 +31,17 @@ def scores_drafts(at: Pass) -> bool:
     return 1 < at.shape[1] < 9
 
 
-def around_run(change: Callable[[Any, Pass], Pass]) -> planted.Plant:
-    """Runs the layers over another pass where drafts are scored."""
+def key_in_the_wrong_slot(patch: Patch) -> None:
     own = NativeEngine.run
 
     def run(self: Any, hidden: Tensor, at: Pass, *given: Any) -> Tensor:
-        return own(self, hidden, change(self, at) if scores_drafts(at) else at, *given)
+        if scores_drafts(at):
+            slots = at.slots.clone()
+            slots[:, [0, 1]] = at.slots[:, [1, 0]]
+            at = replace(at, slots=slots)
+        return own(self, hidden, at, *given)
 
-    return lambda patch: patch.setattr(NativeEngine, "run", run)
-
-
-def swapped(_: Any, at: Pass) -> Pass:
-    slots = at.slots.clone()
-    slots[:, [0, 1]] = at.slots[:, [1, 0]]
-    return replace(at, slots=slots)
+    patch.setattr(NativeEngine, "run", run)
 
 
 def rotary_position_off_by_one(patch: Patch) -> None:
@@ -111,16 +105,12 @@ def by_law(method: Any) -> planted.Proof:
 
 TREES = Trees(nodes=5, branching=0.7, seed=5)
 SKIP = LayerSkip(exit_layer=1, num_speculative_tokens=2)
-key_in_the_wrong_slot = around_run(swapped)
-key_in_the_wrong_slot.__name__ = "key_in_the_wrong_slot"
 
 
 @planted.found_by(
     (planted.siblings_see_one_another, by_law(TREES)),
     (planted.accepted_path_not_moved, greedily("swift")),
     (key_in_the_wrong_slot, greedily("layerskip")),
-    (key_in_the_wrong_slot, greedily("speculative")),
-    (rotary_position_off_by_one, greedily("layerskip")),
     (rotary_position_off_by_one, greedily("swift")),
     (head_reads_the_state_before, greedily("adadecode")),
     (skip_set_ignored, greedily("self_speculative")),

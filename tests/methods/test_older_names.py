@@ -25,7 +25,6 @@ from skipstone.methods import resolve
 from skipstone.serving.batch_files.batch import ModelSettings
 from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
-from tests.helpers.pairwise import slow_except
 
 RENAMED: list[tuple[str, str, str, Any]] = [
     ("self_speculative", "stop_threshold", "confidence_threshold", 0.4),
@@ -94,31 +93,33 @@ WAYS: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {
     "a mapping": lambda _, __, name, settings: resolve({"method": name, **settings}),
     "JSON": lambda _, __, name, settings: resolve(json.dumps({"method": name, **settings})),
     "generation_config": of_the_model,
-    "a plan": of_a_plan,
     "a body": of_a_body,
-    "a batch": of_a_batch,
 }
+LOADING: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {"a plan": of_a_plan, "a batch": of_a_batch}
+"""Ways that load a model."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "old", "new", "value"), RENAMED)
+@pytest.mark.parametrize(
+    ("way", "name", "old", "new", "value"),
+    [*((way, *row) for way in WAYS for row in RENAMED), *((way, *RENAMED[6]) for way in LOADING)],
+)
 def test_an_older_name_gives_an_equal_method(
-    name: str, old: str, new: str, value: Any, way: str, loaded: Any, tmp_path: Path
+    way: str, name: str, old: str, new: str, value: Any, loaded: Any, tmp_path: Path
 ) -> None:
     more = NEEDED.get(name, {}) | NEEDED.get(old, {})
     expected = METHODS[name](**more, **{new: value})
     for key in (old, new):
         with one_warning(key, new):
-            found = WAYS[way](loaded, tmp_path, name, {**more, key: value})
+            found = (WAYS | LOADING)[way](loaded, tmp_path, name, {**more, key: value})
         assert (replace(found, own=None) if isinstance(found, Auto) else found) == expected, "the bundled model has a method"
 
 
-@pytest.mark.parametrize(("name", "old", "new", "value"), slow_except(RENAMED[:1], RENAMED))
-def test_the_command_line_warns_once(name: str, old: str, new: str, value: Any) -> None:
-    text = text_of(name, {**NEEDED.get(name, {}), **NEEDED.get(old, {}), old: value})
-    found = succeed("generate", "--prompt", "x", "--max-new-tokens", 2, "--engine", "native", "--json", "--method", text)
-    assert json.loads(found.stdout)["method"][new] == value
-    assert found.stderr.count("is called") == found.stderr.count(f"skipstone: warning: {old} is called {new} in skipstone") == 1
+def test_the_command_line_warns_once() -> None:
+    arguments = ("--prompt", "x", "--max-new-tokens", 2, "--engine", "native", "--json", "--method", "recycle nodes=6")
+    found = succeed("generate", *arguments)
+    assert json.loads(found.stdout)["method"]["num_speculative_tokens"] == 6
+    warning = "skipstone: warning: nodes is called num_speculative_tokens in skipstone"
+    assert found.stderr.count("is called") == found.stderr.count(warning) == 1
 
 
 def test_a_candidate_has_older_names_too() -> None:
@@ -150,13 +151,11 @@ def test_adasd_has_the_window_that_its_older_settings_meant() -> None:
 
 
 def test_a_run_that_was_begun_with_older_names_goes_on(tmp_path: Path) -> None:
-    plans = [{"methods": [{"method": "recycle", "label": "r", key: value}]} for key, value in CHANGES]
+    changes = (("nodes", [4, 6]), ("num_speculative_tokens", [4, 6]), ("num_speculative_tokens", [4, 7]))
+    plans = [{"methods": [{"method": "recycle", "label": "r", key: value}]} for key, value in changes]
     with RunFile(tmp_path / "run.jsonl", plans[0], {}) as journal:
         journal.add({"kind": "trial"})
     with RunFile(tmp_path / "run.jsonl", plans[1], {}) as journal:
         assert [line["kind"] for line in journal.lines] == ["run", "trial", "resumed"]
     with pytest.raises(ValueError, match="holds another run: methods differ"):
         RunFile(tmp_path / "run.jsonl", plans[2], {})
-
-
-CHANGES = (("nodes", [4, 6]), ("num_speculative_tokens", [4, 6]), ("num_speculative_tokens", [4, 7]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
 from tests.helpers.native import NATIVE_ONLY
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import round_robin
 
 pytestmark = NATIVE_ONLY
 
@@ -30,14 +30,14 @@ DRAFTS = 6
 
 
 class Noting(NativeEngine):
-    """The native engine, which notes the chains that it was asked for."""
+    """The native engine, which notes the inputs of its chains."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.asked: list[ChainInputs] = []
+        self.calls: list[ChainInputs] = []
 
     def chain(self, start: ChainInputs, store: KVCache) -> Any:
-        self.asked.append(start)
+        self.calls.append(start)
         return super().chain(start, store)
 
 
@@ -51,10 +51,9 @@ class TokenByToken(Noting):
 class Drafted:
     """A draft, and what it left behind. valid: [B, n]; the others for valid entries only, in their order.
 
-    states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one: that may have gone
-    up with other rows' drafts or not. stored: keys and values of the same tokens and those before them, row after row, layer
-    after layer. max_drafts: most drafts of every row as the engine was asked for them in one call, 0 of rows that took no part;
-    None where it was not asked.
+    states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one, which may have gone
+    up with other rows' drafts. stored: keys and values of the same tokens and those before them. max_drafts: of every row, as
+    the engine was called with them, 0 of rows that took no part; None if it was not called.
     """
 
     valid: Tensor
@@ -66,23 +65,22 @@ class Drafted:
     max_drafts: list[int] | None
 
 
-def seen(session: Any, draft: Draft) -> Drafted:
+def seen(session: Any, draft: Draft, calls: list[ChainInputs]) -> Drafted:
     forward: Any = draft.forward
-    entries = torch.nn.functional.pad(draft.valid, (0, 1))  # [B, n + 1]
-    stored = []
-    for buffer in (*session.store.keys, *session.store.values):
-        for row, count in enumerate(draft.valid.sum(1).tolist()):
-            if session.alive[row]:
-                stored.append(buffer[row, :, : forward.base[row] + count].clone())
-    confidence = None if draft.confidence is None else draft.confidence[draft.valid]
+    entries, counts = torch.nn.functional.pad(draft.valid, (0, 1)), draft.valid.sum(1).tolist()  # [B, n + 1]
     return Drafted(
         draft.valid,
         draft.tokens[draft.valid],
-        confidence,
+        None if draft.confidence is None else draft.confidence[draft.valid],
         torch.from_numpy(forward.depth.copy())[entries],
         forward.hidden[entries],
-        stored,
-        None,
+        [
+            buffer[row, :, : forward.base[row] + count].clone()
+            for buffer in (*session.store.keys, *session.store.values)
+            for row, count in enumerate(counts)
+            if session.alive[row]
+        ],
+        [max(0, count) for count in calls[0].max_drafts] if calls else None,
     )
 
 
@@ -97,10 +95,9 @@ def decode(
     own = session.drafter.propose_draft
 
     def draft(limit: list[int]) -> Draft:
-        runner.engine.asked.clear()
+        runner.engine.calls.clear()
         found = own(limit)
-        drafts.append(seen(session, found))
-        drafts[-1].max_drafts = [max(0, count) for count in runner.engine.asked[0].max_drafts] if runner.engine.asked else None
+        drafts.append(seen(session, found, runner.engine.calls))
         return found
 
     session.drafter.propose_draft = draft
@@ -123,9 +120,7 @@ def assert_alike(
     texts, drafts = decode(Noting, model, method, asked, steps)
     expected_texts, expected = decode(TokenByToken, model, method, asked, steps)
     assert len(drafts) == len(expected)
-    assert all((draft.max_drafts is not None) == bool(draft.valid.any()) for draft in drafts), (
-        "chains were not drafted in one call"
-    )
+    assert all((draft.max_drafts is not None) == bool(draft.valid.any()) for draft in drafts), "chains in one call"
     assert all(draft.max_drafts is None for draft in expected)
     for mine, theirs in zip(drafts, expected, strict=True):
         width = mine.valid.shape[1]
@@ -135,11 +130,7 @@ def assert_alike(
         assert torch.equal(mine.depth, theirs.depth)
         assert torch.equal(mine.states, theirs.states)
         assert all(torch.equal(a, b) for a, b in zip(mine.stored, theirs.stored, strict=True))
-        if theirs.confidence is None:
-            assert mine.confidence is None
-        else:
-            assert mine.confidence is not None
-            torch.testing.assert_close(mine.confidence, theirs.confidence, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(mine.confidence, theirs.confidence, rtol=1e-5, atol=1e-7)
     assert texts == expected_texts
     return drafts, texts
 
@@ -153,8 +144,8 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pairwise(family=["llama", "gemma2"], method=METHODS, threshold=[None, 0.3, 0.9, "adaptive"])
-def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, threshold: Any) -> None:
+@round_robin(method=METHODS, threshold=[None, 0.9, 0.3, "adaptive"], family=["llama", "gemma2"])
+def test_one_call_drafts_what_single_tokens_draft(method: str, threshold: Any, family: str) -> None:
     drafts, _ = assert_alike(family, METHODS[method](threshold), requests(3, frozenset()))
     max_drafts = [draft.max_drafts for draft in drafts if draft.max_drafts is not None]
     assert any(len(set(counts) - {0}) > 1 for counts in max_drafts), "no two rows had different room"
@@ -166,8 +157,7 @@ def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, thre
         assert stopped, "the threshold stopped no draft"
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rows", [1, 3])
+@round_robin(method=METHODS, rows=[3, 1])
 def test_a_chain_ends_with_the_token_that_ends_its_row(method: str, rows: int) -> None:
     eos = frozenset(range(3, 97, 7))
     drafts, texts = assert_alike("llama", METHODS[method](None), requests(rows, eos, (40, 40, 40)))
@@ -183,19 +173,18 @@ def test_a_chain_ends_with_the_token_that_ends_its_row(method: str, rows: int) -
     assert all(text[-1] in eos for text in texts if len(text) < 40)
 
 
-def test_rows_of_their_own_ends() -> None:
-    """Ends that differ in number between rows; one row has none."""
-    asked = requests(3, frozenset(), (30, 30, 30))
-    ends = [frozenset(), frozenset({5}), frozenset(range(0, 97, 3))]
-    asked = [Request(one.prompt, one.max_new_tokens, eos) for one, eos in zip(asked, ends, strict=True)]
+def test_rows_have_their_own_ends() -> None:
+    """One row has none."""
+    ends = [frozenset[int](), frozenset({5}), frozenset(range(0, 97, 3))]
+    asked = [replace(one, eos=eos) for one, eos in zip(requests(3, frozenset(), (30, 30, 30)), ends, strict=True)]
     _, texts = assert_alike("llama", LayerSkip(2, DRAFTS, 0.3), asked)
     assert len(texts[0]) == 30
     assert texts[2][-1] in ends[2]
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = True) -> list[tuple[int, ...]]:
-    """Drafts of every row, step by step, of plans that are made up from the position: measured times would not repeat. shared:
-    whether the draft steps that rows pay for together cost anything. Rows have room all the time."""
+    """Numbers of drafts of every row and step, by plans that depend on the position alone: measured times would not repeat.
+    shared: whether the draft steps that rows pay for together cost anything."""
 
     def decide(policy: Policy, *_: object) -> Decision:
         if policy.position < 2:

@@ -63,10 +63,9 @@ def a_layerskip(dice: random.Random, rule: Any) -> LayerSkip:
     )
 
 
-@pytest.mark.parametrize("seed", slow_except((), range(60), full=range(12)))
+@pytest.mark.parametrize("seed", slow_except((), range(60), full=range(8)))
 def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int) -> None:
-    """Served by three rows or decoded as one batch; every third time LayerSkip's standard rule, whose text is the one it gives
-    alone."""
+    """Served by three rows or decoded as one batch. LayerSkip's standard rule gives its own text of one request alone."""
     dice = random.Random(seed)
     vocab = dice.choice([5, 30, 97])
     model = a_model(dice, vocab)

@@ -13,7 +13,6 @@ from skipstone import SelfSpeculative
 from skipstone.decoding.request import Request
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.lab.bench import speedup_predictions
@@ -22,13 +21,12 @@ from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
 from tests.helpers.machine import decode, llama, prompt, start
+from tests.helpers.native import NATIVE_ONLY
+from tests.helpers.pairwise import round_robin
 
-pytestmark = [
-    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
-    pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning"),
-]
+pytestmark = [*NATIVE_ONLY, pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")]
 DRAFTS = 4
-NAMES = ("llama", "qwen3", "gemma2", "granite", "phi3", "mistral")
+NAMES = ("llama", "gemma2", "phi3", "qwen3", "granite", "mistral")
 
 
 def sharper(model: Any) -> Any:
@@ -41,11 +39,9 @@ def sharper(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("name", NAMES)
+@round_robin(kind=["int8", "int4"], name=NAMES)
 def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedily, rows that end at different times. Most drafts of int8 are right, which shows that the copy reads the
-    target's keys and values at the right places."""
+    """Most drafts of int8 are right only if the copy reads the target's keys and values at the right places."""
     model = sharper(families.build(name))
     requests = [Request(prompt(n, n), 10 + 5 * n) for n in (4, 9, 6)]
     runner = ModelRunner(model, "native")
@@ -63,15 +59,10 @@ def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str, monke
 
 @pytest.mark.parametrize("skip", [((), ()), ((1,), (2,))], ids=["all layers", "a layer set"])
 def test_sampled_texts_are_those_of_the_same_seed_without_drafts(skip: Any) -> None:
-    model = sharper(llama())
+    model, method = sharper(llama()), SelfSpeculative(*skip, None, DRAFTS, None, draft_quantize="int4")
     for seed in range(3):
-        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.3, "top_k": 0, "seed": seed}
-        plain = skipstone.generate(model, prompt(9), "autoregressive", engine="native", **options)
-        method = SelfSpeculative(*skip, None, DRAFTS, None, draft_quantize="int4")
-        drafted = skipstone.generate(model, prompt(9), method, engine="native", **options)
-        assert drafted.new_tokens == plain.new_tokens
-        assert drafted.stats is not None
-        assert drafted.stats.accepted > 0
+        options: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 0, "seed": seed, "engine": "native"}
+        assert support.assert_as_plain(model, prompt(9), method, max_new_tokens=24, **options).stats.accepted > 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -99,35 +90,30 @@ def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: p
 def test_a_model_that_gave_its_weights_up_is_quantised_from_what_the_engine_has(tmp_path: Any) -> None:
     llama(layers=4).save_pretrained(tmp_path)
     support.tokenizer().save_pretrained(tmp_path)
-    kept, _ = skipstone.load(tmp_path, engine="native")
-    gone, _ = skipstone.load(tmp_path, engine="native", keep_weights=False)
-    method = SelfSpeculative((), (), None, DRAFTS, draft_quantize="int4")
-    texts = [skipstone.generate(model, prompt(9), method, max_new_tokens=24, do_sample=False) for model in (kept, gone)]
-    assert texts[0].new_tokens == texts[1].new_tokens
-    assert [text.stats.accepted for text in texts if text.stats is not None] == [texts[0].stats.accepted] * 2  # type: ignore[union-attr]
+    method, found = SelfSpeculative((), (), None, DRAFTS, draft_quantize="int4"), []
+    for keeps in (True, False):
+        model, _ = skipstone.load(tmp_path, engine="native", keep_weights=keeps)
+        output: Any = skipstone.generate(model, prompt(9), method, max_new_tokens=24, do_sample=False)
+        found.append((output.new_tokens, output.stats.accepted))
+    assert found[0] == found[1]
 
 
-def test_what_cannot_be_is_one_sentence() -> None:
-    model = llama(layers=4)
-    for method, engine, said in (
-        (SelfSpeculative(draft_quantize="int2"), "native", "draft_quantize must be one of int8, int4 or none, found 'int2'"),
-        (
-            SelfSpeculative(draft_quantize="int4"),
-            "eager",
-            "draft_quantize=int4 needs the native engine, .* runs on the eager one",
-        ),
-        (SelfSpeculative((9,), draft_quantize="int4"), "native", "attention of layers 1 to 2 may be skipped"),
-        (SelfSpeculative(), "native", "no layer set is given: .* or let all layers draft in fewer bits"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            skipstone.generate(model, prompt(9), method, engine=engine, max_new_tokens=8)
+IMPOSSIBLE: list[tuple[Any, dict[str, Any], str]] = [
+    (SelfSpeculative(draft_quantize="int2"), {}, "draft_quantize must be one of int8, int4 or none, found 'int2'"),
+    (
+        SelfSpeculative(draft_quantize="int4"),
+        {"engine": "eager"},
+        "draft_quantize=int4 needs the native engine, .* runs on the eager one",
+    ),
+    (SelfSpeculative((9,), draft_quantize="int4"), {}, "attention of layers 1 to 2 may be skipped"),
+    (SelfSpeculative(draft_quantize="int4"), {"quantize": "int8"}, "quantised to int8 already: leave one of the two out"),
+]
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_target_that_is_quantised_itself_is_refused(quantize: str) -> None:
-    model = llama(layers=4)
-    with pytest.raises(ValueError, match=f"this one is quantised to {quantize} already: leave one of the two out"):
-        skipstone.generate(model, prompt(9), SelfSpeculative(draft_quantize="int4"), quantize=quantize, max_new_tokens=8)
+@pytest.mark.parametrize(("method", "options", "words"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(method: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        skipstone.generate(llama(layers=4), prompt(9), method, max_new_tokens=8, **{"engine": "native", **options})
 
 
 def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:
@@ -155,8 +141,7 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
     assert int4 not in usual_methods(other, None), "auto does without the copy"
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+@round_robin(name=["llama", "gemma2", "phi3"], kind=["int8", "int4"])
 def test_copies_take_about_what_was_expected(name: str, kind: str) -> None:
     raw = families.build(name, hidden_size=64, intermediate_size=256)
     taken = ModelRunner(raw, "native").in_fewer_bits(kind).engine._weights.bytes  # type: ignore[attr-defined]
@@ -164,15 +149,13 @@ def test_copies_take_about_what_was_expected(name: str, kind: str) -> None:
 
 
 def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
-    """A model of n layers has 4 ** n of them. What was forgotten is made again, and drafts the same."""
-    model = ModelRunner(llama(layers=12), "native")
-    sets = [tuple(one for one in range(1, 11) if number >> one & 1) for number in range(2, 702, 2)]
-    first = [decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0]]
+    """A model of n layers has 4 ** n of them. A forgotten one is made again, and drafts the same."""
+    model, texts = ModelRunner(llama(layers=12)), []
+    sets = [tuple(one for one in range(1, 11) if number >> one & 1) for number in range(2, 2 * MAX_SKIP_SETS + 162, 2)]
     gc.collect()
     before = sum(isinstance(one, SkipSet) for one in gc.get_objects())
-    for skip in sets:
-        decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 4)])
-    first.append(decode(SelfSpeculative(sets[-1], (), None, DRAFTS), model, [Request(prompt(6), 8)])[0])
+    for skip in (sets[-1], *sets):
+        texts.append(decode(SelfSpeculative(skip, (), None, DRAFTS), model, [Request(prompt(6), 3)])[0])
     gc.collect()
     assert sum(isinstance(one, SkipSet) for one in gc.get_objects()) - before <= MAX_SKIP_SETS
-    assert first[0] == first[1]
+    assert texts[0] == texts[-1]

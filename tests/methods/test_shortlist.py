@@ -27,14 +27,15 @@ from skipstone import (
     Swift,
 )
 from skipstone.decoding.draft import Draft
+from skipstone.decoding.loop import run
 from skipstone.engines.choose_engine import EngineOptions
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.methods.drafting.draft_model import DraftModel
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from tests.helpers.enumeration import VOCAB, Pushing, proves
-from tests.helpers.machine import llama, near, prompt, start
-from tests.helpers.pairwise import pairwise, round_robin, slow_except
+from tests.helpers.machine import decode, llama, near, prompt, start
+from tests.helpers.pairwise import round_robin, slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
@@ -74,25 +75,22 @@ def listed(tmp_path: Path) -> str:
     return written(tmp_path / "ids.json", [*sorted(LISTED, reverse=True), 5, 5, 1])
 
 
-def texts_and_drafts(method: Method, runner: ModelRunner, requests: list[Request]) -> tuple[list[list[int]], list[int], int]:
-    """The texts, all tokens that were drafted, and how many of them were accepted."""
-    decoder, drafted, accepted = start(method, runner, requests), [], 0
+def texts_and_drafts(method: Method, runner: ModelRunner, requests: list[Request]) -> tuple[list[list[int]], set[int], bool]:
+    """The texts, all tokens that were drafted, and whether some were accepted and some rejected."""
+    decoder, drafted, texts = start(method, runner, requests), set[int](), [list[int]() for _ in requests]
     session: Any = decoder.session
     own = session.drafter.propose_draft
 
     def noting(limit: list[int]) -> Draft:
         found = own(limit)
-        drafted.extend(found.tokens[found.valid].tolist())
+        drafted.update(found.tokens[found.valid].tolist())
         return found
 
     session.drafter.propose_draft = noting
-    texts: list[list[int]] = [[] for _ in requests]
-    while decoder.busy:
-        step = decoder.step()
-        accepted += sum(step.accepted)
+    for step in run(decoder):
         for row, more in enumerate(step.tokens):
             texts[row] += more
-    return texts, drafted, accepted
+    return texts, drafted, 0 < decoder.stats.accepted < decoder.stats.drafted
 
 
 def requests(rows: int, sampling: Sampling | None = None, new: int = 24) -> list[Request]:
@@ -101,26 +99,30 @@ def requests(rows: int, sampling: Sampling | None = None, new: int = 24) -> list
 
 
 def plain(runner: ModelRunner, asked: list[Request]) -> list[list[int]]:
-    return texts_and_drafts(Autoregressive(), runner, asked)[0]
+    return decode(Autoregressive(), runner, asked)[0]
 
 
 # ------------------------------------------------------------------------------------------------- texts and drafts
 
 
-@pairwise(name=METHODS, engine=ENGINES, rows=(1, 2))
+@round_robin(name=METHODS, engine=ENGINES, rows=(2, 1))
 def test_greedy_drafts_are_on_the_list_and_texts_stay(
     name: str, engine: str, rows: int, model: Any, draft: Any, listed: str
 ) -> None:
+    """Lists of some, one or all tokens."""
     runner, asked = ModelRunner(model, engine), requests(rows)
     expected = plain(runner, asked)
     texts, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), runner, asked)
     assert texts == expected
-    assert not set(free) <= LISTED, "without a list other tokens are drafted too"
-    texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=listed), runner, asked)
-    assert texts == expected
-    assert drafted
-    assert set(drafted) <= LISTED
-    assert 0 < accepted < len(drafted)
+    assert not free <= LISTED, "without a list other tokens are drafted too"
+    for wanted, allowed in ((listed, LISTED), (1, {0})):
+        texts, drafted, both = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=wanted), runner, asked)
+        assert texts == expected
+        assert set() < drafted <= allowed
+        assert both or wanted == 1
+    everything = METHODS[name](draft, "standard", draft_vocabulary=VOCABULARY)
+    if name != "swift":  # which has learnt something by now
+        assert texts_and_drafts(everything, runner, asked)[:2] == (expected, free)
 
 
 @round_robin(name=slow_except(("layerskip", "speculative", "adadecode"), METHODS), engine=ENGINES)
@@ -128,23 +130,10 @@ def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, m
     runner = ModelRunner(model, engine)
     for warped in ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}):
         asked = requests(2, Sampling(1.1, seed=3, **warped))
-        texts, drafted, accepted = texts_and_drafts(METHODS[name](draft, "coupled", draft_vocabulary=listed), runner, asked)
+        texts, drafted, both = texts_and_drafts(METHODS[name](draft, "coupled", draft_vocabulary=listed), runner, asked)
         assert texts == plain(runner, asked)
-        assert drafted
-        assert set(drafted) <= LISTED
-        assert 0 < accepted < len(drafted)
-
-
-@round_robin(name=METHODS, engine=ENGINES)
-def test_one_token_and_all_of_them_are_lists_too(name: str, engine: str, model: Any, draft: Any) -> None:
-    runner, asked = ModelRunner(model, engine), requests(2, new=12)
-    expected, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), runner, asked)
-    texts, drafted, _ = texts_and_drafts(METHODS[name](draft, "standard", draft_vocabulary=1), runner, asked)
-    assert texts == expected
-    assert set(drafted) == {0}
-    everything = METHODS[name](draft, "standard", draft_vocabulary=VOCABULARY)
-    if name != "swift":  # which has learnt something by now
-        assert texts_and_drafts(everything, runner, asked)[:2] == (expected, free)
+        assert set() < drafted <= LISTED
+        assert both
 
 
 def test_the_likeliest_listed_token_is_drafted(model: Any, listed: str) -> None:
@@ -167,18 +156,18 @@ def test_the_likeliest_listed_token_is_drafted(model: Any, listed: str) -> None:
 
 
 def test_swift_offers_no_runners_up_beyond_a_short_list(model: Any, tmp_path: Path) -> None:
-    """Fewer tokens are listed than a place of its tree would offer."""
+    """A place of its tree would offer more tokens than are listed."""
     few = [2, 30, 77]
     method = METHODS["swift"](None, "", draft_vocabulary=written(tmp_path / "few.json", few))
+    runner = ModelRunner(model, "eager")
     for sampling in (Sampling(), Sampling(1.0, seed=4)):
-        runner, asked = ModelRunner(model, "eager"), requests(2, sampling)
+        asked = requests(2, sampling, new=16)
         texts, drafted, _ = texts_and_drafts(method, runner, asked)
-        assert texts == plain(runner, asked)
-        assert set(drafted) == set(few)
+        assert (texts, drafted) == (plain(runner, asked), set(few))
 
 
 class Forbidding:
-    """Leaves a text nothing of the list at every third place."""
+    """Allows no listed token at every third place."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] % 3:
@@ -188,7 +177,7 @@ class Forbidding:
 
 
 class Watching:
-    """Sees what texts it is asked about."""
+    """Notes every text that it processes."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, ...]] = set()
@@ -206,17 +195,16 @@ class Watching:
     ),
 )
 def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: Any, draft: Any, listed: str) -> None:
-    """No draft goes on there, and no processor is asked about a text that it has forbidden."""
+    """No draft goes on there, and processors see no text that they have forbidden."""
     runner, watching = ModelRunner(model, "eager"), Watching()
     processors = (Forbidding(), watching)
     method = METHODS[name](draft, rule, draft_vocabulary=listed)
     for temperature in (0.0, 1.0):
-        asked = requests(2, Sampling(temperature, seed=2, processors=processors))
+        asked = requests(2, Sampling(temperature, seed=2, processors=processors), new=18)
         texts, drafted, _ = texts_and_drafts(method, runner, asked)
         if temperature == 0 or rule == "coupled":
             assert texts == plain(runner, asked)
-        assert drafted
-        assert set(drafted) <= LISTED
+        assert set() < drafted <= LISTED
         for ids in watching.seen:
             wrong = [place for place in range(13, len(ids)) if place % 3 == 0 and ids[place] in LISTED]
             assert not wrong, "a token was drafted that its processors forbid"
@@ -225,12 +213,10 @@ def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: A
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_adasds_figures_are_numbers(temperature: float, model: Any, draft: Any, listed: str) -> None:
-    """Entropies and distances where most of the draft model's probabilities are 0, and where nothing is left of the list."""
+    """Entropies and distances if most of the draft model's probabilities are 0, or if no listed token is allowed."""
     for wanted, processors in ((1, ()), (listed, (Forbidding(),))):
         method = AdaSD(draft, draft_vocabulary=wanted)
-        decoder = start(method, ModelRunner(model, "eager"), requests(2, Sampling(temperature, processors=processors)))
-        while decoder.busy:
-            decoder.step()
+        decode(method, ModelRunner(model, "eager"), requests(2, Sampling(temperature, processors=processors)))
         report: Any = method.report(model)
         assert report["drafted"] > 0
         assert all(math.isfinite(mean["sum"]) for mean in report["means"].values())
@@ -240,25 +226,20 @@ def test_adasds_figures_are_numbers(temperature: float, model: Any, draft: Any, 
 # ------------------------------------------------------------------------------------------------- the law
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("listed", [1, 2])
-def test_the_law_is_exact(listed: int) -> None:
-    small = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0).double()
-    seen = proves(small, LayerSkip(1, 2, draft_vocabulary=listed))
-    assert {(2, 0), (2, 1), (2, 2)} <= set(seen.steps)
-
-
-def test_warpers_and_processors_keep_the_law() -> None:
-    small = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0).double()
-    seen = proves(small, LayerSkip(1, 2, draft_vocabulary=2), processors=[Pushing()], new=3)
-    assert {(1, 0), (1, 1)} <= set(seen.steps)
-
-
-@WITHOUT_LIBRARY
-def test_the_law_is_exact_on_the_native_engine() -> None:
+@pytest.mark.parametrize(
+    ("listed", "more"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (2, {"processors": [Pushing()], "new": 3}),
+        pytest.param(2, {"native": True, "new": 3}, marks=WITHOUT_LIBRARY),
+    ],
+)
+def test_the_law_is_exact(listed: int, more: dict[str, Any]) -> None:
     small = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0)
-    seen = proves(small, LayerSkip(1, 2, draft_vocabulary=2), native=True, new=3)
-    assert {(1, 0), (1, 1)} <= set(seen.steps)
+    seen = proves(small if more.get("native") else small.double(), LayerSkip(1, 2, draft_vocabulary=listed), **more)
+    drafts = more.get("new", 4) - 2
+    assert {(drafts, accepted) for accepted in range(drafts + 1)} <= set(seen.steps)
 
 
 # ------------------------------------------------------------------------------------------------- which ids
@@ -270,16 +251,13 @@ def of(wanted: Any) -> ShortlistMethod:
 
 def test_what_is_listed(model: Any, listed: str, tmp_path: Path) -> None:
     runner = ModelRunner(model)
-    assert of(None).shortlist(runner) is None
-    assert of(VOCABULARY).shortlist(runner) is None
+    assert of(None).shortlist(runner) is of(VOCABULARY).shortlist(runner) is None
     for wanted, expected in ((3, [0, 1, 2]), (listed, sorted(LISTED)), (Path(listed), sorted(LISTED))):
-        found = of(wanted).shortlist(runner)
-        assert found is not None
+        found: Any = of(wanted).shortlist(runner)
         assert found.tolist() == expected
         assert of(wanted).shortlist(runner) is found, "made once"
     written(Path(listed), [8])
     found = of(listed).shortlist(runner)
-    assert found is not None
     assert found.tolist() == [8]
     resized = llama(VOCABULARY)
     assert of(90).shortlist(ModelRunner(resized)) is not None
@@ -288,35 +266,33 @@ def test_what_is_listed(model: Any, listed: str, tmp_path: Path) -> None:
         of(90).shortlist(ModelRunner(resized))
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "zero": (0, "draft_vocabulary must be at least 1, found 0"),
-    "negative": (-4, "draft_vocabulary must be at least 1, found -4"),
-    "too many": (98, "draft_vocabulary must be at most 97, the ids that can be drafted, found 98"),
-    "far too many": (10**15, "at most 97"),
-    "a bool": (True, "draft_vocabulary must be an integer, found True"),
-    "a float": (3.0, r"draft_vocabulary must be an integer, found 3\.0"),
-    "no JSON": ("[1, 2", r"ids\.json is no JSON"),
-    "bytes": (b"\xff\xfe\x00", r"ids\.json is no JSON"),
-    "no list": ('{"ids": [1]}', "must hold a list of token ids, such as"),
-    "an empty list": ("[]", "must hold a list of token ids, such as"),
-    "texts": ('["1"]', "must hold a list of token ids, such as"),
-    "bools": ("[1, true]", "must hold a list of token ids, such as"),
-    "an id too high": ("[1, 97, 98]", "must name ids from 0 to 96, found 97"),
-    "a negative id": ("[1, -1]", "must name ids from 0 to 96, found -1"),
-}
+REFUSED: list[tuple[Any, str]] = [
+    (0, "draft_vocabulary must be at least 1, found 0"),
+    (98, "draft_vocabulary must be at most 97, the ids that can be drafted, found 98"),
+    (10**15, "at most 97"),
+    (True, "draft_vocabulary must be an integer, found True"),
+    (3.0, r"draft_vocabulary must be an integer, found 3\.0"),
+    ("[1, 2", r"ids\.json is no JSON"),
+    (b"\xff\xfe\x00", r"ids\.json is no JSON"),
+    ('{"ids": [1]}', "must hold a list of token ids, such as"),
+    ("[]", "must hold a list of token ids, such as"),
+    ('["1"]', "must hold a list of token ids, such as"),
+    ("[1, true]", "must hold a list of token ids, such as"),
+    ("[1, 97, 98]", "must name ids from 0 to 96, found 97"),
+    ("[1, -1]", "must name ids from 0 to 96, found -1"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_listed_is_refused(case: str, model: Any, tmp_path: Path) -> None:
-    wanted, expected = REFUSED[case]
+@pytest.mark.parametrize(("wanted", "words"), REFUSED)
+def test_other_lists_are_refused(wanted: Any, words: str, model: Any, tmp_path: Path) -> None:
     if isinstance(wanted, (str, bytes)):
         file = tmp_path / "ids.json"
         file.write_bytes(wanted if isinstance(wanted, bytes) else wanted.encode())
         wanted = str(file)
     runner = ModelRunner(model)
-    for known in (1, 3):  # what was asked before, and is equal to a bool and a float
+    for known in (1, 3):  # equal to a bool and a float of the table
         of(known).check(runner)
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match=words):
         of(wanted).check(runner)
 
 
@@ -329,18 +305,15 @@ def test_every_method_refuses_before_any_work(name: str, model: Any, draft: Any,
         METHODS[name](draft, "standard", draft_vocabulary=str(tmp_path / "nowhere.json")).check(runner)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_draft_model_drafts_no_id_that_its_target_has_not(engine: str) -> None:
-    larger, states = DraftModel(llama(120), VOCABULARY, EngineOptions(engine)), torch.randn(1, 1, 32)
-    assert larger.num_draftable_tokens == VOCABULARY
-    with pytest.raises(ValueError, match="at most 97"):
-        Speculative("x", draft_vocabulary=98).shortlist(larger)
-    smaller = DraftModel(llama(80), VOCABULARY, EngineOptions(engine))
-    assert smaller.num_draftable_tokens == 80
-    for drafter in (larger, smaller):
-        for wanted in (40, drafter.num_draftable_tokens):
-            ids = Speculative("x", draft_vocabulary=wanted).shortlist(drafter)
-            logits = drafter.logits(states, ids)[0, 0]
-            assert logits.shape == (VOCABULARY,)
-            assert logits.isfinite().nonzero()[:, 0].tolist() == list(range(wanted))
-            torch.testing.assert_close(logits[:wanted], drafter.logits(states)[0, 0, :wanted])
+@pytest.mark.parametrize(("size", "engine"), [(120, "eager"), (80, "eager"), pytest.param(80, "native", marks=WITHOUT_LIBRARY)])
+def test_a_draft_model_drafts_no_id_that_its_target_has_not(size: int, engine: str) -> None:
+    own, states, known = llama(size), torch.randn(1, 1, 32), min(size, VOCABULARY)
+    drafter = DraftModel(own, VOCABULARY, EngineOptions(engine))
+    assert drafter.num_draftable_tokens == known
+    with pytest.raises(ValueError, match=f"at most {known}"):
+        Speculative("x", draft_vocabulary=98).shortlist(drafter)
+    for ids in (None, *(Speculative("x", draft_vocabulary=wanted).shortlist(drafter) for wanted in (40, known))):
+        logits, count = drafter.logits(states, ids)[0, 0], known if ids is None else len(ids)
+        assert logits.shape == (VOCABULARY,)
+        assert logits.isfinite().nonzero()[:, 0].tolist() == list(range(count))
+        torch.testing.assert_close(logits[:count], ModelRunner(own, engine).logits(states)[0, 0, :count])

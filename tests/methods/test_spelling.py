@@ -12,9 +12,6 @@ from skipstone import METHODS, LayerSkip, SelfSpeculative, Speculative
 from skipstone.decoding.settings import Setting, settings_of
 from skipstone.methods import MethodMissing, parse, resolve, spell
 
-OTHER = {int: 3, float: 0.25, bool: False, str: "a b", tuple: (1, 2)}
-"""Values that are no defaults."""
-
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_spelled_is_read_as_the_same_method(name: str) -> None:
@@ -22,14 +19,19 @@ def test_what_is_spelled_is_read_as_the_same_method(name: str) -> None:
     assert resolve(spell(kind())) == kind()
     assert resolve(json.dumps({"method": name, **kind().settings})) == kind()
     for setting in settings_of(kind).values():
-        changed = dataclasses.replace(kind(), **{setting.name: _another(setting)})
+        changed = dataclasses.replace(kind(), **{setting.name: another_value(setting)})
         assert resolve(spell(changed)) == changed, spell(changed)
 
 
-def _another(setting: Setting) -> Any:
-    if setting.type.split("|")[0] in ("text", "float", "int", "true"):
-        return OTHER[{"text": str, "float": float, "int": int, "true": bool}[setting.type.split("|")[0]]]
-    return OTHER[tuple] if setting.is_list else setting.parse(setting.type.split("|")[-1])
+def another_value(setting: Setting) -> Any:
+    """A value that is no default."""
+    first, *_, last = setting.type.split("|") * 2
+    values = {"text": "a b", "float": 0.25, "int": 3, "true": False}
+    return values[first] if first in values else (1, 2) if setting.is_list else setting.parse(last)
+
+
+ANOTHER_NAME = pytest.mark.filterwarnings("ignore:num_assistant_tokens is called num_speculative_tokens:FutureWarning")
+"""The name of another package."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def _another(setting: Setting) -> Any:
         ("self_speculative profile='my sets/a=b.json'", SelfSpeculative(profile="my sets/a=b.json")),
         (r"speculative draft_model=C:\models\small#1", Speculative(r"C:\models\small#1")),
         (' {"method": "layerskip", "exit_layer": 4}', LayerSkip(4)),
+        pytest.param("layerskip num_assistant_tokens=3", LayerSkip(num_speculative_tokens=3), marks=ANOTHER_NAME),
     ],
 )
 def test_texts(text: str, method: Any) -> None:
@@ -55,23 +58,15 @@ def test_a_text_fills_in_the_models_own_method_and_one_without_a_name_changes_it
     assert resolve("layerskip exit_layer=2", own) == LayerSkip(2, 9)
     assert resolve("exit_layer=2", own) == LayerSkip(2, 9)
     assert resolve("early_exit exit_layer=2", own).settings == {"exit_layer": 2}
+    with pytest.raises(ValueError, match="num_speculative_tokens takes int, found 'few'"):
+        resolve("layerskip num_assistant_tokens=few")
     with pytest.raises(MethodMissing, match="'exit_layer=2' names no method; there are auto, autoregressive"):
         resolve("exit_layer=2")
 
 
-def test_another_packages_name_has_the_type_of_the_field() -> None:
-    with pytest.warns(FutureWarning, match="num_assistant_tokens is called num_speculative_tokens"):
-        assert resolve("layerskip num_assistant_tokens=3") == LayerSkip(num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="num_speculative_tokens takes int, found 'few'"):
-        resolve("layerskip num_assistant_tokens=few")
-
-
 def test_several_values_are_a_list_but_a_list_is_one_value() -> None:
-    assert parse("layerskip exit_layer=3,6 label=1", labels=("label",), several=True) == {
-        "method": "layerskip",
-        "exit_layer": [3, 6],
-        "label": "1",
-    }
+    read = {"method": "layerskip", "exit_layer": [3, 6], "label": "1"}
+    assert parse("layerskip exit_layer=3,6 label=1", labels=("label",), several=True) == read
     assert parse("adadecode exit_layers=3,6", several=True)["exit_layers"] == [3, 6]
     with pytest.raises(ValueError, match=r"exit_layer takes int\|none, found '3,6'"):
         parse("layerskip exit_layer=3,6")

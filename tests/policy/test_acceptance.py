@@ -1,4 +1,4 @@
-"""What is learnt from judged drafts, on drafts whose acceptance is known."""
+"""Estimates of acceptance, on drafts with a known acceptance."""
 
 import math
 import random
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
+from skipstone.policy.acceptance import MEMORY, ConfidenceAcceptance, MatchAcceptance, RankAcceptance
 from skipstone.policy.draft_length import MAX_DRAFTS, RankTree
 
 
@@ -37,12 +37,14 @@ def test_it_learns_what_a_confidence_means(slope: float, offset: float) -> None:
 
 
 def test_it_follows_a_change() -> None:
-    """The offset falls by 1. After one memory of drafts most of the error is gone, after three nearly all."""
+    """The offset falls by 1. MEMORY drafts correct most of the error, three times as many nearly all."""
     for count, left in ((400, 0.6), (1200, 0.25)):
         states = [teach(ConfidenceAcceptance(), 1.0, 0.5, 600, seed) for seed in range(6)]
         before = sum(error(one, 1.0, -0.5) for one in states)
         after = sum(error(teach(one, 1.0, -0.5, count, seed + 100), 1.0, -0.5) for seed, one in enumerate(states))
         assert after < left * before
+    states[0].observe([(0.5, True)] * 3000 + [(0.5, False)] * int(MEMORY))
+    assert states[0].mean == pytest.approx(1 / math.e, abs=0.03)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=60))
@@ -80,22 +82,16 @@ def test_a_tree_decodes_pending_tokens_virtually() -> None:
     assert len(state.pending) == 7
 
 
-def test_ranks_are_counted() -> None:
-    state = RankAcceptance()
-    for _ in range(3000):
-        state.observe([0, 0, 1, 9])
-    state.build(16, 1.0, [0.0, *[1.0] * 30])
+def test_a_tree_of_counted_ranks_is_seldom_built_anew_and_only_if_it_pays() -> None:
+    state, flat = RankAcceptance(), [0.0, *[1.0] * 30]
+    state.observe([0, 0, 1, 9] * 3000)
+    state.build(16, 1.0, flat)
     assert [one / state.tokens for one in state.hits] == pytest.approx([0.5, 0.25, 0, 0, 0], abs=0.01)
-    assert state.tree is not None
-    assert set(state.tree.ranks) == {0, 1}
-
-
-def test_a_tree_is_built_anew_seldom_and_not_where_it_does_not_pay() -> None:
-    state = RankAcceptance()
-    state.build(16, 1.0, [0.0, *[1.0] * 30])
     first = state.tree
+    assert first is not None
+    assert set(first.ranks) == {0, 1}
     state.observe([9] * 900)
-    state.build(100, 1.0, [0.0, *[1.0] * 30])
+    state.build(100, 1.0, flat)
     assert state.tree == first
     state.build(500, 1.0, [0.0, 1.0, *[3.0] * 29])
     assert state.tree is None

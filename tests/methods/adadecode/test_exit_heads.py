@@ -32,28 +32,29 @@ def disturbed(model: ModelRunner, kind: Any = "square", rank: int | None = None)
     return heads
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None)])
-def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: Path) -> None:
-    model = runner()
+KINDS = [("square", None), ("low_rank", 3), ("full", None)]
+
+
+@pytest.mark.parametrize(("kind", "rank"), KINDS)
+def test_saved_heads_are_loaded_and_draft(kind: Any, rank: int | None, tmp_path: Path) -> None:
+    model, folder = runner(), tmp_path / "heads"
     heads = disturbed(model, kind, rank)
-    heads.save(tmp_path / "heads")
-    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == ["exit_heads.json", "exit_heads.safetensors"]
-    again = exit_heads.load_heads(tmp_path / "heads", model)
+    heads.save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["exit_heads.json", "exit_heads.safetensors"]
+    again = exit_heads.load_heads(folder, model)
     assert again.card == heads.card
     hidden = torch.randn(2, 3, 32)
     with torch.no_grad():
         for index in range(2):
             assert torch.equal(again.logits(model, index, hidden), heads.logits(model, index, hidden))
-    out = skipstone.generate(
-        model.model, prompt(9), AdaDecode(str(tmp_path / "heads"), 0.1), max_new_tokens=30, do_sample=False
-    )
-    plain = skipstone.generate(model.model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
-    assert out.new_tokens == plain.new_tokens
+    wish = {"max_new_tokens": 30, "do_sample": False}
+    out = skipstone.generate(model.model, prompt(9), AdaDecode(str(folder), 0.1), **wish)
+    assert out.new_tokens == skipstone.generate(model.model, prompt(9), "autoregressive", **wish).new_tokens
     assert out.stats is not None
     assert out.stats.drafted > 0
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None), ("original", None)])
+@pytest.mark.parametrize(("kind", "rank"), [*KINDS, ("original", None)])
 def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None) -> None:
     model = runner()
     heads = ExitHeads(new_card(model, (2, 4), kind, rank))
@@ -79,47 +80,37 @@ def test_heads_of_another_model_or_vocabulary_are_refused(tmp_path: Path) -> Non
 
 def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
     model, folder = runner(), tmp_path / "heads"
-    disturbed(model).save(folder)
+    heads = disturbed(model)
+    heads.save(folder)
     weights, card = folder / exit_heads.WEIGHTS, folder / exit_heads.CARD
     whole, said = weights.read_bytes(), card.read_text()
+
+    def refused(words: str, kind: type[Exception] = ValueError, folder: Path = folder) -> None:
+        with pytest.raises(kind, match=words):
+            exit_heads.load_heads(folder, model)
+
     for data in (whole[:-7], b"", whole.replace(b"heads.0", b"heads.9")):
         weights.write_bytes(data)
-        with pytest.raises(ValueError, match=r"exit_heads.safetensors is damaged or does not fit"):
-            exit_heads.load_heads(folder, model)
-    broken = disturbed(model)
+        refused(r"exit_heads.safetensors is damaged or does not fit")
     with torch.no_grad():
-        next(broken.parameters())[0, 0] = torch.nan
-    broken.save(folder)
-    with pytest.raises(ValueError, match="holds numbers that are not finite"):
-        exit_heads.load_heads(folder, model)
+        next(heads.parameters())[0, 0] = torch.nan
+    heads.save(folder)
+    refused("holds numbers that are not finite")
     weights.write_bytes(whole)
-    for text, message in (
+    for text, words in (
         ("{", "exit_heads.json is damaged"),
         ("{}", "says nothing of exit heads: model is missing"),
         (json.dumps({**json.loads(said), "version": 9}), "of version 9, this skipstone reads version 1"),
         (json.dumps({**json.loads(said), "depth": 9}), "unknown setting 'depth'"),
     ):
         card.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            exit_heads.load_heads(folder, model)
+        refused(words)
     weights.unlink()
     card.write_text(said)
-    with pytest.raises(FileNotFoundError):
-        exit_heads.load_heads(folder, model)
+    refused("exit_heads", FileNotFoundError)
     card.unlink()
-    with pytest.raises(FileNotFoundError, match="no exit heads"):
-        exit_heads.load_heads(folder, model)
-    with pytest.raises(FileNotFoundError, match="bundled are nano-code, nano-maths"):
-        exit_heads.load_heads(tmp_path / "none", model)
-
-
-def test_heads_that_were_written_anew_are_read_anew(tmp_path: Path) -> None:
-    model, folder = runner(), tmp_path / "heads"
-    disturbed(model).save(folder)
-    first = exit_heads.load_heads(folder, model)
-    assert exit_heads.load_heads(folder, model) is first
-    ExitHeads(new_card(model, (3,), "square")).save(folder)
-    assert exit_heads.load_heads(folder, model).card.layers == (3,)
+    refused("no exit heads", FileNotFoundError)
+    refused("bundled are nano-code, nano-maths", FileNotFoundError, tmp_path / "none")
 
 
 def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +125,9 @@ def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, mo
     with pytest.raises(OSError, match="No space left"):
         disturbed(model, "full").save(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.undo()
+    first = exit_heads.load_heads(folder, model)
+    assert exit_heads.load_heads(folder, model) is first
+    ExitHeads(new_card(model, (3,), "square")).save(folder)
+    assert exit_heads.load_heads(folder, model).card.layers == (3,), "new files are read anew"
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]

@@ -1,4 +1,4 @@
-"""AdaSD's thresholds against traces that were computed by hand, and against the formulas with lists."""
+"""AdaSD's thresholds against traces computed by hand, and against the formulas with lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
-from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, RunningMean, Variant, VerificationThreshold
+from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, Variant, VerificationThreshold
 
 CPU = torch.device("cpu")
 
@@ -27,20 +27,6 @@ def test_the_papers_own_example() -> None:
         shift = 0.05 if number % 2 else -0.05
         near.add(torch.tensor([[0.15 + shift, 0.49 - shift]]), bools("x."), bools(".x"))
     assert near.value.item() == pytest.approx(0.32, abs=1e-7)
-
-
-def test_generation_threshold_by_hand() -> None:
-    """Two rows. Row 0 rejects drafts of 2.0, 1.0 and 0.5 bits; row 1 rejects one of 3.0 and accepts all else."""
-    enough = GenerationThreshold(2, CPU)
-    assert enough.value.tolist() == [math.inf, math.inf]
-    enough.add(torch.tensor([[0.1, 2.0, 9.0], [0.2, 0.3, 0.4]]), bools(".x.", "..."))
-    assert enough.value.tolist() == [2.0, math.inf]
-    enough.add(torch.tensor([[1.0], [0.5]]), bools("x", "."))
-    assert enough.value.tolist() == [1.5, math.inf]
-    enough.add(torch.tensor([[0.7, 0.5], [3.0, 8.0]]), bools(".x", "x."))
-    assert enough.value.tolist() == pytest.approx([3.5 / 3, 3.0])
-    enough.reset(0)
-    assert enough.value.tolist() == [math.inf, 3.0], "a new request knows nothing of the one before"
 
 
 TRACE = [
@@ -69,23 +55,19 @@ def test_verification_threshold_by_hand(variant: Variant | None, after_one: floa
     for distances, accepted, rejected in TRACE[1:]:
         near.add(distances, accepted, rejected)
     assert near.value.item() == pytest.approx(in_the_end, abs=1e-7)
+    for accepted, rejected in (("xx", ".."), ("..", "x.")):
+        near.reset(0)
+        assert near.value.item() == 0
+        near.add(torch.tensor([[0.2, 0.4]]), bools(accepted), bools(rejected))
+        assert near.value.item() == 0, "accepted or rejected drafts alone are no threshold"
     near.reset(0)
-    assert near.value.item() == 0
     near.add(*TRACE[0])
     assert near.value.item() == pytest.approx(after_one, abs=1e-7), "nor do its counts outlive a request"
 
 
 @pytest.mark.parametrize("variant", [None, "A", "B", "C"])
-def test_one_sided_data_are_no_threshold(variant: Variant | None) -> None:
-    for accepted, rejected in (("xx", ".."), ("..", "x.")):
-        near = VerificationThreshold(1, CPU, variant)
-        near.add(torch.tensor([[0.2, 0.4]]), bools(accepted), bools(rejected))
-        assert near.value.item() == 0
-
-
-@pytest.mark.parametrize("variant", [None, "A", "B", "C"])
 def test_rows_keep_lists_of_their_own(variant: Variant | None) -> None:
-    """Against the formulas over plain lists, row by row, with drafts of random fates."""
+    """Against the formulas over plain lists, row by row, with random drafts."""
     dice, rows = random.Random(4), 3
     near, enough = VerificationThreshold(rows, CPU, variant), GenerationThreshold(rows, CPU)
     kept: list[list[float]] = [[] for _ in range(rows)]
@@ -110,35 +92,27 @@ def test_rows_keep_lists_of_their_own(variant: Variant | None) -> None:
         counts = {"A": (1, 0), "B": (len(kept[row]), len(lost[row])), "C": tuple(drafts[row]), None: (1, 1)}[variant]
         assert near.value[row].item() == pytest.approx((counts[0] * a + counts[1] * r) / sum(counts), abs=1e-12)
         assert enough.value[row].item() == pytest.approx(r, abs=1e-12)
+    enough.reset(0)
+    assert enough.value[0] == math.inf != enough.value[1], "a new request begins without a threshold"
 
 
-def test_a_mean_of_nothing_is_0() -> None:
-    assert RunningMean(2, CPU).value.tolist() == [0.0, 0.0]
-
-
-def test_a_ledger_pools_rows_and_requests() -> None:
-    ledger = AdaSDCounts(CPU)
+def test_counts_are_pooled_over_rows_and_requests() -> None:
+    counts = AdaSDCounts(CPU)
     accepted, rejected = bools("x.", "x."), bools(".x", "..")
-    threshold, known = torch.tensor([0.0, 0.4]), torch.tensor([False, True])
-    ledger.add_means("distance", torch.tensor([[0.1, 0.5], [0.3, 0.7]]), accepted, rejected, threshold, known)
-    threshold, known = torch.tensor([9.0, math.inf]), torch.tensor([True, False])
-    ledger.add_means("entropy", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), accepted, rejected, threshold, known)
-    ledger.add(
-        [RowVerdict([0], [5, 6], "recovered", 2, 1), RowVerdict([0], [5, 7], "recovered", 2, 0), RowVerdict([], [], "", 0, 0)]
-    )
-    found = ledger.report()
-    assert {name: found[name] for name in ("steps", "drafted", "accepted", "overruled")} == {
-        "steps": 2,
-        "drafted": 4,
-        "accepted": 2,
-        "overruled": 1,
+    for name, values, threshold, known in (
+        ("distance", [[0.1, 0.5], [0.3, 0.7]], [0.0, 0.4], [False, True]),
+        ("entropy", [[1.0, 2.0], [3.0, 4.0]], [9.0, math.inf], [True, False]),
+    ):
+        counts.add_means(name, torch.tensor(values), accepted, rejected, torch.tensor(threshold), torch.tensor(known))
+    verdicts = [RowVerdict([0], [5, 6], "recovered", 2, 1), RowVerdict([0], [5, 7], "recovered", 2, 0)]
+    counts.add([*verdicts, RowVerdict([], [], "", 0, 0)])
+    found = counts.report()
+    assert [found[name] for name in ("steps", "drafted", "accepted", "overruled")] == [2, 4, 2, 1]
+    assert {name: (round(one["sum"], 6), one["count"]) for name, one in found["means"].items()} == {
+        "entropy_accepted": (4.0, 2),
+        "entropy_rejected": (2.0, 1),
+        "entropy_threshold": (9.0, 1),
+        "distance_accepted": (0.4, 2),
+        "distance_rejected": (0.5, 1),
+        "distance_threshold": (0.4, 1),
     }
-    assert {name: round(one["sum"], 6) for name, one in found["means"].items()} == {
-        "entropy_accepted": 4.0,
-        "entropy_rejected": 2.0,
-        "entropy_threshold": 9.0,
-        "distance_accepted": 0.4,
-        "distance_rejected": 0.5,
-        "distance_threshold": 0.4,
-    }
-    assert [one["count"] for one in found["means"].values()] == [2, 1, 1, 2, 1, 1]

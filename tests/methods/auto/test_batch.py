@@ -1,5 +1,4 @@
-"""Rows of a batch share their draft steps and the regret budget. Other numbers of rows have other times. The lengths of their
-drafts are near the best of all lengths."""
+"""Rows of a batch share their draft steps and the regret budget, and their drafts have nearly the best lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from skipstone.methods.auto.learned import Learned
 from skipstone.methods.drafting.confidence import SurvivalRule
 from skipstone.policy.choose_drafter import PLAIN, Policy
 from skipstone.policy.cost_model import FIRST_SLOPE, HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
-from skipstone.policy.draft_length import Scoring, stop_thresholds
+from skipstone.policy.draft_length import stop_thresholds
 from skipstone.policy.regret_budget import RegretBudget
 
 MAX_DRAFTS, FIXED = 8, 0.02
@@ -24,7 +23,11 @@ ROWS = [(0.9, 0.9, 0.9), (0.9, 0.5, 0.2), (0.95, 0.7, 0.4), (0.6, 0.5, 0.4), (0.
 
 def lengths(acceptances: tuple[float, ...], step: float, slope: float, price: float, *, together: bool) -> list[int]:
     """Number of drafts of every row. slope: plain steps for scoring one more token of every row."""
-    rows, mean, scoring = len(acceptances), sum(acceptances) / len(acceptances), line(slope)
+    rows, mean = len(acceptances), sum(acceptances) / len(acceptances)
+
+    def scoring(tokens: float) -> float:
+        return 1.0 + slope * (tokens - 1)
+
     alone = stop_thresholds(step, FIXED, scoring, mean, price, MAX_DRAFTS)
     shared = stop_thresholds(0.0, 0.0, scoring, mean, price, MAX_DRAFTS)
     if alone[0] > 1:
@@ -40,10 +43,6 @@ def lengths(acceptances: tuple[float, ...], step: float, slope: float, price: fl
         if stop.joint:
             going = going & stop.together(going)
     return counts
-
-
-def line(slope: float) -> Scoring:
-    return lambda tokens: 1.0 + slope * (tokens - 1)
 
 
 def rate(acceptances: tuple[float, ...], counts: tuple[int, ...] | list[int], step: float, slope: float) -> float:
@@ -77,22 +76,20 @@ def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
     assert min(shares) < 0.85
 
 
-def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
-    """Which rows draft on behind their first drafts, of these survivals."""
+def goes_on(survivals: list[float]) -> list[bool]:
+    """The rows that draft on after their first drafts. A draft step of four rows costs 4 x (.5 - .1) = 1.6."""
     rows = len(survivals)
-    stop = SurvivalRule(SurvivalThresholds(1.0, 0.0, (least,), (beside,)), rows, rows, torch.device("cpu"))
+    stop = SurvivalRule(SurvivalThresholds(1.0, 0.0, (0.5,), (0.1,)), rows, rows, torch.device("cpu"))
     on = stop.keep(torch.tensor(survivals))
     assert on is not None
     return (on & stop.together(on)).tolist()
 
 
 def test_rows_pay_for_a_draft_step_together() -> None:
-    """Of four rows, whose draft step costs 4 x (.5 - .1) = 1.6 above what scoring costs."""
-    assert stopped([0.9, 0.91, 0.05, 0.05], 0.5, 0.1) == [True, True, False, False], "1.61 pays"
-    assert stopped([0.9, 0.89, 0.05, 0.05], 0.5, 0.1) == [False] * 4, "1.59 does not"
-    assert stopped([0.9, 0.72, 0.3, 0.05], 0.5, 0.1) == [True, True, True, False], "a row below .5 goes along"
-    assert stopped([0.5], 0.5, 0.1) == [True], "one row alone pays all"
-    assert stopped([0.49], 0.5, 0.1) == [False]
+    assert goes_on([0.9, 0.91, 0.05, 0.05]) == [True, True, False, False], "1.61 pays"
+    assert goes_on([0.9, 0.89, 0.05, 0.05]) == [False] * 4, "1.59 does not"
+    assert goes_on([0.9, 0.72, 0.3, 0.05]) == [True, True, True, False], "a row below .5 goes along"
+    assert [goes_on([one]) for one in (0.5, 0.49)] == [[True], [False]], "one row alone pays all"
 
 
 def test_what_may_be_lost_is_lost_once_however_many_rows_decode() -> None:
@@ -113,15 +110,11 @@ def test_of_another_number_of_rows_all_is_known_but_times() -> None:
     one = Policy(costs, {})
     eight = Learned({1: one})
     eight.resize(8)
-    assert eight.policy.rows == 8
+    assert (eight.policy.rows, eight.policy.matches) == (8, one.matches)
     assert not eight.policy.costs.plain.measurements
     assert not eight.policy.costs.timed_at
-    assert eight.policy.matches == one.matches
-    assert one.costs.timed_at, "what is known of one row stays"
-
-
-def test_scoring_of_more_rows_is_that_of_as_many_more_tokens() -> None:
-    eight = ScoringTime().among(8)
-    for n in (2, 4, 12):
-        assert eight(n) == pytest.approx((1 + FIRST_SLOPE * (8 * n - 1)) / (1 + FIRST_SLOPE * 7))
-    assert eight.among(1 / 8)(6) == pytest.approx(ScoringTime()(6))
+    assert one.costs.timed_at, "costs of one row stay"
+    scoring = ScoringTime().among(8)
+    for n in (2, 4, 12):  # of every row
+        assert scoring(n) == pytest.approx((1 + FIRST_SLOPE * (8 * n - 1)) / (1 + FIRST_SLOPE * 7))
+    assert scoring.among(1 / 8)(6) == pytest.approx(ScoringTime()(6))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from skipstone.decoding.request import Request
-from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.methods.auto.auto import Auto
 from skipstone.methods.auto.learned import HostWork, median_interval
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
-from skipstone.policy.choose_drafter import PLAIN_AT_ONCE, WINDOW
-from tests.helpers.machine import llama, prompt, start
+from skipstone.policy.choose_drafter import COLD_STEPS, PLAIN, PLAIN_AT_ONCE, WINDOW, Decision
+from tests.helpers.machine import llama, running
 
 
 def looked_up_in(steps: int, requests: int, paying: int = 0) -> list[int]:
-    """How many steps of every request, of so many each, look their text up. paying: of the first ones, in which that pays."""
+    """Number of steps of every request that look their text up. paying: number of steps at first in which that pays."""
     work, step, found = HostWork(), 0, []
     for _ in range(requests):
         work.begin_text(step)
@@ -34,23 +34,24 @@ def test_texts_are_looked_up_now_and_then_and_new_ones_at_first() -> None:
     assert looked_up_in(100, 3, paying=300) == [100, 100, 100]
     work = HostWork(until=0, rest=16 * PLAIN_AT_ONCE)
     assert work.is_wanted(5, pays=True)
-    assert work.rest == HostWork().rest, "what paid once is asked for again soon"
+    assert work.rest == HostWork().rest, "what paid once is looked up again soon"
+    for gain in (0.0, 3.0):
+        for _ in range(200):
+            work.observe(gain, 0.05)
+        assert (work.gain > work.spent) == (gain > 0)
 
 
-def looking() -> AutoDrafter:
+def looking() -> Any:
     """In the midst of a text, with lookups and recycled tokens."""
-    decoder = start(Auto((PromptLookup(), Recycle())), ModelRunner(llama()), [Request(prompt(9), 100)])
-    for _ in range(20):
-        decoder.step()
-    assert isinstance(decoder.session.drafter, AutoDrafter)
-    decoder.session.drafter._settle()
-    return decoder.session.drafter
+    decoder, _ = running(llama(), Auto((PromptLookup(), Recycle())), new=100, steps=20)
+    drafter: Any = decoder.session.drafter
+    drafter._settle()
+    return drafter
 
 
-def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
+def test_only_warm_plain_steps_are_timed() -> None:
     drafter = looking()
-    drafter._looks_up, drafter._keeps, drafter._ran_prompt = False, False, False
-    drafter._plain_in_a_row = 0
+    drafter._looks_up, drafter._keeps, drafter._ran_prompt, drafter._plain_in_a_row = False, False, False, 0
     for seconds in (1.3, 1.1, 9.0, 1.0, 1.2):
         drafter._add_plain(1.0, seconds)
     (result,) = drafter._results
@@ -58,9 +59,20 @@ def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
     assert result.seconds == pytest.approx(13.6, abs=2.4), "the first two count as one and a half plain steps at most"
     drafter._settle()
     assert list(drafter.learned.plain_seconds)[-3:] == [9.0, 1.0, 1.2]
-    assert (result.warm_steps, result.warm_seconds) == (3, pytest.approx((1.0 + 1.2 + 2 * 1.2) / 3)), (
-        "a stall counts twice the median"
-    )
+    assert result.warm_steps == 3
+    assert result.warm_seconds == pytest.approx((1.0 + 1.2 + 2 * 1.2) / 3), "a stall counts twice the median"
+
+
+@pytest.mark.parametrize(("before", "behind_prompt"), [(COLD_STEPS, False), (0, True)])
+def test_a_plain_step_that_looks_up_counts_as_a_plain_one_and_the_looking(before: int, behind_prompt: bool) -> None:
+    """If it finds the caches of a plain step."""
+    drafter = looking()
+    plain = drafter.learned.policy.costs.plain.value
+    drafter._decision, drafter._looks_up, drafter._keeps = Decision(PLAIN), True, False
+    drafter._plain_in_a_row, drafter._ran_prompt, drafter._host_seconds = before, behind_prompt, plain / 10
+    drafter._add_plain(1.0, 9 * plain)
+    (result,) = drafter._results
+    assert (result.steps, drafter._warm, result.seconds) == (1, [], pytest.approx(1.1 * plain))
 
 
 def test_the_median_of_what_values_are_drawn_from_lies_in_the_interval() -> None:

@@ -1,10 +1,9 @@
-"""What `auto` makes of steps in which an engine compiles or records on the way."""
+"""`auto` and steps in which an engine compiles."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,36 @@ from torch import Tensor
 from skipstone import LayerSkip, PromptLookup
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.methods.auto.auto import Auto
 from skipstone.policy.choose_drafter import PLAIN, PROBE
 from tests.helpers.machine import llama, prompt, start
 
 PREPARING = 50.0
-"""Seconds that a pass seems to take on the way of which the engine compiles."""
+"""Seconds that a pass with a compilation seems to take."""
 
 
-def compiling(monkeypatch: pytest.MonkeyPatch, engine: Any, when: Callable[[Tensor], bool]) -> None:
-    """Makes an engine say of some passes that it compiled on the way, and the clock say that this took long. when: of the
-    states [b, n, d] that enter one."""
-    run_, late, now = engine.run, [0.0], time.perf_counter
+def test_steps_in_which_the_engine_compiles_teach_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither plain steps nor lookups, drafts or replays. It compiles in all passes of several tokens, and in every fifth of
+    one."""
+    raw, path, count, late, now = llama(), tmp_path / "log.jsonl", [0], [0.0], time.perf_counter
+    engine: Any = ModelRunner(raw).engine
+    run = engine.run
 
     def passes(hidden: Tensor, *given: Any) -> Tensor:
-        if when(hidden):
+        count[0] += 1
+        if hidden.shape[1] > 1 or count[0] % 5 == 0:
             engine.preparations += 1
             late[0] += PREPARING
-        return run_(hidden, *given)
+        return run(hidden, *given)
 
     monkeypatch.setattr(engine, "preparations", 0, raising=False)
     monkeypatch.setattr(engine, "run", passes)
     monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
-
-
-def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither plain ones nor such that look up, draft or replay. It compiles in all passes of several tokens, and in
-    every fifth of one."""
-    raw, path, count = llama(), tmp_path / "log.jsonl", [0]
-
-    def sometimes(hidden: Tensor) -> bool:
-        count[0] += 1
-        return hidden.shape[1] > 1 or count[0] % 5 == 0
-
-    compiling(monkeypatch, ModelRunner(raw).engine, sometimes)
     method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), use_profile=False, log=str(path))
     decoder = start(method, ModelRunner(raw), [Request(prompt(9), 200)])
     while decoder.stats.steps < 90:
         decoder.step()
-    assert isinstance(decoder.session.drafter, AutoDrafter)
-    learned = decoder.session.drafter.learned
+    learned = decoder.session.drafter.learned  # type: ignore[attr-defined]
     costs = learned.policy.costs
     assert all(one < 1 for one in learned.plain_seconds)
     assert costs.plain.value < 1, "seconds"

@@ -53,8 +53,7 @@ def test_linear_thompson_is_at_least_as_good_as_the_others_on_20_problems() -> N
 
 
 def test_searches_repeat_with_their_seed() -> None:
-    for name in SEARCHES:
-        assert searched(name, 3, 60) == searched(name, 3, 60)
+    assert all(searched(name, 3, 60) == searched(name, 3, 60) for name in SEARCHES)
 
 
 def test_a_set_is_sublayers_of_the_layers_in_between() -> None:
@@ -74,6 +73,12 @@ def test_a_set_is_sublayers_of_the_layers_in_between() -> None:
         space.from_skip_set(SkipSet(frozenset(range(1, 5)), frozenset(range(1, 5))))
     with pytest.raises(ValueError, match="at least 4 layers, found 3"):
         LayerSetSpace(3)
+    for count in (0, 8, 9):
+        with pytest.raises(ValueError, match="skips 1 to 7 sublayers of this model"):
+            LinearThompson(space, count)
+    search = LayerSetSearch(space, 3, first=space.uniform(3))
+    assert (search.best() == space.uniform(3)).all()
+    assert not search.adaptive
 
 
 @pytest.mark.parametrize("layers", [4, 7, 24, 82])
@@ -89,7 +94,7 @@ def test_uniform_sets_are_spread_evenly_over_the_depth(layers: int) -> None:
             assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
-def test_expected_speed_up_by_hand() -> None:
+def test_expected_speed_up_and_costs_by_hand() -> None:
     """m = .5, c = .25, v(2) = 1.2, v(3) = 1.4: 1.5 / (.25 + 1.2) against 1.75 / (.5 + 1.4)."""
     costs = SkipCosts(0, 0, (1.0, 1.2, 1.4))
     assert expected_speedup(0.5, 0.25, costs, max_drafts=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
@@ -97,41 +102,29 @@ def test_expected_speed_up_by_hand() -> None:
     many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, max_drafts=2)
     assert many.tolist() == pytest.approx([1.5 / 1.45, 1.1 / 2.1])
     assert expected_speedup(1.0, 0.1, SkipCosts(0, 0, (1.0,) * 9), max_drafts=4) == pytest.approx(5 / 1.4)
-
-
-def test_costs_are_of_what_is_left() -> None:
-    costs = SkipCosts(0.02, 0.05, (1.0, 1.1))
     z = LayerSetSpace(6).from_skip_set(SkipSet(frozenset({1, 2, 3}), frozenset({4})))
-    assert costs.draft(z) == pytest.approx(1 - 3 * 0.02 - 0.05)
+    assert SkipCosts(0.02, 0.05, (1.0, 1.1)).draft(z) == pytest.approx(1 - 3 * 0.02 - 0.05)
 
 
 def test_the_best_set_of_a_linear_model_is_found_exactly() -> None:
     """Against all sets of 4 of 8 sublayers, for random weights."""
-    space = LayerSetSpace(6)
+    space, objective = LayerSetSpace(6), SearchObjective(SkipCosts(0.03, 0.08, tuple(1 + 0.1 * extra for extra in range(9))))
     for seed in range(10):
-        rng = np.random.default_rng(seed)
-        objective = SearchObjective(SkipCosts(0.03, 0.08, tuple(1 + 0.1 * extra for extra in range(9))))
         search = LinearThompson(space, 4, objective, seed)
-        weights = np.append(-rng.random(8) / 6, 1.0)
-        every = []
-        for chosen in itertools.combinations(range(8), 4):
-            z = np.zeros(8, dtype=bool)
-            z[list(chosen)] = True
-            every.append(objective(float(weights[:-1][z].sum() + 1), z))
+        weights = np.append(-np.random.default_rng(seed).random(8) / 6, 1.0)
+        every = [np.isin(np.arange(8), places) for places in itertools.combinations(range(8), 4)]
+        values = [objective(float(weights[:-1][z].sum() + 1), z) for z in every]
         found, worth = search._argmax(weights, 4)
-        assert objective(float(weights[:-1][found].sum() + 1), found) == pytest.approx(max(every)) == pytest.approx(worth)
+        assert objective(float(weights[:-1][found].sum() + 1), found) == pytest.approx(max(values)) == pytest.approx(worth)
 
 
-def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
+def test_the_posterior_is_that_of_bayesian_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean and covariance against the normal equations, nothing forgotten."""
+    monkeypatch.setattr(LinearThompson, "FORGET", 1.0)
     space, rng = LayerSetSpace(6), np.random.default_rng(0)
-
-    class Remembering(LinearThompson):
-        FORGET = 1.0
-
-    search = Remembering(space, 4, SearchObjective(COSTS), 0)
-    prior_mean, prior = search.mean.copy(), search.root @ search.root.T
-    precision, shift = np.linalg.inv(prior), np.linalg.inv(prior) @ prior_mean
+    search = LinearThompson(space, 4, SearchObjective(COSTS), 0)
+    precision = np.linalg.inv(search.root @ search.root.T)
+    shift = precision @ search.mean
     for _ in range(40):
         z, m = space.random(4, rng), float(rng.uniform(0.3, 0.9))
         search.observe(z, m, 32)
@@ -198,16 +191,12 @@ def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:
 
 
 def test_a_search_ends_at_its_most_steps_or_with_a_set_that_is_good_enough() -> None:
-    short, good, none = optimisation(max_steps=2), optimisation(target_matchness=0.9), optimisation(max_steps=0)
-    for score in (0.5, 0.4):
-        assert short.searching
-        short.evaluated(short.space.random(4, np.random.default_rng(int(score * 10))), score, 32)
-    assert not short.searching
-    good.evaluated(good.space.uniform(4), 0.9, 32)
-    assert good.searching, "not above it"
-    good.evaluated(good.space.random(4, np.random.default_rng(1)), 0.91, 32)
-    assert not good.searching
-    assert not none.searching
+    for settings, scores in (({"max_steps": 2}, [0.5, 0.4]), ({"target_matchness": 0.9}, [0.9, 0.91]), ({"max_steps": 0}, [])):
+        search = optimisation(**settings)
+        for place, score in enumerate(scores):
+            assert search.searching
+            search.evaluated(search.space.random(4, np.random.default_rng(place)), score, 32)
+        assert not search.searching
 
 
 def test_a_gaussian_process_proposes_near_what_was_good() -> None:
@@ -228,16 +217,3 @@ def test_another_size_keeps_what_was_learnt_of_sublayers() -> None:
         search.observe(z, matchness(z), 32)
     search.resize(6)
     assert search.best().sum() == search.propose().sum() == 6
-
-
-@pytest.mark.parametrize("count", [0, 8, 9])
-def test_impossible_sizes_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="skips 1 to 7 sublayers of this model"):
-        LinearThompson(LayerSetSpace(6), count)
-
-
-def test_a_fixed_set_is_kept() -> None:
-    z = LayerSetSpace(6).uniform(3)
-    search = LayerSetSearch(LayerSetSpace(6), 3, first=z)
-    assert (search.best() == z).all()
-    assert not search.adaptive

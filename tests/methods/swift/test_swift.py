@@ -16,59 +16,55 @@ import torch
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
 from skipstone.methods.drafting.replay import replay_hidden_states
-from skipstone.methods.swift.swift import SwiftDrafter
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from tests.helpers import families
-from tests.helpers.machine import llama, prompt, running, silenced
+from tests.helpers.machine import decode, llama, prompt, running, silenced
+from tests.helpers.support import assert_as_plain
 
 SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
 METHOD = Swift(0.5, 4, context_window=6)
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
-def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_prefix() -> None:
-    """Against transformers: the prefix by the whole model, the window by a copy whose skipped sublayers write nothing."""
+@pytest.mark.usefixtures("no_gradients")
+def test_a_layer_set_is_judged_by_its_tokens_after_the_targets_own_prefix() -> None:
+    """Against transformers: the prefix by the whole model, the window by a copy in which skipped sublayers write nothing."""
     model = llama(layers=6)
     decoder, ids = running(model, METHOD, steps=14)
     session: Any = decoder.session
-    end = session.store.length[0]
+    runner, end = session.model, session.store.length[0]
     begin = end - 6
-    with torch.inference_mode():
-        tokens, said = zip(*session.drafter.windows[0], strict=True)
-        runner = session.model
-        found = runner.logits(replay_hidden_states(session.store, 0, tokens[:-1], runner, runner.depth, SKIP))[0]
-        cache = model(ids[None, :begin], use_cache=True).past_key_values
-        wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
-        whole = model(ids[None]).logits[0]
-    assert torch.allclose(found, wanted, atol=1e-4)
+    tokens, said = zip(*session.drafter.windows[0], strict=True)
+    found = runner.logits(replay_hidden_states(session.store, 0, tokens[:-1], runner, runner.depth, SKIP))[0]
+    cache = model(ids[None, :begin], use_cache=True).past_key_values
+    expected = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
+    whole = model(ids[None]).logits[0]
+    assert torch.allclose(found, expected, atol=1e-4)
     assert not torch.allclose(found, whole[begin:end], atol=1e-2)
     assert torch.stack(said[1:]).tolist() == whole.argmax(-1)[begin:end].tolist()
     assert list(tokens) == ids[begin : end + 1].tolist()
     session.check(0, ids[: end + 1])
 
 
-def test_drafts_are_the_greedy_text_of_what_is_left() -> None:
-    """...which reads the target's keys and values of what is committed, and its own of the draft."""
+@pytest.mark.usefixtures("no_gradients")
+def test_drafts_are_the_greedy_text_of_the_other_layers() -> None:
+    """They read the target's keys and values of committed tokens, and their own of the draft."""
     model = llama(layers=6)
-    method = SelfSpeculative((1, 2), (2,), None, 5, None)
-    decoder, ids = running(model, method, steps=3)
+    decoder, ids = running(model, SelfSpeculative((1, 2), (2,), None, 5, None), steps=3)
     session: Any = decoder.session
-    with torch.inference_mode():
-        draft = session.drafter.propose_draft([5])
-        end = session.store.length[0]
-        cache = model(ids[None, :end], use_cache=True).past_key_values
-        short, token, wanted = silenced(model, SKIP), ids[None, end : end + 1], []
-        for _ in range(5):
-            token = short(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
-            wanted.append(token.item())
-    assert draft.tokens[0].tolist() == wanted
+    draft, end = session.drafter.propose_draft([5]), session.store.length[0]
+    cache = model(ids[None, :end], use_cache=True).past_key_values
+    short, token, expected = silenced(model, SKIP), ids[None, end : end + 1], []
+    for _ in range(5):
+        token = short(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        expected.append(token.item())
+    assert draft.tokens[0].tolist() == expected
 
 
 def chain(tokens: list[list[int]], confidence: list[list[float]] | None, valid: list[list[bool]] | None = None) -> Draft:
@@ -77,86 +73,65 @@ def chain(tokens: list[list[int]], confidence: list[list[float]] | None, valid: 
     return Draft(made, torch.ones_like(made, dtype=torch.bool) if valid is None else torch.tensor(valid), None, confidence=sure)
 
 
-def test_a_place_offers_as_many_tokens_as_it_is_unsure() -> None:
+def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
+    """A place offers more tokens if it is less sure."""
     sure = torch.tensor([[0.1, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]])
     assert offered(sure).tolist() == [[10, 10, 5, 5, 3, 3, 1, 1]]
-
-
-def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     ranked = torch.tensor([[[7, 8, 9, 1], [5, 6, 7, 2], [3, 4, 8, 9]]])
     possible = torch.ones_like(ranked, dtype=torch.bool)
     possible[0, 1, 2] = False
-    tree = with_leaves(chain([[7, 5, 3]], [[0.97, 0.6, 0.9]]), ranked, possible)
+    tree: Any = with_leaves(chain([[7, 5, 3]], [[0.97, 0.6, 0.9]]), ranked, possible)
     tree.check()
-    assert tree.parents is not None
-    assert tree.draft_steps is not None
     nodes = sorted(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
     assert nodes == [(-1, 7), (0, 2), (0, 5), (0, 6), (1, 3), (1, 4), (1, 8)]
     assert tree.tokens[0, :3].tolist() == [7, 5, 3], "the chain comes first"
-    assert tree.draft_steps.tolist() == [3]
-    assert tree.levels == 3
+    assert (tree.draft_steps.tolist(), tree.levels) == ([3], 3)
 
 
 def test_the_likeliest_runners_up_are_kept() -> None:
-    """By hand: the chain is right up to a place with the product of its confidences; rank r has 2^-r of what is left there."""
+    """By hand: the chain is right up to a place with the product of its confidences; rank r has 2^-r of the rest there."""
     sure = torch.tensor([[0.9, 0.4, 0.5]])
     by_hand = [[0.1 * 0.5, 0.1 * 0.25], [0.9 * 0.6 * 0.5, 0.9 * 0.6 * 0.25], [0.36 * 0.5 * 0.5, 0.36 * 0.5 * 0.25]]
     torch.testing.assert_close(chances(sure, 3)[0], torch.tensor(by_hand))
     ranked = torch.tensor([[[7, 8, 9], [5, 6, 4], [3, 2, 1]]])
-    possible = torch.ones_like(ranked, dtype=torch.bool)
+    above = {8: -1, 9: -1, 6: 0, 4: 0, 2: 1, 1: 1}
     for most, kept in ((0, []), (2, [6, 4]), (3, [6, 4, 2]), (9, [6, 4, 2, 8, 1, 9])):
-        tree = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, possible, most)
+        tree: Any = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, torch.ones_like(ranked, dtype=torch.bool), most)
         tree.check()
         assert tree.tokens[0].tolist() == [7, 5, 3, *kept]
-        assert tree.parents is not None
-        above = {8: -1, 9: -1, 6: 0, 4: 0, 2: 1, 1: 1}
         assert tree.parents[0, 3:].tolist() == [above[token] for token in kept]
 
 
 def test_ragged_rows_and_the_most_that_a_tree_may_hold() -> None:
     ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
     valid = [[True] * 9, [True] * 2 + [False] * 7]
-    tree = with_leaves(chain(ranked[:, :, 0].tolist(), None, valid), ranked, torch.ones_like(ranked, dtype=torch.bool))
+    tree: Any = with_leaves(chain(ranked[:, :, 0].tolist(), None, valid), ranked, torch.ones_like(ranked, dtype=torch.bool))
     tree.check()
     assert tree.valid.sum(1).tolist() == [9 + MOST_LEAVES, 2 + 18]
-    assert tree.draft_steps is not None
     assert tree.draft_steps.tolist() == [9, 2]
 
 
 def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
     """More tokens a step than chains commit, the same text, and a store that passes its check after every step."""
-    model = llama(layers=6, head=3.0)
-    asked, lengths = prompt(9), {}
-    plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=60, do_sample=False)
+    runner, asked, lengths = ModelRunner(llama(layers=6, head=3.0)), [Request(prompt(9), 60)], []
     for dynamic in (True, False):
         method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic)
-        runner = ModelRunner(model)
-        decoder = DecodingLoop(method.start(runner, 1, 70))
-        decoder.admit(0, Request(asked, 60))
-        text: list[int] = []
-        while decoder.busy:
-            text += decoder.step().tokens[0]
-            if decoder.busy:
-                decoder.session.check(0, torch.cat([asked, torch.tensor(text)]))
-        assert text == plain.new_tokens[0]
-        lengths[dynamic] = decoder.stats.mean_acceptance_length
-    assert lengths[True] > lengths[False] > 1
+        texts, stats, _ = decode(method, runner, asked, check=True)
+        assert texts == decode(Autoregressive(), runner, asked)[0]
+        lengths.append(stats.mean_acceptance_length)
+    assert lengths[0] > lengths[1] > 1
 
 
 def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
-    model = llama(layers=6)
-    method = Swift(0.5, 4, context_window=6)
-    assert method.report(model) == {}
-    first = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
-    once = method.report(model)
-    assert once["steps"] > 5
-    again = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
-    assert again.new_tokens == first.new_tokens
-    assert method.report(model)["steps"] > once["steps"]
+    model, method, other = llama(layers=6), Swift(0.5, 4, context_window=6), Swift(0.5, 4, context_window=6, search_seed=9)
+    steps, texts = [0], []
+    for one in (method, method, other):
+        assert one.report(model) == {} or one is method
+        texts.append(skipstone.generate(model, prompt(9), one, max_new_tokens=40, do_sample=False).new_tokens)
+        steps.append(method.report(model)["steps"])
+    assert texts[0] == texts[1] == texts[2]
+    assert 5 < steps[1] < steps[2] == steps[3]
     assert json.dumps(method.report(model))
-    other = Swift(0.5, 4, context_window=6, search_seed=9)
-    assert other.report(model) == {}
-    assert skipstone.generate(model, prompt(9), other, max_new_tokens=40, do_sample=False).new_tokens == first.new_tokens
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -174,13 +149,17 @@ def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
     assert "matchness" in profile.about
 
 
+def test_sessions_and_the_guard_share_the_search() -> None:
+    runner = ModelRunner(llama(layers=6))
+    one, wide = (METHOD.create_drafter(runner, rows, 20).optimisation for rows in (1, 3))  # type: ignore[attr-defined]
+    assert one is wide is replace(METHOD, guard=True).optimisation(runner)
+
+
 def test_a_search_runs_on_a_real_model() -> None:
-    model = llama(layers=6)
-    method = Swift(0.5, 4, None, context_window=6)
-    out = skipstone.generate(model, prompt(9), method, max_new_tokens=200, do_sample=False)
+    model, method = llama(layers=6), Swift(0.5, 4, None, context_window=6)
+    out: Any = skipstone.generate(model, prompt(9), method, max_new_tokens=200, do_sample=False)
     found = method.report(model)
     assert found["evaluations"] > 20
-    assert out.stats is not None
     assert out.stats.seconds_search > 0
     assert found["history"][0]["evaluation"] == 0
     assert len(found["history"]) > 1
@@ -190,7 +169,7 @@ def test_a_search_runs_on_a_real_model() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "opt", "mixtral"])
 def test_searches_change_no_text(family: str) -> None:
-    """Ragged rows, greedy and sampled, of the method as users have it, and with the guard."""
+    """Ragged rows, greedy and sampled, with the default settings and with the guard."""
     model, asked = families.cached(family), families.padded([prompt(length, length, vocab=50) for length in (9, 4, 13)])
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}):
         wish: dict[str, Any] = {"max_new_tokens": 60, **sampled}
@@ -212,7 +191,7 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
     (Swift(target_matchness=2), r"target_matchness must be a number in \[0, 1\], found 2"),
     (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
-    (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
+    (SelfSpeculative(), "no layer set is given: name skip_attention .* or let all layers draft in fewer bits"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
     (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
     (Swift(search_seed=-1), "search_seed must be at least 0, found -1"),
@@ -221,56 +200,38 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
-def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("method", "words"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(method: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("layers", [None, "12", (1.5,), True, [1, "2"]])
-def test_layers_that_are_no_numbers_are_one_sentence(layers: Any) -> None:
-    with pytest.raises(ValueError, match="skip_attention must be layer numbers"):
-        SelfSpeculative(skip_attention=layers)
-
-
-def test_models_without_layers_to_skip_are_refused() -> None:
-    shallow = families.build("llama", layers=3)
+def test_other_layer_numbers_and_models_of_few_layers_are_refused() -> None:
+    for layers in (None, "12", (1.5,), True, [1, "2"]):
+        with pytest.raises(ValueError, match="skip_attention must be layer numbers"):
+            SelfSpeculative(skip_attention=layers)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 4 layers, found 3"):
-        skipstone.generate(shallow, prompt(5, vocab=50), Swift(), max_new_tokens=4)
+        skipstone.generate(families.build("llama", layers=3), prompt(5, vocab=50), Swift(), max_new_tokens=4)
 
 
 def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
-    model, other = llama(layers=6), llama(layers=6, seed=1)
-    path = tmp_path / "profile.json"
+    model, other, path = llama(layers=6), llama(layers=6, seed=1), tmp_path / "profile.json"
     mark = fingerprint(model)
-    assert fingerprint(copy.deepcopy(model)) == mark != fingerprint(other)
-    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
+    assert fingerprint(copy.deepcopy(model)) == fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
+    assert mark != fingerprint(other)
     save_profile(path, model, {}, (1, 2), (2,), "mine")
-    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
     for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path))):
-        out = skipstone.generate(model, prompt(9), method, max_new_tokens=30, do_sample=False)
-        assert out.new_tokens == plain.new_tokens
-        assert out.stats is not None
-        assert out.stats.accepted > 0
+        assert assert_as_plain(model, prompt(9), method, max_new_tokens=30, do_sample=False).stats.accepted > 0
         with pytest.raises(ValueError, match=r"the profile of another model \(mine; this one is"):
             skipstone.generate(other, prompt(9), method, max_new_tokens=4)
     assert Swift(profile=str(path)).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
-    for text, said in (
+    for text, words in (
         ("{", "is damaged"),
         ('{"model": "x", "layers": []}', "says nothing of a layer set: unknown setting 'layers'"),
         ('{"model": "x", "version": 9}', "a layer set of version 9"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             load_profile(path, model)
     with pytest.raises(FileNotFoundError):
         load_profile(tmp_path / "none.json", model)
-
-
-def test_sessions_share_what_was_found() -> None:
-    runner = ModelRunner(llama(layers=6))
-    one, wide = (METHOD.create_drafter(runner, rows, 20) for rows in (1, 3))
-    assert isinstance(one, SwiftDrafter)
-    assert isinstance(wide, SwiftDrafter)
-    assert one.optimisation is wide.optimisation
-    assert replace(METHOD, guard=True).optimisation(runner) is one.optimisation
