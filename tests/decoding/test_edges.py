@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import skipstone
-from skipstone import Autoregressive, LayerSkip, Output, Step
+from skipstone import Autoregressive, LayerSkip
 from tests.helpers import families
 from tests.helpers.settings import QUIET, SKIP
 from tests.helpers.support import alone, decode, tokenizer
@@ -35,11 +34,6 @@ def inside_a_draft(model: PreTrainedModel, method: Any, **options: Any) -> tuple
     raise AssertionError("no prompt has a fresh token in the middle of an accepted draft")
 
 
-def one_row_steps(output: Output) -> Iterator[Step]:
-    assert output.steps is not None
-    yield from (step for step in output.steps if not step.prefill)
-
-
 class TestEndOfSequence:
     def test_eos_inside_a_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
         prompt, text, place = inside_a_draft(model, SKIP)
@@ -47,16 +41,10 @@ class TestEndOfSequence:
         output = decode(model, [prompt], SKIP, eos_token_id=eos, record=True, max_new_tokens=40)
         assert output.new_tokens == [text[: place + 1]]
         assert output.new_tokens == [alone(model, prompt, eos_token_id=eos, max_new_tokens=40)]
-        last = list(one_row_steps(output))[-1]
+        assert output.steps is not None
+        last = output.steps[-1]
         assert last.origin[0] == ["draft"] * len(last.tokens[0]), "the row should have ended inside the draft"
         assert last.drafted[0] == len(last.tokens[0]), "nothing is drafted past the end"
-
-    def test_the_first_of_several_eos_ids_ends_the_row(self, model: PreTrainedModel) -> None:
-        prompt, text, place = inside_a_draft(model, SKIP)
-        never = next(token for token in range(1, 97) if token not in text)
-        later = next(token for token in text[place + 1 :] if token not in text[: place + 1])
-        output = decode(model, [prompt], SKIP, eos_token_id=[never, later, text[place]], max_new_tokens=40)
-        assert output.new_tokens == [text[: place + 1]]
 
     def test_rows_end_at_different_times_and_are_padded(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
@@ -71,24 +59,6 @@ class TestEndOfSequence:
 
 
 class TestStopStrings:
-    @staticmethod
-    def across_tokens(text: list[int], place: int) -> str:
-        """The end of the text up to and including `place`, as short as it can be to be new there."""
-        words = tokenizer()
-        before, upto = words.decode(text[:place]), words.decode(text[: place + 1])
-        for length in range(2, len(upto)):
-            if upto[-length:] not in before and upto.count(upto[-length:]) == 1:
-                return upto[-length:]
-        raise AssertionError("no stop string is new there")
-
-    def test_a_stop_string_inside_a_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
-        prompt, text, place = inside_a_draft(model, SKIP)
-        stop = self.across_tokens(text, place)
-        options: dict[str, Any] = {"stop_strings": stop, "tokenizer": tokenizer(), "max_new_tokens": 40}
-        output = decode(model, [prompt], SKIP, **options)
-        assert output.new_tokens == [text[: place + 1]]
-        assert output.new_tokens == [alone(model, prompt, **options)]
-
     def test_stop_strings_of_the_models_own_config(self, batch: list[Tensor]) -> None:
         model = families.build("llama")
         text = alone(model, batch[0], max_new_tokens=20)
@@ -106,11 +76,13 @@ class TestStopStrings:
 
 
 class TestLengths:
+    @pytest.mark.parametrize("ends", ["length", "eos"])
     @pytest.mark.parametrize("method", [Autoregressive(), SKIP], ids=["autoregressive", "layerskip"])
-    def test_one_new_token_is_the_prefills(self, method: Any, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        output = decode(model, batch, method, max_new_tokens=1)
-        assert output.new_tokens == [alone(model, prompt, max_new_tokens=1) for prompt in batch]
-        assert output.stats is not None
+    def test_one_new_token_is_the_prefills(self, method: Any, ends: str, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        expected = [alone(model, prompt, max_new_tokens=1) for prompt in batch]
+        eos = {"eos_token_id": [first for (first,) in expected]}
+        output: Any = decode(model, batch, method, **({"max_new_tokens": 1} if ends == "length" else eos))
+        assert output.new_tokens == expected
         assert (output.stats.steps, output.stats.drafted, output.stats.prefill_tokens) == (0, 0, 3)
 
     def test_a_draft_longer_than_what_is_left_is_cut(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
@@ -128,7 +100,7 @@ class TestLengths:
 
     def test_prompts_of_one_and_of_1500_tokens_side_by_side(self, model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(5)
-        prompts = [torch.randint(1, 97, (length,), generator=generator) for length in (1, 1500, 600)]
+        prompts = [torch.randint(1, 97, (length,), generator=generator) for length in (1, 1500, 2)]
         expected = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
         assert decode(model, prompts, SKIP, max_new_tokens=12).new_tokens == expected
 
@@ -148,15 +120,12 @@ class TestPadding:
         pad = max(set(everything), key=everything.count)
         prompts = [prompt.clone() for prompt in batch]
         for prompt in prompts:
-            prompt[len(prompt) // 2] = pad
-        expected = [
-            alone(model, prompt, max_new_tokens=24, pad_token_id=pad, attention_mask=torch.ones_like(prompt)[None])
-            for prompt in prompts
-        ]
+            prompt[len(prompt) // 2], prompt[0] = pad, 0
+        options: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": pad, "sequence_bias": {(0,): 4.0}, "eos_token_id": 1}
+        expected = [alone(model, prompt, attention_mask=torch.ones_like(prompt)[None], **options) for prompt in prompts]
         assert any(pad in text for text in expected)
-        inputs = families.padded(prompts, pad)
-        output = skipstone.generate(model, inputs, SKIP, pad_token_id=pad, max_new_tokens=24)
-        assert output.new_tokens == expected
+        assert any(0 in text for text in expected), "0 is a token like any other"
+        assert skipstone.generate(model, families.padded(prompts, pad), SKIP, **options).new_tokens == expected
 
     def test_pad_ids_of_a_prompt_without_a_mask_are_masked_as_in_transformers(
         self, model: PreTrainedModel, batch: list[Tensor]

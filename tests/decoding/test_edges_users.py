@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import skipstone
 from skipstone.engines.eager.patches import take_off
@@ -53,18 +53,8 @@ class TestUsersObjects:
     ) -> None:
         options: dict[str, Any] = {"repetition_penalty": 2.0, "max_new_tokens": 24}
         options["logits_processor"] = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.1)])
-        expected = [alone(model, prompt, **options) for prompt in batch]
-        assert expected == [alone(model, prompt, repetition_penalty=1.1, max_new_tokens=24) for prompt in batch]
-        assert expected != [alone(model, prompt, repetition_penalty=2.2, max_new_tokens=24) for prompt in batch]
-        assert decode(model, batch, SKIP, **options).new_tokens == expected
-
-    def test_prefix_allowed_tokens_fn_on_one_row(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        def allowed(_: int, ids: Tensor) -> list[int]:
-            return [token for token in range(97) if token % 3 == len(ids) % 3]
-
-        options: dict[str, Any] = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": 24}
-        expected = alone(model, batch[0], **options)
-        assert expected != alone(model, batch[0], max_new_tokens=24)
+        expected, other = (alone(model, batch[0], repetition_penalty=one, max_new_tokens=24) for one in (1.1, 2.0))
+        assert alone(model, batch[0], **options) == expected != other
         assert decode(model, batch[:1], SKIP, **options).new_tokens == [expected]
 
     def test_prefix_allowed_tokens_fn_is_told_the_row_of_the_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
@@ -79,31 +69,28 @@ class TestUsersObjects:
         assert all(row * 30 <= token < row * 30 + 30 for row, text in enumerate(output.new_tokens) for token in text)
 
     @pytest.mark.parametrize(
-        "answer", [lambda done: done, lambda done: bool(done.all())], ids=["a tensor per row", "one plain bool"]
+        "criterion",
+        [StopAfter(15, lambda done: done), StopAfter(15, lambda done: bool(done.all())), MaxLengthCriteria(30)],
+        ids=["a tensor per row", "one plain bool", "length"],
     )
-    def test_custom_stopping_criteria(
-        self, answer: Callable[[Tensor], Any], model: PreTrainedModel, batch: list[Tensor]
-    ) -> None:
-        criteria = StoppingCriteriaList([StopAfter(15, answer)])
-        expected = [alone(model, prompt, stopping_criteria=criteria, max_new_tokens=30) for prompt in batch]
-        assert any(len(text) < 30 for text in expected)
-        assert decode(model, batch, SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == expected
+    def test_custom_stopping_criteria(self, criterion: StoppingCriteria, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        criteria = StoppingCriteriaList([criterion])
+        for prompt in batch[:1] if isinstance(criterion, MaxLengthCriteria) else batch[:2]:
+            expected = alone(model, prompt, stopping_criteria=criteria, max_new_tokens=30)
+            assert len(expected) < 30
+            assert decode(model, [prompt], SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == [expected]
 
 
-class TestMaxTime:
-    def test_the_time_is_asked_after_every_token(
-        self, model: PreTrainedModel, batch: list[Tensor], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        free = alone(model, batch[0], max_new_tokens=30)
-        now = iter(range(10_000))
-        monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: next(now))
-        output = decode(model, batch[:1], SKIP, max_new_tokens=30, max_time=6.5)
-        assert output.new_tokens == [free[:7]]
+def test_max_time_is_checked_after_every_token(
+    model: PreTrainedModel, batch: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, now = alone(model, batch[0], max_new_tokens=30), iter(range(10_000))
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: next(now))
+    assert decode(model, batch[:1], SKIP, max_new_tokens=30, max_time=6.5).new_tokens == [free[:7]]
 
 
 def state(model: PreTrainedModel) -> Any:
-    """All that a decoding call might leave behind: attributes and hooks of every module, both configs, the mode.
-    Without skipstone's patches, which the next call sets again."""
+    """Attributes and hooks of every module, both configs and the mode, without skipstone's patches."""
     take_off(model)
     modules = {
         name: (sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
@@ -137,8 +124,10 @@ class Bomb:
 
 
 class TestInterruptions:
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
-    @pytest.mark.parametrize("place", ["streamer", "logits_processor", "stopping_criteria"])
+    @pytest.mark.parametrize(
+        ("place", "error"),
+        [("streamer", KeyboardInterrupt), ("logits_processor", Interrupted), ("stopping_criteria", KeyboardInterrupt)],
+    )
     def test_an_interrupted_call_leaves_the_model_as_it_was(
         self, place: str, error: type[BaseException], model: PreTrainedModel, batch: list[Tensor]
     ) -> None:
@@ -150,6 +139,16 @@ class TestInterruptions:
         assert state(model) == before
         assert alone(model, batch[0], max_new_tokens=16) == text
         assert decode(model, batch[:1], SKIP, max_new_tokens=16).new_tokens == [text]
+
+    def test_an_interrupted_enabled_model_stays_enabled(self, batch: list[Tensor]) -> None:
+        model = families.build("llama")
+        text = alone(model, batch[0], max_new_tokens=16)
+        skipstone.enable(model, SKIP)
+        before = state(model)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(batch[0][None], streamer=Bomb(KeyboardInterrupt), max_new_tokens=16)
+        assert state(model) == before
+        assert alone(model, batch[0], max_new_tokens=16) == text
 
     def test_a_stream_closed_early_leaves_the_model_as_it_was(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         before, text = state(model), alone(model, batch[0], max_new_tokens=16)

@@ -1,4 +1,4 @@
-"""What a field's type, `least` and `within` let a setting be, by hand."""
+"""Values that a setting may have by its type, `min_value` and `within`."""
 
 from __future__ import annotations
 

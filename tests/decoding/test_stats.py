@@ -64,10 +64,9 @@ def test_origins_and_figures_of_a_trace_made_by_hand() -> None:
         ["bonus"],
         ["draft", "draft"],
     ]
-    assert [step.drafted for step in steps] == [[0], [4], [2], [1], [0], [3]]
-    assert [step.accepted for step in steps] == [[0], [3], [2], [0], [0], [2]]
+    assert [step.drafted[0] for step in steps] == [step.verified_nodes for step in steps] == [0, 4, 2, 1, 0, 3]
+    assert [step.accepted[0] for step in steps] == [0, 3, 2, 0, 0, 2]
     assert [step.finished for step in steps] == [[], [], [], [], [], [0]]
-    assert [step.verified_nodes for step in steps] == [0, 4, 2, 1, 0, 3]
     assert (figures.prefill_tokens, figures.tokens, figures.steps, figures.turns) == (1, 11, 5, 5)
     assert (figures.drafted, figures.draft_steps, figures.accepted, figures.verified_nodes) == (10, 5 + 3 + 2 + 0 + 4, 7, 10)
     assert figures.acceptance_rate == 7 / 14
@@ -93,40 +92,27 @@ def stepped(**given: Any) -> Step:
 
 
 def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
-    stats = Stats()
-    stats.add(stepped(prefill=True, tokens=[[9], [9]], drafted=[0, 0], draft_steps=[0, 0], accepted=[0, 0]))
+    stats, none = Stats(), {"drafted": [0, 0], "draft_steps": [0, 0], "accepted": [0, 0]}
+    stats.add(stepped(prefill=True, tokens=[[9], [9]], **none))
     stats.add(stepped())
     stats.add(stepped(tokens=[[1, 2, 3, 4, 5], []], accepted=[4, 0], drafted=[4, 0], draft_steps=[4, 0], verified_nodes=4))
-    stats.add(stepped(probe=True, tokens=[[7], []], drafted=[0, 0], draft_steps=[0, 0], accepted=[0, 0], verified_nodes=0))
+    stats.add(stepped(probe=True, tokens=[[7], []], verified_nodes=0, **none))
     assert (stats.prefill_tokens, stats.tokens, stats.turns, stats.steps, stats.probes) == (2, 10, 2, 3, 1)
-    assert stats.acceptance_rate == 6 / 12
-    assert stats.mean_acceptance_length == 1 + 6 / 3
+    assert (stats.acceptance_rate, stats.mean_acceptance_length) == (6 / 12, 1 + 6 / 3)
     assert dict(stats.histogram) == {2: 1, 0: 1, 4: 1}
-    assert stats.overruled == 2
-    assert stats.verified_nodes == 12
-    assert stats.seconds == pytest.approx(3.0)
-    assert stats.seconds_prefill == pytest.approx(1.0)
+    assert (stats.overruled, stats.verified_nodes) == (2, 12)
+    assert (stats.seconds, stats.seconds_prefill) == (pytest.approx(3.0), pytest.approx(1.0))
     assert stats.tokens_per_second == pytest.approx(12 / 4)
     summary = json.loads(json.dumps(stats.summary()))
-    assert summary["new_tokens"] == 12
-    assert summary["acceptance_histogram"] == {"0": 1, "2": 1, "4": 1}
-    assert Stats().acceptance_rate == 0
-    assert Stats().mean_acceptance_length == 1
-    assert Stats().tokens_per_second == 0
-
-
-def one_row(accepted: int, **given: Any) -> Step:
-    tokens = [[1] * (accepted + 1)]
-    return stepped(tokens=tokens, origin=[[]], drafted=[4], draft_steps=[4], accepted=[accepted], overruled=[0], **given)
+    assert (summary["new_tokens"], summary["acceptance_histogram"]) == (12, {"0": 1, "2": 1, "4": 1})
+    assert (Stats().acceptance_rate, Stats().mean_acceptance_length, Stats().tokens_per_second) == (0, 1, 0)
 
 
 def test_the_bound_of_the_speed_up_by_hand() -> None:
     """A step of 1.0 s: four draft passes .4, scoring .5, other .1. Plain decoding costs at most .1 + .5 a token."""
-    stats = Stats()
+    stats, probe = Stats(), {"probe": True, "seconds_draft": 0.0, "seconds_score": 0.35, "seconds_other": 0.05}
     assert stats.speed_up_bound is None
-    stats.add(one_row(2))
-    stats.add(one_row(0))
-    assert stats.speed_up_bound == pytest.approx(2 * 0.6 / 1.0)
-    probe = {"probe": True, "seconds_draft": 0.0, "seconds_score": 0.35, "seconds_other": 0.05}
-    stats.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], **probe))
+    for count, drafts, more in ((3, 4, {}), (1, 4, {}), (1, 0, probe)):
+        one = {"tokens": [[1] * count], "drafted": [drafts], "draft_steps": [drafts], "accepted": [count - 1]}
+        stats.add(stepped(origin=[[]], overruled=[0], **one, **more))
     assert stats.speed_up_bound == pytest.approx(2 * 0.6 / 1.0)

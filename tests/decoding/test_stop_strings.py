@@ -17,34 +17,21 @@ from skipstone.decoding.stop_strings import StopStrings
 from tests.helpers import families, text_tokenizers
 from tests.helpers.support import tokenizer
 
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def sentencepiece() -> Any:
-    """Words with a mark for the space before them, and bytes for all other characters, as Llama 2 has them."""
-    words = ["<unk>", "</s>", *BYTES, "▁", "▁the", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "."]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    core.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
-
 
 def wordpiece() -> Any:
+    """transformers' criterion needs a vocabulary that can write "abcdef"."""
     words = ["[UNK]", "[CLS]", "abc", "##def", "abcdef", "the", "a", "##a", "##b", "b", "stop", "##stop", ".", "don", "'", "t"]
     core = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece(cleanup=False)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", cls_token="[CLS]")
 
 
+KINDS = ("llama-2", "added", "mixed", "gemma")
 TOKENIZERS: dict[str, Any] = {
-    "byte-level": lambda: AutoTokenizer.from_pretrained(NANO),
+    "nano": lambda: AutoTokenizer.from_pretrained(NANO),
     "letters": tokenizer,
-    "sentencepiece": sentencepiece,
     "wordpiece": wordpiece,
-    **{kind: text_tokenizers.TOKENIZERS[kind] for kind in ("added", "mixed", "gemma")},
+    **{kind: text_tokenizers.TOKENIZERS[kind] for kind in KINDS},
 }
 
 
@@ -87,7 +74,7 @@ def test_without_the_prompt_only_what_is_written_counts() -> None:
 
 
 def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, count = sentencepiece(), 12
+    words, count = text_tokenizers.llama(), 12
     model, converted, walks = families.build("llama", vocab=len(words)), [], []
     convert, vocabulary = words.convert_tokens_to_string, words.get_vocab
     monkeypatch.setattr(words, "convert_tokens_to_string", lambda tokens: converted.append(tokens) or convert(tokens))
@@ -100,6 +87,7 @@ def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_token_that_only_looks_like_a_byte_is_text() -> None:
-    words = sentencepiece()
+    words = text_tokenizers.llama()
     words.add_tokens(["<0xZZ>"])
     assert StopStrings(["0xZ"], words).completed_by_last(torch.tensor([1]), [len(words) - 1])
+    assert not StopStrings(["a"], words).completed_by_last(torch.tensor([3]), [len(words) + 5]), "an unknown id is no text"

@@ -59,13 +59,9 @@ def proves(build: Any, asked: list[Request], method: Trees, check: bool = False)
 )
 def test_random_trees_do_not_change_the_text(build: Any, lengths: tuple[int, ...], processors: Any, sampling: Any) -> None:
     asked = requests(lengths, tokens=40 if len(lengths) == 1 else 16, processors=processors, **sampling)
-    figures, _ = proves(build, asked, Trees(nodes=16, branching=0.4, peeking=0.75), check=True)
-    assert max(figures.histogram) >= 3, "a deep path was accepted"
-
-
-@pytest.mark.parametrize("branching", [0.0, 1.0], ids=["chains", "bushes"])
-def test_chains_and_bushes_are_trees_too(branching: float) -> None:
-    proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=12, branching=branching), check=True)
+    for branching in (0.4, 0.0, 1.0) if len(lengths) == 3 else (0.4,):  # trees, chains, bushes
+        figures, _ = proves(build, asked, Trees(nodes=16, branching=branching, peeking=0.75), check=True)
+        assert max(figures.histogram) >= (3 if branching < 1 else 1), "a deep path was accepted"
 
 
 def test_nodes_that_may_not_be_accepted_change_nothing() -> None:
@@ -79,10 +75,7 @@ def test_nodes_that_may_not_be_accepted_change_nothing() -> None:
     assert {origin for step in steps for row in step.origin for origin in row} == {"prefill", "bonus"}
 
 
-AT_AN_END = [SAMPLING[0], *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in SAMPLING[1:])]
-
-
-@pytest.mark.parametrize("sampling", AT_AN_END)
+@pytest.mark.parametrize("sampling", [SAMPLING[0], pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)])
 def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
     """The end token of each row is one that lies inside an accepted path: what follows it in the path is cut."""
     runner = ModelRunner(llama())

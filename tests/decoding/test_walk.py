@@ -36,10 +36,10 @@ def walk(draft: Draft, row: int, table: Table, seed: int, position: int) -> tupl
 
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
 def test_match_equals_a_plain_python_walk(chain: bool) -> None:
-    """Random ragged drafts over three tokens, 4 rows at once: same path, same tokens. Nodes barred by `candidate` stop it."""
+    """Random ragged drafts over three tokens, 4 rows at once. Nodes barred by `candidate` stop the walk."""
     dice = random.Random(5)
     deepest = barred = 0
-    for trial in range(150):
+    for trial in range(80):
         rows = [[dice.random() ** 3 for _ in range(3)] for _ in range(7)]
         draft = random_draft(dice, rows=4, width=dice.randint(1, 12), vocab=3, chain=chain)
         seeds, position = torch.arange(4) + 10 * trial, torch.tensor([3, 9, 4, 100])
@@ -51,13 +51,12 @@ def test_match_equals_a_plain_python_walk(chain: bool) -> None:
             count = int(verdict.accepted[row])
             assert verdict.path[row, :count].tolist() == path
             assert verdict.tokens[row, : count + 1].tolist() == tokens
-            assert int(verdict.tokens[row, verdict.accepted[row]]) == tokens[-1]
             deepest = max(deepest, count)
             assert draft.candidate is not None
             barred += not bool(draft.candidate[row].all())
             assert bool(draft.candidate[row, path].all())
     assert deepest >= 3
-    assert barred > 100
+    assert barred > 60
 
 
 @pytest.mark.parametrize("barred", [False, True])
@@ -66,7 +65,7 @@ def test_match_greedy_equals_match_at_temperature_zero(chain: bool, barred: bool
     """Known picks per node, walked on the host, against one-hot distributions."""
     dice = random.Random(8)
     accepted = 0
-    for _ in range(120):
+    for _ in range(80):
         draft = random_draft(dice, rows=3, width=dice.randint(0, 7), vocab=3, chain=chain)
         if not barred:
             draft.candidate = None
@@ -99,10 +98,14 @@ def drawn_chains(dice: np.random.Generator, rows: int, width: int, vocab: int) -
 
 def test_leviathan_treats_every_row_as_it_would_alone() -> None:
     """Ragged chains in one batch: a row's verdict does not depend on its neighbours, nor on the padding behind its end."""
-    rows, width = 64, 5
+    rows, width = 120, 5
     draft, p = drawn_chains(np.random.default_rng(0), rows, width, vocab=4)
     seeds, position = torch.arange(rows), torch.arange(rows) * 3
     together = verify.leviathan(draft, lambda node, *_: p[torch.arange(rows), node + 1], position, Noise(seeds))
+    at_once = verify.leviathan(draft, p, position, Noise(seeds))
+    assert torch.equal(at_once.accepted, together.accepted)
+    assert torch.equal(at_once.tokens, together.tokens), "all of p at once gives the same as node by node"
+    assert set(at_once.accepted.tolist()) == {0, 1, 2, 3, 4, 5}
     assert draft.q is not None
     assert draft.stochastic is not None
     outcomes = set()
@@ -123,16 +126,6 @@ def test_leviathan_treats_every_row_as_it_would_alone() -> None:
     assert outcomes == {(True, True), (True, False), (False, True), (False, False)}
 
 
-def test_leviathan_on_all_of_p_at_once_is_the_walk_node_by_node() -> None:
-    draft, p = drawn_chains(np.random.default_rng(1), rows=200, width=5, vocab=4)
-    seeds, position = torch.arange(200), torch.arange(200) * 3
-    at_once = verify.leviathan(draft, p, position, Noise(seeds))
-    walked = verify.leviathan(draft, lambda node, *_: p[torch.arange(200), node + 1], position, Noise(seeds))
-    assert torch.equal(at_once.accepted, walked.accepted)
-    assert torch.equal(at_once.tokens, walked.tokens)
-    assert set(at_once.accepted.tolist()) == {0, 1, 2, 3, 4, 5}
-
-
 def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
     """p = q accepts everything that may be accepted: the walk ends at the barred node, whose place is drawn from p."""
     q = torch.full((1, 3, 4), 0.25, dtype=torch.double)
@@ -148,20 +141,22 @@ def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
 
 
 def test_what_follows_the_accepted_tokens_is_named() -> None:
-    """A rejected candidate makes the next token recovered; without one on offer it is the bonus token."""
+    """A rejected candidate makes the next token recovered; without a candidate it is the bonus token."""
     tokens, valid = torch.tensor([[5, 6]] * 4), torch.tensor([[True, True], [True, True], [True, False], [False, False]])
-    chain = Draft(tokens, valid, None)
+    chain, tree = Draft(tokens, valid, None), Draft(tokens, valid, None, parents=torch.tensor([[-1, -1]] * 4))
     verdict = Verdict(torch.tensor([[0, 1]] * 4), torch.tensor([[5, 6, 7]] * 4), torch.tensor([1, 2, 1, 0]))
-    assert [row.final for row in verdict.tolist(chain)] == ["recovered", "bonus", "bonus", "bonus"]
+
+    def finals(draft: Draft) -> list[str]:
+        return [row.final for row in verdict.tolist(draft)]
+
+    assert finals(chain) == ["recovered", "bonus", "bonus", "bonus"]
     assert [row.drafted for row in verdict.tolist(chain)] == [2, 2, 1, 0]
     origins = [row.origin for row in verdict.tolist(chain)]
     assert origins == [["draft", "recovered"], ["draft", "draft", "bonus"], ["draft", "bonus"], ["bonus"]]
     chain.candidate = torch.tensor([[True, False]] * 4)
-    assert [row.final for row in verdict.tolist(chain)] == ["bonus"] * 4
-    tree = Draft(tokens, valid, None, parents=torch.tensor([[-1, -1]] * 4))
-    assert [row.final for row in verdict.tolist(tree)] == ["bonus", "bonus", "bonus", "bonus"]
+    assert finals(chain) == finals(tree) == ["bonus"] * 4
     verdict.accepted = torch.zeros(4, dtype=torch.long)
-    assert [row.final for row in verdict.tolist(tree)] == ["recovered", "recovered", "recovered", "bonus"]
+    assert finals(tree) == ["recovered", "recovered", "recovered", "bonus"]
 
 
 @planted.found_by(

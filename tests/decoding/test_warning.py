@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import skipstone
@@ -20,8 +19,8 @@ from tests.helpers import families
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 
 
-class Told(Stats):
-    """What a run is said to have come to, whatever the machine does: 20 turns with 4 drafts each, so many of them right."""
+class Fixed(Stats):
+    """Fixed figures of a run: turns with 4 drafts each, `accepted` of them right."""
 
     def __init__(self, accepted: int, turns: int = 20) -> None:
         super().__init__()
@@ -32,11 +31,6 @@ class Told(Stats):
 
     def add(self, step: Step) -> None:
         """Nothing more."""
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return families.cached("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +49,16 @@ def messages(model: PreTrainedModel, stats: Stats, monkeypatch: pytest.MonkeyPat
     return [str(warning.message) for warning in caught]
 
 
-def test_a_run_that_cannot_have_paid_says_so_with_its_figures_once(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def figures(right: int, turns: int = 20, **changed: Any) -> Fixed:
+    stats = Fixed(right, turns)
+    for name, value in changed.items():
+        setattr(stats, name, value)
+    return stats
+
+
+def test_a_run_that_cannot_have_paid_warns_once_with_its_figures(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain step costs at most one draft pass (1 ms) and one scoring pass (3 ms): 1.45 tokens for 8 ms are at most .725 x."""
-    stats = Told(1)
-    stats.accepted = 9
+    stats = figures(1, accepted=9)
     [message] = messages(model, stats, monkeypatch)
     assert "layerskip ran at 0.72 x the speed of plain decoding here, or less: acceptance rate 0.11, 1.45 tokens" in message
     assert "draft 4.0 ms + scoring 3.0 ms a step" in message
@@ -69,50 +67,36 @@ def test_a_run_that_cannot_have_paid_says_so_with_its_figures_once(
     assert messages(model, stats, monkeypatch) == []
 
 
-def test_a_run_that_may_have_paid_does_not_warn(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages(model, Told(1), monkeypatch) == [], "2 tokens for 8 ms, at most 1 x"
-
-
-def test_untrained_early_exits_are_named_even_where_no_time_is_lost(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stats = Told(0)
-    stats.seconds_score, stats.seconds_other = 0.16, 0.0
-    [message] = messages(model, stats, monkeypatch)
+def test_untrained_early_exits_are_named_even_if_no_time_is_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    [message] = messages(model, figures(0, seconds_score=0.16, seconds_other=0.0), monkeypatch)
     assert "0.75 x the speed of plain decoding here, or less: acceptance rate 0.00" in message
     assert "An acceptance rate that low says that the model's early exits are not trained." in message
 
 
-def test_a_few_steps_tell_nothing(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages(model, Told(0, turns=15), monkeypatch) == []
+@pytest.mark.parametrize(
+    ("stats", "method"),
+    [
+        (figures(1), SKIP),  # 2 tokens for 8 ms, at most 1 x
+        (figures(0, turns=15), SKIP),  # few steps
+        (figures(0, draft_steps=0), Autoregressive()),
+        (figures(0, drafters={"layerskip, exit 2": 20}), SKIP),  # decided step by step
+    ],
+)
+def test_other_runs_do_not_warn(stats: Stats, method: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert messages(model, stats, monkeypatch, method) == []
 
 
-def test_plain_decoding_and_what_is_decided_step_by_step_never_warn(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stats = Told(0)
-    stats.draft_steps = 0
-    assert messages(model, stats, monkeypatch, Autoregressive()) == []
-    stats = Told(0)
-    stats.drafters["layerskip, exit 2"] = 20
-    assert messages(model, stats, monkeypatch) == []
-
-
-def test_a_model_whose_exits_know_nothing_is_told_so() -> None:
+def test_a_model_with_untrained_exits_warns() -> None:
     model = families.build("llama", layers=6, seed=3)
     model.lm_head.weight.data.mul_(4)
-
-    def scramble(_: Any, __: Any, hidden: Tensor) -> Tensor:
-        return hidden.flip(-1)
-
-    handle = model.model.layers[4].register_forward_hook(scramble)
+    handle = model.model.layers[4].register_forward_hook(lambda _, __, hidden: hidden.flip(-1))
     with pytest.warns(RuntimeWarning, match="early exits are not trained") as caught:
         skipstone.generate(model, families.prompts(1)[0], LayerSkip(1, 4), max_new_tokens=40)
     handle.remove()
     assert len(caught) == 1
 
 
-def test_a_stream_warns_too(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Stats", lambda: Told(0))
+def test_a_stream_warns_too(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Stats", lambda: Fixed(0))
     with pytest.warns(RuntimeWarning, match=r"ran at 0\.50 x the speed"):
         list(skipstone.stream(model, families.prompts(1)[0], SKIP, max_new_tokens=4))

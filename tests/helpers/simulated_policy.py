@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, DrafterState, Policy, StepResult
 from skipstone.policy.cost_model import HOST, LearnedCosts, LineTime, MeanTime, ScoringTime, typical
-from tests.helpers.simulated_worlds import Machine, Outcome, Simulation, Workload
+from tests.helpers.simulated_worlds import Machine, Simulation, Workload
 
 
 def first_policy(
@@ -38,29 +38,10 @@ def first_policy(
     return Policy(costs, known, rows=machine.rows)
 
 
-def result_of(out: Outcome, machine: Machine, looks_up: bool) -> StepResult:
-    plain = not out.drafts
-    return StepResult(
-        tokens=out.tokens,
-        seconds=out.seconds,
-        drafts=out.drafts,
-        passes=out.passes,
-        drafting=out.drafting,
-        scoring=out.scoring,
-        fixed=max(out.seconds - out.drafting - out.scoring, 0.0) if out.drafts else 0.0,
-        confidences=out.confidences,
-        matches=[(match, min(right, told), told) for match, right, told in out.matches] if looks_up else [],
-        ranks=out.ranks,
-        warm_steps=int(plain and out.warm),
-        warm_seconds=out.seconds if plain and out.warm else 0.0,
-        preparing=out.preparing,
-    )
-
-
-def take(simulation: Simulation, policy: Policy, decision: Decision, matches: list[int]) -> Outcome:
+def take(simulation: Simulation, policy: Policy, decision: Decision) -> StepResult:
     """One step of a decision."""
     if decision.kind in (PLAIN, PROBE):
-        return simulation.plain(bool(matches))
+        return simulation.plain()
     if decision.kind == LOOKUP:
         return simulation.lookup(decision.drafts)
     if decision.kind == RECYCLE:
@@ -72,25 +53,22 @@ def take(simulation: Simulation, policy: Policy, decision: Decision, matches: li
     return simulation.chain(decision.kind, decision.thresholds, decision.shared, predict)
 
 
-def run(
-    work: Workload, seed: int, everything: bool = True, policy: Policy | None = None, simulation: Simulation | None = None
-) -> tuple[Simulation, Policy]:
+def run(work: Workload, seed: int, everything: bool = True, policy: Policy | None = None) -> tuple[Simulation, Policy]:
     """One text, or one batch of texts."""
-    simulation = simulation or work.simulation(seed)
+    simulation = work.simulation(seed)
+    simulation.looks_up = everything
     policy = policy or first_policy(work.machine, work.drafters, recycles=everything)
     while not simulation.finished:
         if simulation.begins_request():
             policy.begin_request()
         if (name := policy.next_replay({})) is not None:
             policy.observe_replay(name, *simulation.replay(name, policy.position % policy.rows))
-        matches = simulation.matches() if everything else []
-        decision, results = policy.decide(matches), list[StepResult]()
+        decision, results = policy.decide(simulation.matches()), list[StepResult]()
         while len(results) < decision.steps and not simulation.finished:
-            if results and not policy.stands(decision, matches := simulation.matches() if everything else []):
+            if results and not policy.stands(decision, simulation.matches()):
                 break
-            out = take(simulation, policy, decision, matches)
-            results.append(result_of(out, simulation.machine, everything))
-            if decision.kind not in (PLAIN, PROBE) and not out.drafts:
+            results.append(take(simulation, policy, decision))
+            if decision.kind not in (PLAIN, PROBE) and not results[-1].drafts:
                 decision = decision._replace(kind=PLAIN)
                 break
         policy.observe(decision, results if decision.kind not in (PLAIN, PROBE) else [together(results)])

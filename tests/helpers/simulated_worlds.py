@@ -1,28 +1,28 @@
-"""Simulated texts and machines that a policy of `auto` decides about, without a model and without a policy.
+"""Simulated texts and machines for the policy of `auto`, without a model.
 
-The text is given (greedy decoding). A drafter's token at a place equals the text's token or it does not, so a policy changes
-only the time. Policies see noisy times. They are judged by the mean times, in steps of plain decoding.
-
-The shapes of the first four machines are measured. Tasks and noise are invented: relations carry over, figures do not.
+The text is given, so a policy changes only the time. Policies see noisy times and are judged by mean times, in plain steps. The
+shapes of the first four machines are measured. Tasks and noise are invented.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from skipstone.policy.choose_drafter import StepResult
 
 EXITS = ("E4", "E6", "E8", "E12")
 """Early exits of a model with 24 layers."""
 SELF = (*EXITS, "skip")
 DRAFTERS = (*SELF, "draft model")
 COLD = (1.2, 1.08, 1.03)
-"""Plain steps that the first, second, third plain step after a draft takes: the draft has filled the caches. Invented."""
+"""Times of the first three plain steps after a draft, which has filled the caches."""
 LOOKUP, RECYCLING = 0.01, 0.02
-"""Plain steps that the host needs to find a draft in the text, and to build a tree of recycled tokens."""
+"""Times of the host to find a draft in the text, and to build a tree of recycled tokens."""
 WINDOW = 32
 """Tokens of a replay."""
 
@@ -183,48 +183,9 @@ class World:
         return (self.conf if self.run[drafter][start] >= drafts else self.wrong_conf)[drafter][place]
 
 
-def walk(world: World, place: int, paths: frozenset[tuple[int, ...]]) -> int:
-    """How many tokens of a tree of ranks are the text's."""
-    path: tuple[int, ...] = ()
-    while place + len(path) < world.length and (*path, world.rank[place + len(path)]) in paths:
-        path = (*path, world.rank[place + len(path)])
-    return len(path)
-
-
-def paths_of(parents: Sequence[int], ranks: Sequence[int]) -> frozenset[tuple[int, ...]]:
-    """Every node of a tree as the ranks that lead to it."""
-    paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(parents, ranks, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
-    return frozenset(paths)
-
-
 def noise(dice: random.Random) -> float:
     """A factor of measured times: four hundredths up or down, and now and then far more. Its mean is 1."""
     return math.exp(dice.gauss(0, 0.04) - 0.0008) * (2.5 if dice.random() < 0.005 else 1.0) / 1.0075
-
-
-# ------------------------------------------------------------------------------------------------------------ simulation
-
-
-@dataclass
-class Outcome:
-    """What became of a step. tokens: committed, the mean of the rows. seconds: of all of it. drafts: that were scored, the
-    mean of the rows. passes: draft steps. confidences: (confidence, accepted) of every draft that was judged. matches: (match,
-    tokens of its continuation that are right, tokens that can be told) of every row that had one. ranks: of the first row's
-    tokens. warm: it is a plain step behind enough others. preparing: the engine compiled something."""
-
-    tokens: float
-    seconds: float
-    drafts: float = 0.0
-    passes: int = 0
-    drafting: float = 0.0
-    scoring: float = 0.0
-    confidences: list[tuple[float, bool]] = field(default_factory=list)
-    matches: list[tuple[int, int, int]] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    warm: bool = True
-    preparing: bool = False
 
 
 class Simulation:
@@ -235,12 +196,12 @@ class Simulation:
 
     def __init__(
         self, worlds: Sequence[World], machine: Machine, seed: int = 0, *, slowdown: Callable[[int], float] | None = None,
-        drift: Callable[[int], float] | None = None, compile_time: float = 0.0, cold: Sequence[float] = COLD,
+        drift: Callable[[int], float] | None = None, compile_time: float = 0.0,
     ) -> None:  # fmt: skip
         self.worlds, self.machine, self.dice = list(worlds), machine, random.Random(seed)
-        self.slowdown, self.drift, self.compile_time, self.cold = slowdown, drift, compile_time, cold
+        self.slowdown, self.drift, self.compile_time, self.looks_up = slowdown, drift, compile_time, True
         self.places, self.length = [0] * len(self.worlds), self.worlds[0].length
-        self.total, self.plain_in_a_row, self.compiled = 0.0, len(cold), {1}
+        self.total, self.plain_in_a_row, self.compiled = 0.0, len(COLD), {1}
         self.requests: list[tuple[float, float]] = []  # (tokens, time)
         self.marks: list[tuple[float, float]] = []  # (place, total) behind every step
         self.kinds: dict[str, int] = {}
@@ -273,13 +234,8 @@ class Simulation:
         place, total = next(((p, t) for p, t in self.marks if p >= first), (0.0, 0.0)) if first else (0.0, 0.0)
         return (self.position - place) / (self.total - total)
 
-    def worst_request(self, min_tokens: int = 100) -> float:
-        """The least rate of a request of so many tokens."""
-        found = [*self.requests, (self.position - self._began, self.total - self._began_at)]
-        return min((tokens / time for tokens, time in found if tokens >= min_tokens), default=1.0)
-
     def matches(self) -> list[int]:
-        return [world.match[place % self.length] for world, place in zip(self.worlds, self.places, strict=True)]
+        return [world.match[place] for world, place in self._rows()] if self.looks_up else []
 
     def replay(self, name: str, row: int = 0) -> tuple[list[float], list[bool], float]:
         """(confidences, rights, seconds) of a drafter on the latest tokens of a row."""
@@ -289,98 +245,97 @@ class Simulation:
         self.total += time
         return [world.conf[name][one] for one in places], [world.right[name][one] for one in places], seen
 
-    def plain(self, looks_up: bool = True) -> Outcome:
-        """A plain step."""
+    def plain(self) -> StepResult:
         turn = self.plain_in_a_row
         self.plain_in_a_row += 1
-        time = self.cold[turn] if turn < len(self.cold) else 1.0
-        return self._step("plain", [0] * len(self.places), Outcome(0.0, time, warm=turn >= 2), looks_up=looks_up)
+        time = COLD[turn] if turn < len(COLD) else 1.0
+        return self._step("plain", [0] * len(self.places), StepResult(0.0, time, warm_steps=int(turn >= 2)))
 
-    def lookup(self, drafts: Sequence[int]) -> Outcome:
+    def lookup(self, drafts: Sequence[int]) -> StepResult:
         """drafts: of every row."""
-        accepted = [
-            min(count, world.match_right[place % self.length])
-            for count, world, place in zip(drafts, self.worlds, self.places, strict=True)
-        ]
-        mean = sum(drafts) / len(drafts)
-        return self._step("lookup", accepted, Outcome(0.0, LOOKUP, mean), longest=max(drafts))
+        accepted = [min(count, world.match_right[place]) for count, (world, place) in zip(drafts, self._rows(), strict=True)]
+        result = StepResult(0.0, LOOKUP, drafts=sum(drafts) / len(drafts))
+        return self._step("lookup", accepted, result, longest=max(drafts))
 
-    def recycle(self, parents: Sequence[int], ranks: Sequence[int]) -> Outcome:
-        paths = paths_of(parents, ranks)
-        accepted = [walk(world, place % self.length, paths) for world, place in zip(self.worlds, self.places, strict=True)]
-        return self._step("recycle", accepted, Outcome(0.0, RECYCLING, len(parents)))
+    def recycle(self, parents: Sequence[int], ranks: Sequence[int]) -> StepResult:
+        nodes, accepted = {pair: node for node, pair in enumerate(zip(parents, ranks, strict=True))}, []
+        for world, place in self._rows():
+            node, count = -1, 0
+            while place + count < world.length and (node, world.rank[place + count]) in nodes:
+                node, count = nodes[node, world.rank[place + count]], count + 1
+            accepted.append(count)
+        return self._step("recycle", accepted, StepResult(0.0, RECYCLING, drafts=len(parents)))
 
-    def own_schedule(self, name: str) -> Outcome:
+    def own_schedule(self, name: str) -> StepResult:
         """A whole step of a drafter with its own schedule."""
         drafts, time = self.machine.schedules[name]
-        accepted = [
-            min(drafts, world.run[name][place % self.length]) for world, place in zip(self.worlds, self.places, strict=True)
-        ]
-        return self._step(name, accepted, Outcome(0.0, time - self.machine.scoring(drafts + 1) - self.machine.fixed, drafts))
+        accepted = [min(drafts, world.run[name][place]) for world, place in self._rows()]
+        time -= self.machine.scoring(drafts + 1) + self.machine.fixed
+        return self._step(name, accepted, StepResult(0.0, time, drafts=drafts))
 
     def chain(
         self, name: str, thresholds: Sequence[float], shared: Sequence[float], predict: Callable[[float], float]
-    ) -> Outcome:
-        """Drafts while the survival of a row reaches the thresholds. shared: the same for one row of several, whose draft step
-        is taken if what all rows survive above it pays for the step."""
-        rows = range(len(self.places))
+    ) -> StepResult:
+        """Drafts while the survival of a row reaches the thresholds. shared: of one of several rows. Their draft step is made if
+        the survivals of all rows above it pay for the step."""
+        worlds, passes = list(self._rows()), 0
+        rows = range(len(worlds))
         survival, sure = [1.0] * len(rows), [list[float]() for _ in rows]
-        going, passes = list(rows) if thresholds and thresholds[0] <= 1 else [], 0
+        going = list(rows) if thresholds and thresholds[0] <= 1 else []
         while going and passes < len(thresholds):
             for row in going:
-                sure[row].append(self.worlds[row].confidence(name, self.places[row] % self.length, passes))
+                world, place = worlds[row]
+                sure[row].append(world.confidence(name, place, passes))
                 survival[row] *= predict(sure[row][-1])
             passes += 1
-            least = thresholds[passes] if passes < len(thresholds) else math.inf
-            floor = least if not shared else shared[passes] if passes < len(shared) else math.inf
+            alone = thresholds[passes] if passes < len(thresholds) else math.inf
+            floor = alone if not shared else shared[passes] if passes < len(shared) else math.inf
             going = [row for row in going if survival[row] >= floor]
-            if shared and going and sum(survival[row] - floor for row in going) < len(rows) * (least - floor):
+            if shared and going and sum(survival[row] - floor for row in going) < len(rows) * (alone - floor):
                 going = []
         if not passes:
             return self.plain()
-        accepted = [
-            min(len(one), self.worlds[row].run[name][self.places[row] % self.length])
-            for row, one in zip(rows, sure, strict=True)
-        ]
-        judged = [(c, i < accepted[row]) for row in rows for i, c in enumerate(sure[row][: accepted[row] + 1])]
-        step = self.machine.drafts[name] * (self.drift(int(self.position)) if self.drift else 1.0)
+        accepted = [min(len(one), world.run[name][place]) for one, (world, place) in zip(sure, worlds, strict=True)]
+        judged = [(c, i < count) for one, count in zip(sure, accepted, strict=True) for i, c in enumerate(one[: count + 1])]
+        time = passes * self.machine.drafts[name] * (self.drift(int(self.position)) if self.drift else 1.0)
         mean = sum(map(len, sure)) / len(rows)
-        outcome = Outcome(0.0, passes * step, mean, passes, passes * step, confidences=judged)
-        return self._step(name, accepted, outcome, longest=max(map(len, sure)))
+        result = StepResult(0.0, time, drafts=mean, passes=passes, drafting=time, confidences=judged)
+        return self._step(name, accepted, result, longest=max(map(len, sure)))
+
+    def _rows(self) -> Iterator[tuple[World, int]]:
+        """The text and the place of every row."""
+        return ((world, place % self.length) for world, place in zip(self.worlds, self.places, strict=True))
 
     def _seen(self) -> float:
         return noise(self.dice) * (self.slowdown(int(self.position)) if self.slowdown else 1.0)
 
-    def _step(
-        self, kind: str, accepted: Sequence[int], outcome: Outcome, *, longest: int = 0, looks_up: bool = True
-    ) -> Outcome:
-        scoring = 0.0
-        if outcome.drafts:
-            self.plain_in_a_row, scoring = 0, self.machine.scoring(outcome.drafts + 1)
-            outcome.seconds += scoring + self.machine.fixed
-        extra, width = 0.0, max(longest, round(outcome.drafts)) + 1
+    def _step(self, kind: str, accepted: Sequence[int], result: StepResult, *, longest: int = 0) -> StepResult:
+        """The step of such accepted drafts. result.seconds: without scoring."""
+        scoring, extra, width = 0.0, 0.0, max(longest, round(result.drafts)) + 1
+        if result.drafts:
+            self.plain_in_a_row, scoring = 0, self.machine.scoring(result.drafts + 1)
+            result.seconds += scoring + self.machine.fixed
         if self.compile_time and width not in self.compiled:
             self.compiled.add(width)
-            extra, outcome.preparing = self.compile_time, True
-        seen = self._seen()
-        for row, count in enumerate(accepted):
-            world, place, tokens = self.worlds[row], self.places[row] % self.length, count + 1
-            if looks_up and (match := world.match[place]):
-                told = max(tokens, round(outcome.drafts) if kind == "lookup" else 0)
-                outcome.matches.append((match, world.match_right[place], told))
+            extra, result.preparing = self.compile_time, True
+        seen, matches = self._seen(), []
+        for row, (world, place) in enumerate(list(self._rows())):
+            tokens = accepted[row] + 1
+            if self.looks_up and (match := world.match[place]):
+                compared = max(tokens, round(result.drafts) if kind == "lookup" else 0)
+                matches.append((match, min(world.match_right[place], compared), compared))
             if not row:
-                outcome.ranks = world.rank[place : place + tokens]
+                result.ranks = world.rank[place : place + tokens]
             self.places[row] += tokens
-        outcome.tokens = sum(accepted) / len(accepted) + 1
-        self.total += outcome.seconds + extra
+        result.tokens, result.matches = sum(accepted) / len(accepted) + 1, matches
+        self.total += result.seconds + extra
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        outcome.seconds = (outcome.seconds + extra) * seen
-        outcome.drafting, outcome.scoring = outcome.drafting * seen, scoring * seen + extra
+        result.seconds = (result.seconds + extra) * seen
+        result.drafting, result.scoring = result.drafting * seen, scoring * seen + extra
+        result.fixed = max(result.seconds - result.drafting - result.scoring, 0.0) if result.drafts else 0.0
+        result.warm_seconds = result.seconds * result.warm_steps
         self.marks.append((self.position, self.total))
-        return outcome
-
-
-# ------------------------------------------------------------------------------------------------------- workloads
+        return result
 
 
 @dataclass(frozen=True)
@@ -403,7 +358,6 @@ class Workload:
         return World(self.phases, seed, self.request, tasks=self.tasks, drafters=self.known, process=self.process)
 
     def simulation(self, seed: int) -> Simulation:
-        """Of one of its texts, with other noise for every seed."""
         worlds = [self.world(17 + 101 * seed + 1009 * row) for row in range(self.machine.rows)]
         options = {"slowdown": self.slowdown, "drift": self.drift, "compile_time": self.compile_time}
         return Simulation(worlds, self.machine, seed, **options)  # type: ignore[arg-type]
@@ -414,7 +368,7 @@ def requests_of(task: str, tokens: int, each: int = 300) -> list[tuple[str, int]
 
 
 def mixed(seed: int, tokens: int, low: int = 128, high: int = 512, tasks: Sequence[str] = ()) -> list[tuple[str, int]]:
-    """Requests of several tasks in an order that nobody foresees."""
+    """Requests of several tasks in random order."""
     dice, found = random.Random(seed), []
     while sum(count for _, count in found) < tokens:
         found.append((dice.choice(tasks or ["code", "chat", "math", "edit", "rag", "creative"]), dice.randrange(low, high)))
@@ -422,7 +376,7 @@ def mixed(seed: int, tokens: int, low: int = 128, high: int = 512, tasks: Sequen
 
 
 def workloads(tokens: int, seed: int = 1) -> dict[str, Workload]:
-    """On these a policy may be tuned."""
+    """A policy may be tuned on these."""
     flips = [(("easy", "creative")[turn % 2], 40) for turn in range(tokens // 40)]
     nano, cpu, gpu, cliff = MACHINES.values()
     return {
@@ -456,7 +410,7 @@ WITH_LOOKAHEAD = (*SELF, "lookahead")
 
 
 def held_out(tokens: int) -> dict[str, Workload]:
-    """On these no policy is tuned: each differs from `workloads` in the acceptance process, the prices, or the machine."""
+    """No policy is tuned on these: each differs from `workloads` in the acceptance process, the prices, or the machine."""
     laptop, server = Machine(LAPTOP, 0.04, 0.06), Machine(SERVER, 0.05, 0.03, 0.01)
 
     def slower(place: int) -> float:
