@@ -276,8 +276,8 @@ class Simulation:
     def chain(
         self, name: str, thresholds: Sequence[float], shared: Sequence[float], predict: Callable[[float], float]
     ) -> StepResult:
-        """Drafts while the survival of a row reaches the thresholds. shared: of one of several rows, which draft on if all their
-        survivals above it pay for the step."""
+        """Drafts while the survival of a row reaches the thresholds. shared: of one of several rows, which draft on if their
+        joint survival above it pays for the step."""
         worlds, passes = list(self._rows()), 0
         rows = range(len(worlds))
         survival, sure = [1.0] * len(rows), [list[float]() for _ in rows]
