@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,9 +10,9 @@ TESTS = Path(__file__).parents[1]
 TABLE = TESTS / "faults.md"
 
 
+@functools.cache
 def names(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return {*re.findall(r"^ *(?:def|class) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)} if path.exists() else set()
 
 
 def test_every_fault_has_tests_that_exist() -> None:
@@ -24,5 +24,5 @@ def test_every_fault_has_tests_that_exist() -> None:
         named = [(TESTS.parent / file, name) for file, rest in files for name in re.findall(r"`(\w+)`", rest)]
         if not named and "no test:" not in cell:
             missing.append(f"{fault}: none")
-        missing += [f"{fault}: {path.name}::{name}" for path, name in named if not path.exists() or name not in names(path)]
+        missing += [f"{fault}: {path.name}::{name}" for path, name in named if name not in names(path)]
     assert not missing, missing

@@ -14,9 +14,6 @@ from skipstone import LayerSkip
 from tests.helpers import families
 from tests.helpers.snippets import ROOT, run_python, table_rows, tiny_checkpoint
 
-SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
-COUPLED = LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled")
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 30}
 # how fast a tiny model runs is no matter here
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 

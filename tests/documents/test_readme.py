@@ -27,7 +27,7 @@ SHORT = {
     "generate": ["--max-new-tokens", "12"],
     "check": ["--num-prompts", "2", "--max-new-tokens", "8", "--samples", "100"],
     "inspect": ["--max-new-tokens", "4"],
-    "bench": ["--num-prompts", "2", "--tune-prompts", "2", "--tune-tokens", "4", "--max-new-tokens", "8"],
+    "bench": ["--num-prompts", "1", "--tune-prompts", "1", "--tune-tokens", "2", "--max-new-tokens", "4"],
 }
 """What keeps a command of these pages short."""
 

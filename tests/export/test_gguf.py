@@ -86,7 +86,7 @@ def test_both_files_hold_the_weights(name: str, tied: bool, tmp_path: Path) -> N
         assert field(folder / file, "general.architecture") == name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 @torch.no_grad()
 def test_our_own_loader_reads_the_same_model(name: str, tmp_path: Path) -> None:
     """Logits and greedy texts, of the draft those of the early exit."""
@@ -170,8 +170,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
         "rotary phases of the type 'yarn'",
     ),
-    "an activation": ("llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
-    "wide heads": ("qwen2", {"head_dim": 16}, "heads that are not as wide as its states together"),
     "biases": ("llama", {"attention_bias": True}, r"llama models have no model\.layers\.0\.self_attn\.\w_proj\.bias"),
     "layers without phases": ("smollm3", {"no_rope_layer_interval": 2}, "layers without rotary phases other than every 4th"),
 }
@@ -207,7 +205,6 @@ def _changed(part: str, value: Any) -> PreTrainedTokenizerFast:
         ("decoder", decoders.Metaspace(), "over characters"),
         ("pre_tokenizer", splitting(r"\s+|\S+"), "by a rule of its own, and llama.cpp knows those of llama-bpe, qwen2, smollm"),
         ("model", models.WordLevel({"a": 0}, unk_token="a"), "of the type WordLevel"),
-        ("model", models.BPE({"a": 0}, []), "has no merges"),
     ],
 )
 def test_other_tokenizers_are_refused(part: str, value: Any, said: str) -> None:

@@ -24,7 +24,6 @@ from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.utils.files import read_lines
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
-from tests.helpers.pairwise import slow_except
 from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
 from tests.helpers.support import tokenizer
 from tests.helpers.training import recipe
@@ -121,13 +120,9 @@ def test_a_run_tells_its_recipe_its_data_and_its_last_figures(hub: Hub, tmp_path
     assert "| decodes by default with | layerskip exit_layer=1" in said
     assert str(tmp_path) not in said, "no path of this machine"
     elsewhere = shutil.copytree(model, tmp_path / "elsewhere" / "model")
-    skipstone.push(elsewhere, "me/moved")
-    assert data["sha256"] in card(hub.repos["me/moved"])
-    assert "## Training" not in card(hub.repos["me/moved"]), "the run is not there"
-    (elsewhere.parent / "metrics.jsonl").write_bytes((model.parent / "metrics.jsonl").read_bytes())
-    other = json.loads((model / "data.json").read_text())
-    (elsewhere / "data.json").write_text(json.dumps({**other, "sha256": "0" * 64}))
-    shutil.copytree(model.parent / "checkpoint-4", elsewhere.parent / "checkpoint-4")
+    for name in ("metrics.jsonl", "checkpoint-4"):
+        (shutil.copytree if name == "checkpoint-4" else shutil.copy)(model.parent / name, elsewhere.parent / name)
+    (elsewhere / "data.json").write_text(json.dumps({**data, "sha256": "0" * 64}))
     skipstone.push(elsewhere, "me/other")
     assert "## Training" not in card(hub.repos["me/other"]), "that run is another one's"
 
@@ -144,7 +139,6 @@ def test_heads_tell_their_figures_and_their_model(hub: Hub, tmp_path: Path) -> N
     assert f"| revision of the base model | {'c' * 40} |" in said
     assert f"| fingerprint of the model | {target().fingerprint} |" in said
     assert "| prompts | a, b |" in said
-    assert "mixed" not in said
     assert "base_model:" not in said, "no card names a repository that may be a folder"
 
 
@@ -248,7 +242,7 @@ def test_private_is_never_public_and_a_repository_holds_one_kind_of_thing(hub: H
     assert hub.repos["me/secret"].files == before
 
 
-@pytest.mark.parametrize("part", slow_except(["/lfs/", "/commit/"], ["/preupload/", "/objects/batch", "/lfs/", "/commit/"]))
+@pytest.mark.parametrize("part", ["/lfs/", "/commit/"])
 def test_a_push_that_fails_leaves_what_was_there_and_can_be_repeated(part: str, hub: Hub, tmp_path: Path) -> None:
     skipstone.push(heads_folder(tmp_path / "old"), "me/heads")
     before, new = dict(hub.repos["me/heads"].files), heads_folder(tmp_path / "new", seed=1)
@@ -298,26 +292,18 @@ def _copy_shard(folder: Path) -> None:
 TUNED_OF_OLD = '{"version": 5, "key": {}, "about": {}, "drafters": {}, "state": {}}'
 REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "heads without weights": ("heads", _without("exit_heads.safetensors"), "is incomplete: it has no exit_heads.safetensors"),
-    "heads without a card": ("heads", _without("exit_heads.json"), "is incomplete: it has no exit_heads.json"),
-    "cut heads": ("heads", lambda path: _cut(path / "exit_heads.safetensors"), "exit_heads.safetensors is damaged"),
     "a model without weights": ("model", _without("model.safetensors"), "is incomplete: it has no weights"),
     "a cut model": ("model", lambda path: _cut(path / "model.safetensors"), "model.safetensors is damaged"),
     "a model without a tokenizer": ("model", _without("tokenizer.json"), "is incomplete: it has no tokenizer"),
     "a shard too few": ("shards", lambda path: sorted(path.glob("model-*"))[1].unlink(), "incomplete: it has no model-00002"),
     "a shard of another model": ("shards", _copy_shard, r"is incomplete: model-00002\S+ lacks"),
-    "a broken list": ("shards", _write("{}", "model.safetensors.index.json"), "it lists no weights"),
     "somebody's data": ("model", _write('{"tokens": 3}', "data.json"), "is damaged, or not skipstone's: sha256 is missing"),
-    "a broken export": ("draft", _write("{", "export.json"), "is damaged, or not skipstone's"),
     "a method that is none": ("guessing", bool, "guessing"),
-    "a broken config": ("model", _write("{", "config.json"), r"config\.json"),
     "somebody else's model": ("foreign", bool, "holds a model that skipstone has neither trained nor exported"),
     "a run": ("run", bool, "the folder of a run: push .*heads"),
     "an empty folder": ("empty", bool, "holds nothing that skipstone has made"),
-    "a broken profile": ("profile", _write("{"), "is no profile"),
-    "another file": ("profile", _write('{"a": 1}'), "is neither a profile of `skipstone search` nor"),
     "half a profile": ("profile", _write('{"attention": [1]}'), "says nothing of a layer set: model is"),
     "a tuned profile of old": ("profile", _write(TUNED_OF_OLD), "of version 5, this skipstone reads version"),
-    "nothing": ("profile", Path.unlink, "no such file or folder"),
 }
 SPOILT: dict[str, Callable[[Path], Path]] = {
     **MADE,
@@ -340,10 +326,11 @@ def test_what_is_none_of_ours_or_incomplete_is_refused_before_the_hub_is_asked(c
     assert hub.asked == []
 
 
-@pytest.mark.parametrize("name", ["heads", "me/", "me/heads@v1", "a/b/c", "me/he ads", "../heads", ""])
-def test_a_repository_is_an_organisation_and_a_name(name: str, hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a repository is ORG/NAME, found"):
-        skipstone.push(heads_folder(tmp_path / "heads"), name)
+def test_a_repository_is_an_organisation_and_a_name(hub: Hub, tmp_path: Path) -> None:
+    folder = heads_folder(tmp_path / "heads")
+    for name in ("heads", "me/", "me/heads@v1", "a/b/c", "me/he ads", "../heads", ""):
+        with pytest.raises(ValueError, match="a repository is ORG/NAME, found"):
+            skipstone.push(folder, name)
     assert hub.asked == []
 
 

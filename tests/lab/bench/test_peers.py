@@ -6,7 +6,6 @@ import torch
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.bench.peers import hf
 from skipstone.lab.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.lab.timing import measure
 from skipstone.lab.timing.measure import MethodBackend, options_for
@@ -114,20 +113,6 @@ def test_early_exit_of_transformers_is_refused_where_the_family_does_not_slice_i
         with pytest.raises((IndexError, RuntimeError, AttributeError, ValueError)), neutral_defaults(model):
             HFEarlyExit(3).generate(model, families.prompts(1)[0][None], options_for(8), 0)
         assert model.config.num_hidden_layers == 4
-
-
-@pytest.mark.slow
-def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatch):
-    """...and never becomes smaller, so that nothing is compiled within a timed call."""
-    sizes = []
-    real = hf.StaticCache
-    monkeypatch.setattr(hf, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
-    prompt = families.prompts(1)[0]
-    with neutral_defaults(llama):
-        measure.warm_up(llama, [HFGenerateStatic()], prompt, options_for(100))
-        for length in (3, len(prompt)):
-            measure.measure(llama, HFGenerateStatic(), prompt[:length], options_for(100), seed=0)
-    assert sizes == [128] * 3
 
 
 def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, monkeypatch):

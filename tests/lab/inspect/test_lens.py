@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.inspect.lens import ExitForecast, expectations, look, save, through
+from skipstone.lab.inspect.lens import ExitForecast, expectations, look, through
 from skipstone.lab.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from tests.helpers import families
@@ -68,20 +67,6 @@ def test_costs_are_of_every_layer() -> None:
     assert min(found.layers) > 0
     assert found.plain > found.head > 0
     assert set(found.rows) == set(LENGTHS)
-
-
-@pytest.mark.slow
-def test_pictures_are_written(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
-    found = look(families.cached("llama"), [torch.as_tensor(families.prompts(1)[0])], 6)
-    words = [[f"t{token}$" for token in row] for row in found.top]
-    written = save(found, words, words[-1], tmp_path / "a.png")
-    assert [path.name for path in written] == ["a.png", "a-layers.png"]
-    assert all(imread(path).std() > 0.05 for path in written)
-    (page,) = save(found, words, ["<b>"] * 6, tmp_path / "a.html")
-    assert page.read_text().count("data:image/png;base64") == 2
-    assert "<b>" not in page.read_text()
 
 
 def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:

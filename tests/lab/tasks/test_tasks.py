@@ -56,13 +56,10 @@ def test_the_prompts_are_those_of_the_papers() -> None:
     assert asked("spec-bench") == ["Write one line about rain.", "Now as a question."]
     assert asked("topv2") == ["set an alarm for 6 am\n"]
     assert asked("mbpp")[0].endswith("pass these tests:\n\nassert double(2) == 4\nassert double(0) == 0\n[BEGIN]\n")
+    assert [row["task_id"] for row in TASKS["mbpp"].records(FOLDER)] == [11, 12, 510], "the test part alone"
+    assert [row["task_id"] for row in TASKS["mbpp"].examples(3, FOLDER)] == [2]
     polite = TASKS["alpaca"].records(FOLDER)[1]
     assert TASKS["alpaca"].ask(polite) == ["Make this polite.\n\nGive me the salt."]
-
-
-def test_only_the_test_part_of_mbpp_is_asked() -> None:
-    assert [row["task_id"] for row in TASKS["mbpp"].records(FOLDER)] == [11, 12, 510]
-    assert [row["task_id"] for row in TASKS["mbpp"].examples(3, FOLDER)] == [2]
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.examples_source and name != "mbpp"])
@@ -112,13 +109,6 @@ def test_what_cannot_be_had_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, 
             TASKS["spec-bench"].records(folder)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'task xsum: .* pip install "skipstone\[bench\]"'):
-        TASKS["xsum"].records(None)
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
-    with pytest.raises(OSError, match=r"EdinburghNLP/xsum could not be had from the hub \(no route\).*--data-dir"):
         TASKS["xsum"].records(None)
 
 

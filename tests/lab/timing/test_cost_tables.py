@@ -107,12 +107,6 @@ def test_other_curves_are_refused(places: Any, values: Any) -> None:
         CostCurve(places, values)
 
 
-def test_costs_are_of_ascending_batch_sizes() -> None:
-    for batches in ((), (replace(TABLE, batch=8), TABLE), (TABLE, TABLE)):
-        with pytest.raises(ValueError, match="ascending"):
-            CostTables(batches)
-
-
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 MEASURED = st.dictionaries(st.integers(0, 80), SECONDS, min_size=1, max_size=14)
 PLACES = st.lists(st.floats(0, 120), min_size=2, max_size=20).map(sorted)

@@ -14,7 +14,7 @@ import pytest
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
 from skipstone.lab.bench.report import compare, report, tables
-from skipstone.lab.bench.report.aggregate import _scores, groups, predict_speedup, step_figures
+from skipstone.lab.bench.report.aggregate import groups, predict_speedup, step_figures
 from skipstone.lab.bench.run_file import RunFile
 from tests.helpers.results import lines, row, stats, written
 
@@ -54,11 +54,6 @@ def test_figures_by_hand(results: Path) -> None:
     assert group.figures("hf-early-exit", group.lines) is None
 
 
-def test_several_samples_are_pass_at_k() -> None:
-    rows = [row(1, 1, "a", scores=[{"pass": 1.0}, {"pass": 0.0}]), row(1, 1, "b", scores=[{"pass": 0.0}, {"pass": 0.0}])]
-    assert _scores(rows) == {"pass@1": 0.25, "pass@2": 0.5}
-
-
 def test_own_costs_predict_the_speedup_without_the_prefill() -> None:
     summary = stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)
     total = Stats.from_summary(summary)
@@ -87,13 +82,9 @@ def test_statistics_of_several_calls_are_pooled() -> None:
 
 def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
     text = report.report([results], "md")
-    assert text.startswith(
-        "m, float32, cpu: 10.0 GB/s of memory allow plain decoding at most 400 tokens/s.\n\n### m, sums, greedy\n"
-    )
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     assert [row[0] for row in cells] == ["method", "---", "hf-generate", "autoregressive", "layerskip"]
     assert "hf-early-exit: no row, it cannot." in text
-    assert "exit_layer=2 (best of 2, 4 calls)" in text
     rows = list(csv.DictReader(io.StringIO(report.report([results], "csv"))))
     names = ("hf-generate", "autoregressive", "layerskip")
     assert [(row["method"], row["prompts_taken"], row["prompts"]) for row in rows] == [
@@ -102,7 +93,6 @@ def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
     own = json.loads(report.report([results], "json"))["groups"][0]["methods"]["layerskip"]
     assert own["headline"]["prompts"] == 2
     assert float(rows[4]["tokens_per_second"]) == own["headline"]["tokens_per_second"]
-    assert float(rows[4]["speedups.autoregressive.value"]) == pytest.approx(2)
     assert rows[0]["acceptance_rate"] == "", "a figure that a row does not have is empty"
     shown = dict(zip(cells[0], cells[4], strict=True))
     assert shown["tokens/s"] == f"{own['headline']['tokens_per_second']:.1f}"
@@ -133,33 +123,10 @@ def test_texts_in_a_page_are_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
 
 
-def test_categories_have_rows_of_their_own(tmp_path: Path) -> None:
-    """The looping prompt is the only one of its category: no headline there, only the columns of all prompts."""
-    found = lines()
-    for line, name in zip(found[2:], ["writing", "maths", "qa"], strict=True):
-        line["category"] = name
-    found[3]["rows"]["layerskip"]["seconds"] = 1.1
-    out = written(tmp_path / "a.jsonl", found)
-    _, table = tables.tables(report.load([out])[1])
-    assert table.columns[:4] == ["category", "n", "hf-generate", "layerskip"]
-    assert [[one[0], one[1], one[3], one[4], one[6]] for one in table.rows] == [
-        ["maths", "1", "1.00", "1", "1.00"],
-        ["qa", "0", "-", "1", "2.00"],
-        ["writing", "1", "2.00", "1", "2.00"],
-    ]
-    document = json.loads(report.report([out], "json"))["groups"][0]["categories"]
-    assert document["maths"]["layerskip"]["headline"]["speedups"]["autoregressive"]["value"] == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("layout", "columns", "cells"),
     [
         ("own", ["n", "tokens/s", "x plain"], ["2", "183.6", "2.00"]),
-        (
-            "layerskip",
-            ["E", "d", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"],
-            ["2", "-", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"],
-        ),
         (
             "swift",
             ["sums M", "sums alpha", "sums Acc.", "sums Speedup", "Speed (tokens/s)", "Overall Speedup"],
