@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skipstone.cli import batch, terminal
+from skipstone.cli import batch
 from skipstone.serving.batch_files.journal import journal_of
+from skipstone.utils import progress
 from tests.helpers.batches import greedy, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
 from tests.helpers.served import SLOW, free_port
@@ -65,11 +66,11 @@ def test_progress_has_a_bar_where_somebody_looks_and_what_was_there_says_nothing
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr(terminal, "console", lambda stderr: Console(file=shown, force_terminal=True, width=120))
-    with batch._progress(10) as tell:
-        tell(4, 1)
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=shown, force_terminal=True, width=120))
+    with progress.progress_bar("answers", 10) as update:
+        update(4, "answers, 1 errors")
         time.sleep(0.3)
-        tell(5, 2)
+        update(5, "answers, 2 errors")
     assert "5/10" in shown.getvalue()
     assert "2 errors" in shown.getvalue()
     assert "left:" in shown.getvalue()

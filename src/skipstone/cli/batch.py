@@ -1,7 +1,7 @@
 """`skipstone batch`: a file of requests answered without a server."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from skipstone.cli import terminal
 from skipstone.cli.method_options import MethodOptions, check_method_values
 from skipstone.cli.model_options import GenerationModelOptions, expect_model
 from skipstone.cli.options import OptionGroup, argument, option
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 3
 """The exit code if the output is whole and some of its lines hold an error."""
-Report = Callable[[int, int], None]
-"""Called with the number of answers so far, and how many of them are errors."""
 
 
 @dataclass(frozen=True)
@@ -99,31 +96,15 @@ def _journal_named_after_interrupt(output: Path) -> Iterator[None]:
 def _answer(chosen: "ModelSettings", output: Path, lines: "RequestFile", actors: ActorOptions) -> int:
     """Answer all lines. Returns how many answers are errors."""
     from skipstone.serving.batch_files import batch, ray_batch
+    from skipstone.utils.progress import progress_bar
 
-    if actors.ray:
-        ray_options = ray_batch.RayOptions(actors.address, actors.actors, actors.cpus_per_actor)
-        with _progress(len(lines)) as progress:
-            return ray_batch.run(chosen, ray_options, output, lines, progress)
-    loaded = chosen.load()
-    with _progress(len(lines)) as progress:
-        return batch.run(loaded, output, lines, progress)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Report]:
-    """On a terminal a bar with the time left; elsewhere nothing."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = terminal.console(stderr=True)
-    errors = TextColumn("{task.fields[failed]} errors,")
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("lines,"), errors, TimeElapsedColumn(), TextColumn("left:"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = None
+    loaded = None if actors.ray else chosen.load()
+    with progress_bar("answers", len(lines)) as update:
 
         def report(done: int, failed: int) -> None:
-            nonlocal task
-            if task is None:  # answers of an earlier run say nothing of the speed
-                task = progress.add_task("", total=total, completed=done, failed=failed)
-            progress.update(task, completed=done, failed=failed)
+            update(done, f"answers, {failed} errors")
 
-        yield report
+        if loaded is not None:
+            return batch.run(loaded, output, lines, report)
+        ray_options = ray_batch.RayOptions(actors.address, actors.actors, actors.cpus_per_actor)
+        return ray_batch.run(chosen, ray_options, output, lines, report)

@@ -1,12 +1,12 @@
 """`skipstone check`: does a method write what the model alone would write, here and now?"""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from skipstone.cli import terminal
 from skipstone.cli.errors import DEFECT, one_line
 from skipstone.cli.method_options import MethodOptions
 from skipstone.cli.model_options import ModelOptions
@@ -54,7 +54,7 @@ def check(
     if as_json:
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
         document |= {"dtype": report.dtype, "device": report.device, "engine": ModelRunner(loaded).engine.name}
-        print(json.dumps({**document, "findings": [finding.report() for finding in report.findings]}))
+        terminal.print_json({**document, "findings": [finding.report() for finding in report.findings]})
     else:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"
         print(f"{report.method['method']}, {report.dtype} on {report.device}: {verdict}")

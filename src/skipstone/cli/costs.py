@@ -1,6 +1,5 @@
 """`skipstone costs`: what a plain step, a pass over n tokens and a draft step cost here, for a model on its engine."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -33,30 +32,30 @@ def costs(
     if as_json:
         about = {"kind": "skipstone-costs", "model": model.name, "key": stored.key, "measured": stored.measured}
         about |= {"seconds": stored.seconds, "fresh": stored.fresh, "path": None if stored.path is None else str(stored.path)}
-        print(json.dumps({**about, **asdict(stored.costs)}))
+        terminal.print_json({**about, **asdict(stored.costs)})
     else:
         show_costs(model.name, stored)
 
 
 def show_costs(name: str, stored: "StoredCosts") -> None:
     """Per batch size a table of passes and draft steps, and a line of further costs."""
-    console = terminal.console()
     key = stored.key
-    console.print(f"{name}, {key['dtype'].removeprefix('torch.')}, engine {key['engine']}: {key['detail']}", soft_wrap=True)
+    print(f"{name}, {key['dtype'].removeprefix('torch.')}, engine {key['engine']}: {key['detail']}")
     for costs in stored.costs.batches:
         rate = costs.batch / costs.plain
-        console.print(f"\nbatch {costs.batch}: a plain step {1000 * costs.plain:.2f} ms, {rate:.0f} tokens/s", soft_wrap=True)
-        table = terminal.figure_table("", "n", "ms", "plain steps")
-        for what, unit, curve in (("score", "tokens", costs.scoring), ("draft step", "layers", costs.exits)):
-            for n in curve.places:
-                table.add_row(what, f"{n} {unit}", f"{1000 * curve(n):.3f}", f"{curve(n) / costs.plain:.2f}")
-        console.print(table)
+        print(f"\nbatch {costs.batch}: a plain step {1000 * costs.plain:.2f} ms, {rate:.0f} tokens/s")
+        rows = [
+            (what, f"{n} {unit}", f"{1000 * curve(n):.3f}", f"{curve(n) / costs.plain:.2f}")
+            for what, unit, curve in (("score", "tokens", costs.scoring), ("draft step", "layers", costs.exits))
+            for n in curve.places
+        ]
+        terminal.print_table(("", "n", "ms", "plain steps"), rows)
         rest = {"rest of a step": costs.fixed, "beginning a chain": costs.chain, "an attention left out saves": costs.attention}
         rest |= {"an MLP": costs.mlp, "100 tokens of context": 100 * costs.context_slope(1)}
         rest |= {f"a draft step of draft model {name[:8]}": seconds for name, seconds in costs.draft_models.items()}
         line = "; ".join(f"{what} {1000 * seconds:.3f} ms" for what, seconds in rest.items())
-        console.print(f"{line}; behind {costs.context} tokens, spread {100 * costs.spread:.0f} %", soft_wrap=True)
+        print(f"{line}; behind {costs.context} tokens, spread {100 * costs.spread:.0f} %")
     if any(costs.busy for costs in stored.costs.batches):
-        console.print("\nThe machine was busy, so all times are too long: --again measures anew.", soft_wrap=True)
+        print("\nThe machine was busy, so all times are too long: --again measures anew.")
     where = "stored nowhere: the cache folder cannot be written" if stored.path is None else f"stored in {stored.path}"
-    console.print(f"\nmeasured {stored.measured} in {stored.seconds:.1f} s, {where}", soft_wrap=True)
+    print(f"\nmeasured {stored.measured} in {stored.seconds:.1f} s, {where}")

@@ -1,6 +1,5 @@
 """`skipstone demo`: the same prompts decoded plainly and with LayerSkip, side by side, and by transformers, in one process."""
 
-import json
 import os
 import re
 import shutil
@@ -93,7 +92,7 @@ def demo(
         picture = recorder.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
     if as_json:
-        print(json.dumps({"method": {"method": method.name, **method.settings}, "scenes": scenes}))
+        terminal.print_json({"method": {"method": method.name, **method.settings}, "scenes": scenes})
     else:
         console.print(NEXT.format(program=_program()), soft_wrap=True)
 

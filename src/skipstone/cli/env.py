@@ -1,12 +1,10 @@
 """`skipstone env`: what a bug report needs. Nothing in it identifies the machine or its user."""
 
-import json
 import os
 import platform
 from typing import Any
 
-import typer
-
+from skipstone.cli import terminal
 from skipstone.cli.options import AS_JSON
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate")
@@ -16,12 +14,12 @@ def env(as_json: bool = AS_JSON) -> None:
     """Versions, processor, threads, GPUs and memory, for a bug report."""
     facts = collect_facts()
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        terminal.print_json(facts, indent=2)
         return
     width = max(map(len, facts))
     for name, value in facts.items():
         shown = "; ".join(map(str, value)) if isinstance(value, list) else value
-        typer.echo(f"{name:{width}}  {'none' if shown in (None, '') else shown}")
+        print(f"{name:{width}}  {'none' if shown in (None, '') else shown}")
 
 
 def collect_facts() -> dict[str, Any]:

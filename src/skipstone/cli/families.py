@@ -1,7 +1,5 @@
 """`skipstone families`: every model type of transformers that writes text, whether skipstone decodes it, and why not."""
 
-import json
-
 import typer
 
 from skipstone.cli import terminal
@@ -30,16 +28,11 @@ def families(
                 "`skipstone families` lists those that it has"
             )
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        terminal.print_json(rows, indent=2)
     elif markdown:
         typer.echo(markdown_table(rows))
     else:
-        from rich.table import Table
-
-        table = Table(*COLUMNS)
-        for row in rows:
-            table.add_row(*(row[column] for column in COLUMNS))
-        terminal.console().print(table)
+        terminal.print_table(COLUMNS, ([row[column] for column in COLUMNS] for row in rows), has_rules=True)
 
 
 def markdown_table(rows: list[dict[str, str]]) -> str:

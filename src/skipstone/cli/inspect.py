@@ -1,12 +1,11 @@
 """`skipstone inspect`: what every layer already knows of a text, and where an early exit would pay."""
 
-import json
 import sys
 import time
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skipstone.cli import terminal
 from skipstone.cli.files import expect_readable, expect_writable
@@ -69,7 +68,7 @@ def _look_through_layers(
         document = {"kind": "skipstone-inspect", "model": model.name, "dtype": dtype, "device": str(loaded.device)}
         document |= {"engine": engine.name, "quantize": engine.quantize}
         document |= {"prompts": texts, "texts": final, "top_texts": words, **asdict(lens)}
-        print(json.dumps(document if head_lens is None else {**document, "heads": asdict(head_lens)}))
+        terminal.print_json(document if head_lens is None else {**document, "heads": asdict(head_lens)})
         return
     show_layers(lens)
     if head_lens is not None:
@@ -89,39 +88,29 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     if as_json:
         decisions = [
             {
-                "position": plan.position,
-                "tokens": plan.tokens,
+                **{name: getattr(plan, name) for name in ("position", "tokens")},
                 "same": plan.is_same,
-                "kind": plan.again.kind,
-                "reason": plan.again.reason,
+                **{name: getattr(plan.again, name) for name in ("kind", "reason")},
                 "plain_steps_lost": plan.lost,
             }
             for plan in plans
         ]
-        print(json.dumps({"kind": "skipstone-replay", "decisions": decisions, "same": same}))
+        terminal.print_json({"kind": "skipstone-replay", "decisions": decisions, "same": same})
         return
-    table = terminal.figure_table("at token", "steps", "drafter", "tokens", "because")
-    for (kind, reason), members in groupby(plans, lambda plan: (plan.again.kind, plan.again.reason)):
-        group = list(members)
-        table.add_row(str(group[0].position), *_sums(group, kind), reason)
-    terminal.console().print(table)
-    terminal.console().print(_losses(plans))
+    groups = [(*key, list(members)) for key, members in groupby(plans, lambda plan: (plan.again.kind, plan.again.reason))]
+    rows = [(group[0].position, *_sums(group, kind), reason) for kind, reason, group in groups]
+    terminal.print_table(("at token", "steps", "drafter", "tokens", "because"), rows)
+    kinds = {kind: [plan for plan in plans if plan.again.kind == kind] for kind in {plan.again.kind for plan in plans}}
+    losses = {kind: sum(plan.lost for plan in group) for kind, group in kinds.items()}
+    ranked = sorted(kinds, key=lambda kind: -losses[kind])
+    rows = [(kind, len(kinds[kind]), *_sums(kinds[kind]), f"{losses[kind]:.1f}") for kind in ranked]
+    terminal.print_table(("drafter", "plans", "steps", "tokens", "plain steps lost"), rows)
     print(f"{same} of {len(plans)} decisions are as recorded{_durations(plans) if plans else ''}")
 
 
 def _sums(plans: "list[ReplayedDecision]", *between: str) -> tuple[str, ...]:
     """Steps and tokens of some plans, as cells of a table."""
     return str(sum(plan.steps for plan in plans)), *between, f"{sum(plan.tokens for plan in plans):g}"
-
-
-def _losses(plans: "list[ReplayedDecision]") -> Any:
-    """What each kind of decision lost compared with plain decoding, the largest loss first."""
-    table = terminal.figure_table("drafter", "plans", "steps", "tokens", "plain steps lost")
-    kinds = {kind: [plan for plan in plans if plan.again.kind == kind] for kind in {plan.again.kind for plan in plans}}
-    losses = {kind: sum(plan.lost for plan in group) for kind, group in kinds.items()}
-    for kind in sorted(kinds, key=lambda kind: -losses[kind]):
-        table.add_row(kind, str(len(kinds[kind])), *_sums(kinds[kind]), f"{losses[kind]:.1f}")
-    return table
 
 
 def _durations(plans: "list[ReplayedDecision]") -> str:
@@ -135,37 +124,28 @@ def _durations(plans: "list[ReplayedDecision]") -> str:
 
 def show_layers(lens: "Lens") -> None:
     """A line per layer, and the best exit."""
-    table = terminal.figure_table(
-        "layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain"
-    )
-    best = max(lens.expected, key=lambda one: one.speed_up, default=None)
-    for index, agreement in enumerate(lens.agreement):
-        exit_figures = lens.expected[index] if index < len(lens.expected) else None
-        table.add_row(
-            str(index + 1),
-            f"{agreement:.2f}",
-            f"{sum(first <= index + 1 for first in lens.first) / len(lens.first):.2f}",
-            f"{lens.similarity[index]:.3f}",
-            f"{1000 * lens.costs.layers[index]:.2f}",
-            "" if exit_figures is None else str(exit_figures.num_speculative_tokens),
-            "" if exit_figures is None else f"{exit_figures.speed_up:.2f}{' *' if exit_figures is best else ''}",
-        )
-    console = terminal.console()
-    console.print(table)
+    best, rows = max(lens.expected, key=lambda one: one.speed_up, default=None), []
+    for layer, (agreement, similarity, seconds, exit_) in enumerate(
+        zip_longest(lens.agreement, lens.similarity, lens.costs.layers, lens.expected), 1
+    ):
+        final = sum(first <= layer for first in lens.first) / len(lens.first)
+        pays = ("", "") if exit_ is None else (exit_.num_speculative_tokens, f"{exit_.speed_up:.2f}{' *' * (exit_ is best)}")
+        rows.append((layer, f"{agreement:.2f}", f"{final:.2f}", f"{similarity:.3f}", f"{1000 * seconds:.2f}", *pays))
+    titles = ("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain")
+    terminal.print_table(titles, rows)
     if best is not None and best.speed_up > 1:
-        console.print(
+        print(
             f'LayerSkip would pay most with --method "layerskip exit_layer={best.exit_layer} '
             f'num_speculative_tokens={best.num_speculative_tokens}": {best.speed_up:.2f} x plain decoding, were agreement '
             f"{best.agreement:.2f} at every token."
         )
     else:
-        console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
+        print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
 
 
 def show_heads(lens: "HeadLens") -> None:
     """A line per exit: as the model's own head reads it, and as the exit head does."""
-    table = terminal.figure_table("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head")
-    columns = (lens.own.divergence, lens.trained.divergence, lens.own.agreement, lens.trained.agreement)
-    for layer, *figures in zip(lens.layers[:-1], *(column[:-1] for column in columns), strict=True):
-        table.add_row(str(layer), *(f"{value:.3f}" for value in figures[:2]), *(f"{value:.2f}" for value in figures[2:]))
-    terminal.console().print(table)
+    figures = (lens.own.divergence, lens.trained.divergence, lens.own.agreement, lens.trained.agreement)
+    columns = [[f"{value:.{digits}f}" for value in column] for column, digits in zip(figures, (3, 3, 2, 2), strict=True)]
+    rows = [*zip(lens.layers, *columns, strict=True)][:-1]  # the last layer is no exit
+    terminal.print_table(("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head"), rows)

@@ -26,15 +26,13 @@ def methods(
 
     rows = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]
     if as_json:
-        typer.echo(json.dumps(rows if name is None else rows[0], indent=2))
+        terminal.print_json(rows if name is None else rows[0], indent=2)
     elif name is None:
-        from rich.table import Table
-
-        table = Table("method", "text", "paper", "settings")
+        cells = []
         for method in rows:
             shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
-            table.add_row(method["name"], TEXT[method["lossless"]], method["paper"] or "-", shown or "-")
-        terminal.console().print(table)
+            cells.append((method["name"], TEXT[method["lossless"]], method["paper"] or "-", shown or "-"))
+        terminal.print_table(("method", "text", "paper", "settings"), cells, has_rules=True)
     else:
         _explain(rows[0])
 

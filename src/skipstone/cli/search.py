@@ -1,14 +1,12 @@
 """`skipstone search MODEL`: a layer set to draft with, found by measurement within a time, written into a profile."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from skipstone.cli import terminal
 from skipstone.cli.files import expect_writable
 from skipstone.cli.model_options import ModelOptions, expect_model
 from skipstone.cli.options import option
@@ -42,12 +40,24 @@ def search(
     expect_model(model.model)
     from skipstone.lab.search import search as searching
     from skipstone.methods.drafting.layer_sets import save_profile
+    from skipstone.utils.progress import progress_bar
 
     loaded, tokenizer = model.load()
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
     prompts = encode_texts(texts, tokenizer)
     settings = searching.SearchSettings(prompts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
-    with _progress(budget_seconds) as report:
+    fastest, on_terminal = 0.0, sys.stderr.isatty()
+    with progress_bar("searching", budget_seconds) as update:
+
+        def report(result: "SearchResult", seconds: float) -> None:
+            """Show the best so far; without a terminal, only if it is a better one."""
+            nonlocal fastest
+            speed = (result.best and result.best.speed) or 0.0
+            update(seconds, f"searching: {len(result.trials)} sets" + (f", best {speed:.2f} x" if speed else ""))
+            if speed > fastest and not on_terminal:
+                typer.echo(f"{seconds:.0f} s: {speed:.2f} x after {len(result.trials)} sets", err=True)
+            fastest = max(fastest, speed)
+
         result = searching.search(loaded, settings, budget_seconds, out.with_name(out.name + ".trials"), report)
     best = result.best
     if best is None:
@@ -74,28 +84,6 @@ def _show_best(result: "SearchResult", best: "LayerSetResult", out: Path, num_sp
     is_default = num_speculative_tokens == SelfSpeculative.num_speculative_tokens
     more = "" if is_default else f" num_speculative_tokens={num_speculative_tokens}"
     typer.echo(f'skipstone generate ... --method "self_speculative profile={spell_value(str(out))}{more}"')
-
-
-@contextmanager
-def _progress(budget_seconds: float) -> Iterator[Callable[["SearchResult", float], None]]:
-    """On a terminal a bar of the budget with the best so far; elsewhere a line for every better set."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console, fastest = terminal.console(stderr=True), 0.0
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("searching", total=budget_seconds)
-
-        def report(result: "SearchResult", seconds: float) -> None:
-            nonlocal fastest
-            speed = (result.best and result.best.speed) or 0.0
-            line = f"searching: {len(result.trials)} sets" + (f", best {speed:.2f} x" if speed else "")
-            bar.update(task, completed=seconds, description=line)
-            if speed > fastest and not console.is_terminal:
-                typer.echo(f"{seconds:.0f} s: {speed:.2f} x after {len(result.trials)} sets", err=True)
-            fastest = max(fastest, speed)
-
-        yield report
 
 
 def _draw_curve(result: "SearchResult", path: Path) -> None:

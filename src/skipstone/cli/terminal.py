@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from skipstone.cli.errors import one_line, process_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
@@ -44,13 +43,13 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
 
 
-def print_json(document: Any) -> None:
+def print_json(document: Any, indent: int | None = None) -> None:
     """One JSON document on stdout. Characters are escaped if stdout cannot show them."""
-    text = json.dumps(document, ensure_ascii=False)
+    text = json.dumps(document, ensure_ascii=False, indent=indent)
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
-        text = json.dumps(document)
+        text = json.dumps(document, indent=indent)
     print(text)
 
 
@@ -71,13 +70,16 @@ def console(stderr: bool = False) -> "Console":
     return made
 
 
-def figure_table(*titles: str) -> "Table":
-    """A table of figures without rules between its rows."""
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]], has_rules: bool = False) -> None:
+    """A table on stdout. has_rules: for texts; a table of figures has no rules between its rows and is aligned at the right."""
     from rich import box
     from rich.table import Column, Table
 
-    columns = (Column(title, justify="right") for title in titles)
-    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    figures: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}
+    table = Table(*titles) if has_rules else Table(*(Column(title, justify="right") for title in titles), **figures)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console().print(table)
 
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}

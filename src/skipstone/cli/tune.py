@@ -1,6 +1,5 @@
 """`skipstone tune`: what drafts best on a user's own prompts, found by decoding them, and kept for every later run."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,20 +51,19 @@ def tune(
     if as_json:
         document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": result.plain_seconds, "candidates": [asdict(one) for one in result.candidates]}
-        print(json.dumps({**document, "stats": result.stats.summary()}))
+        terminal.print_json({**document, "stats": result.stats.summary()})
     else:
         show_candidates(model.name, result, about["recommendation"], path)
 
 
 def show_candidates(name: str, result: "TuningResult", recommendation: str, path: Path | None) -> None:
     """A line per candidate, and what to do."""
-    console = terminal.console()
-    console.print(f"{name}: {result.texts} texts, a plain step takes {1000 * result.plain_seconds:.2f} ms", soft_wrap=True)
-    table = terminal.figure_table("candidate", "x plain", "acceptance", "a draft step, plain steps", "turns")
+    print(f"{name}: {result.texts} texts, a plain step takes {1000 * result.plain_seconds:.2f} ms")
+    rows = []
     for one in result.candidates:
         figures = ("-" if value is None else f"{value:.2f}" for value in (one.acceptance, one.draft_step))
-        table.add_row(one.name, f"{one.rate:.2f}", *figures, str(one.turns))
-    console.print(table)
-    console.print(recommendation, soft_wrap=True)
+        rows.append((one.name, f"{one.rate:.2f}", *figures, one.turns))
+    terminal.print_table(("candidate", "x plain", "acceptance", "a draft step, plain steps", "turns"), rows)
+    print(recommendation)
     if path is not None:
-        console.print(f"saved in {path}", soft_wrap=True)
+        print(f"saved in {path}")

@@ -8,15 +8,12 @@ prompt in shuffled order.
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -36,6 +33,7 @@ from skipstone.lab.timing import machine
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, warm_up
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
+from skipstone.utils.progress import progress_bar
 
 Say = Callable[[str], None]  # reports progress to a user
 REDUCTION = 3  # one in so many candidates survives a rung
@@ -188,7 +186,7 @@ def measure_task(
         longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
-        with progress(f"{task_run.model}, {task_run.task.name}", wanted - counted) as step:
+        with progress_bar(f"{task_run.model}, {task_run.task.name}", wanted - counted, announce=True) as step:
             for index, one in enumerate(report):
                 if counted == wanted:
                     return
@@ -216,7 +214,7 @@ def measure_exits(
     if not pairs:
         say(f"{task_run.task.name}: no perplexity, its records hold no answers")
         return
-    with progress(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs)) as step:
+    with progress_bar(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs), announce=True) as step:
         statistics = exit_statistics(model, pairs, step)
     journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **statistics})
 
@@ -255,7 +253,8 @@ def _choose(
     known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in trials}
     options = task_run.options(task_run.plan.tune_tokens)
     warm_up(model, entry.candidates[:1], ids[0], options)
-    with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entry.label}", calls - len(known)) as step:
+    title = f"{task_run.model}, {task_run.task.name}: choosing settings of {entry.label}"
+    with progress_bar(title, calls - len(known), announce=True) as step:
 
         def call(candidate: int, prompt: int) -> tuple[int, float]:
             if (candidate, prompt) not in known:
@@ -319,18 +318,3 @@ def tune(
                 trial.seconds.append(seconds)
         trials.sort(key=lambda trial: (-len(trial.tokens), -trial.speed if trial.tokens else 0.0))
     return trials
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Progress on stderr: a bar on a terminal, one line elsewhere, nothing for total 0.
-
-    total: number of pieces of work. Yields a function to call after each.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    if total and not console.is_terminal:
-        console.print(f"{title}: {total}", highlight=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal or not total) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
