@@ -124,7 +124,7 @@ def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: P
     task = Task("t", DatasetLocation(None, ""), (), "", lambda record: [record["prompt"]], ScoreRule(score))
     one = TaskConversation("t 0", ("ab",), record={"prompt": "ab"})
     for tabs in (False, True):
-        run_ = TaskRun("m", 0, task, TaskSettings(tabs=tabs), PromptBuilder(None, False, 9), plan(folder))
+        run_ = TaskRun(Any, 0, task, TaskSettings(tabs=tabs), PromptBuilder(None, False, 9), plan(folder), Any)
         _score({"plain": PromptAnswers(texts=["\treturn 1"])}, one, run_)
     assert seen == ["\treturn 1", "    return 1"]
 

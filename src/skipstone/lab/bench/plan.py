@@ -190,30 +190,28 @@ def create_entries(specs: Sequence[MethodSpec], model: PreTrainedModel, tune: bo
 
     ValueError for settings that do not fit the model.
     """
-    entries, refused, runner = [], {}, ModelRunner(model)
+    entries, refused, depth = [], {}, ModelRunner(model).depth
     for spec in specs:
         name = spec["method"]
         given = {key: value for key, value in spec.items() if key not in NAMING}
-        every = choices({**(usual(name, runner.depth) if tune else {}), **given}, KINDS[name])
-        engines: list[Any]
+        every = choices({**(usual(name, depth) if tune else {}), **given}, KINDS[name])
+        engines: list[GenerationBackend]
         if name in PEERS:
             engines = [_create_peer(PEERS[name], settings, model) for settings in every]
-            if (reason := engines[0].refusal(model)) is not None:
-                refused[label(spec)] = reason
-                continue
-            for engine in engines:
-                engine.check(model)
         else:
             engines = [MethodBackend(resolve_for(model, {"method": name, **settings})) for settings in every]
-            for engine in engines:
-                engine.method.check(runner)
-            if len(engines) > 1 and not all(engine.lossless for engine in engines):
-                raise ValueError(
-                    f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
-                    "own with a label=..."
-                )
-        sampled, lossless = all(getattr(one, "sampled", True) for one in engines), all(one.lossless for one in engines)
-        entries.append(MethodEntry(label(spec), name, tuple(engines), sampled, lossless))
+        if (reason := engines[0].refusal(model)) is not None:
+            refused[label(spec)] = reason
+            continue
+        for engine in engines:
+            engine.check(model)
+        lossless = all(engine.lossless for engine in engines)
+        if name not in PEERS and len(engines) > 1 and not lossless:
+            raise ValueError(
+                f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
+                "own with a label=..."
+            )
+        entries.append(MethodEntry(label(spec), name, tuple(engines), engines[0].sampled, lossless))
     return entries, refused
 
 

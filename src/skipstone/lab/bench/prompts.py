@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
@@ -80,21 +80,41 @@ def fingerprint(prompts: PromptSplit) -> str:
 
 
 @dataclass(frozen=True)
-class TaskRun:
-    """A task of a plan on a model."""
+class BenchModel:
+    """A model under test."""
 
-    model: str
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None  # None for a synthetic model
+    synthetic: dict[str, Any] | None = None  # the report of a synthetic model
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A task of a plan on a model, whose lines go into a file."""
+
+    subject: BenchModel
     number: int  # the task's index in the plan; the same task may occur twice
     task: Task
     settings: TaskSettings
     builder: PromptBuilder
     plan: BenchPlan
+    journal: RunFile
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.subject.model
+
+    @property
+    def title(self) -> str:
+        """What progress and messages call it."""
+        return f"{self.subject.name}, {self.task.name}"
 
     def key(self) -> dict[str, Any]:
         """The beginning of its lines. question: a hash of the settings that change prompts or texts."""
         settings = {name: value for name, value in asdict(self.settings).items() if name not in NOT_ASKED}
         return {
-            "model": self.model,
+            "model": self.subject.name,
             "number": self.number,
             "task": self.task.name,
             "temperature": self.settings.temperature,
@@ -105,10 +125,16 @@ class TaskRun:
         """Number of prompts to report. `skip_looping` has more prompts than that."""
         return min(prompts, num_reported(self.settings, prompts)) if self.settings.skip_looping else prompts
 
-    def lines(self, journal: RunFile, kind: str) -> list[Line]:
+    def lines(self, kind: str) -> list[Line]:
         """Its lines of a kind."""
         key = self.key().items()
-        return [line for line in journal.lines_of(kind) if key <= line.items()]
+        return [line for line in self.journal.lines_of(kind) if key <= line.items()]
+
+    def add(self, kind: str, **values: Any) -> Line:
+        """Write a line of its own. Returns it."""
+        line = {"kind": kind, **self.key(), **values}
+        self.journal.add(line)
+        return line
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
         """Options of `model.generate` for its calls."""
@@ -181,11 +207,10 @@ def add_counts(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {name: add_counts(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
-def ask(
-    model: PreTrainedModel, engines: Mapping[str, GenerationBackend], one: TaskConversation, index: int, run: TaskRun
-) -> Line:
-    """Give one prompt to every engine, in rotating order, so that a machine that slows down slows all of them.
+def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: int, run: TaskRun) -> Line:
+    """Give one prompt to every engine and write its line.
 
+    The order of the engines rotates, so that a machine that slows down slows all of them.
     A second turn follows the first engine's answer, for all engines: they get the same prompts.
     """
     answers = {label: PromptAnswers() for label in engines}
@@ -200,23 +225,22 @@ def ask(
             cut += run.builder.cuts(one, said)
             first = (index + sample + turn) % len(labels)
             for label in labels[first:] + labels[:first]:
-                measurement = measure(model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
+                measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), answers[labels[0]].texts[-1]))
     _score(answers, one, run)
     if not all(engine.lossless for engine in engines.values()):
-        _add_log_likelihoods(model, answers)
-    return {
-        "kind": "prompt",
-        **run.key(),
-        "index": index,
-        "source": one.source,
-        "category": run.task.category(one.record),
-        "digest": one.digest,
-        "prompt_tokens": lengths,
-        "cut": cut,
-        "rows": {label: own.report() for label, own in answers.items()},
-    }
+        _add_log_likelihoods(run.model, answers)
+    return run.add(
+        "prompt",
+        index=index,
+        source=one.source,
+        category=run.task.category(one.record),
+        digest=one.digest,
+        prompt_tokens=lengths,
+        cut=cut,
+        rows={label: own.report() for label, own in answers.items()},
+    )
 
 
 def is_calm(line: Line) -> bool:
@@ -224,18 +248,19 @@ def is_calm(line: Line) -> bool:
     return all(row["repeated_share"] < LOOPING for row in line["rows"].values())
 
 
-def looping(model: PreTrainedModel, plain: GenerationBackend, one: TaskConversation, index: int, run: TaskRun) -> Line | None:
-    """The line of a prompt that is left out because plain greedy decoding repeats itself, or None.
+def is_looping(plain: GenerationBackend, one: TaskConversation, index: int, run: TaskRun) -> bool:
+    """Whether a prompt is left out because plain greedy decoding repeats itself. If so, a line says it.
 
     It repeats itself if the share of repeated n-grams over all turns is at least LOOPING.
     """
     options, said, answers = options_for(run.settings.max_new_tokens), list[Said](), PromptAnswers()
     for turn in range(len(one)):
         ids = run.builder.ids(one, said)
-        said.append((one.turn(turn), answers.add(measure(model, plain, ids, options, run.plan.seed), ids, run.builder)))
+        said.append((one.turn(turn), answers.add(measure(run.model, plain, ids, options, run.plan.seed), ids, run.builder)))
     if answers.repeated_share < LOOPING:
-        return None
-    return {"kind": "looping", **run.key(), "index": index, "digest": one.digest, "repeated_share": answers.repeated_share}
+        return False
+    run.add("looping", index=index, digest=one.digest, repeated_share=answers.repeated_share)
+    return True
 
 
 def _add_log_likelihoods(model: PreTrainedModel, answers: dict[str, PromptAnswers]) -> None:

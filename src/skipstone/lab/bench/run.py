@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from skipstone.engines.exit_statistics import ExitTally, layer_states
 from skipstone.engines.loading import BUNDLED, expect_config, load, usable_device
@@ -24,7 +24,7 @@ from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_entries, resolved
-from skipstone.lab.bench.prompts import PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, looping
+from skipstone.lab.bench.prompts import BenchModel, PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, is_looping
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
@@ -39,16 +39,6 @@ Say = Callable[[str], None]  # reports progress to a user
 REDUCTION = 3  # one in so many candidates survives a rung
 RUNG_PROMPTS = 2
 MAX_TRIALS = 20  # best candidates with their speed in the file
-
-
-@dataclass
-class BenchModel:
-    """A model under test."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None  # None for a synthetic model
-    synthetic: dict[str, Any] | None = None  # the report of a synthetic model
 
 
 def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
@@ -81,11 +71,11 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
                 if max_prompt_tokens < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
                 builder = PromptBuilder(tokenizer, settings.chat, max_prompt_tokens)
-                task_run = TaskRun(subject.name, number, task, settings, builder, plan)
-                measure_task(journal, model, task_run, entries, split, say)
+                task_run = TaskRun(subject, number, task, settings, builder, plan, journal)
+                measure_task(task_run, entries, split, say)
                 if plan.perplexity:
-                    measured = sorted({line["index"] for line in task_run.lines(journal, "prompt")})
-                    measure_exits(journal, model, task_run, [split[1][index] for index in measured], say)
+                    measured = sorted({line["index"] for line in task_run.lines("prompt")})
+                    measure_exits(task_run, [split[1][index] for index in measured], say)
     return path
 
 
@@ -165,13 +155,11 @@ def measure_prices(entries: Sequence[MethodEntry], runner: ModelRunner, say: Say
     return {"costs": asdict(found.costs.at(1)), "drafters": drafters}
 
 
-def measure_task(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entries: Sequence[MethodEntry], prompts: PromptSplit, say: Say
-) -> None:
+def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: PromptSplit, say: Say) -> None:
     """Run one task on one model: choose open settings, then measure all methods prompt by prompt."""
-    (spare, report), settings = prompts, task_run.settings
-    lines = task_run.lines(journal, "prompt")
-    done = {line["index"] for line in [*lines, *task_run.lines(journal, "looping")]}
+    (spare, report), settings, model = prompts, task_run.settings, task_run.model
+    lines = task_run.lines("prompt")
+    done = {line["index"] for line in [*lines, *task_run.lines("looping")]}
     counted = sum(is_calm(line) for line in lines) if settings.skip_looping else len(lines)
     wanted = task_run.num_wanted(len(report))
     if counted >= wanted:
@@ -182,21 +170,19 @@ def measure_task(
     if not taking:
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
-        engines = {entry.label: _choose(journal, model, task_run, entry, spare) for entry in taking}
+        engines = {entry.label: _choose(task_run, entry, spare) for entry in taking}
         longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
-        with progress_bar(f"{task_run.model}, {task_run.task.name}", wanted - counted, announce=True) as step:
+        with progress_bar(task_run.title, wanted - counted, announce=True) as step:
             for index, one in enumerate(report):
                 if counted == wanted:
                     return
                 if index in done:
                     continue
-                if settings.skip_looping and (line := looping(model, plain, one, index, task_run)) is not None:
-                    journal.add(line)
+                if settings.skip_looping and is_looping(plain, one, index, task_run):
                     continue
-                line = ask(model, engines, one, index, task_run)
-                journal.add(line)
+                line = ask(engines, one, index, task_run)
                 if not settings.skip_looping or is_calm(line):
                     counted += 1
                     step()
@@ -204,19 +190,17 @@ def measure_task(
         say(f"{task_run.task.name}: a method repeats itself on all prompts but {counted}, {wanted} are asked for")
 
 
-def measure_exits(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, prompts: Sequence[TaskConversation], say: Say
-) -> None:
+def measure_exits(task_run: TaskRun, prompts: Sequence[TaskConversation], say: Say) -> None:
     """Measure how well every exit predicts the task's answers, if its records have answers."""
-    if task_run.lines(journal, "exits"):
+    if task_run.lines("exits"):
         return
-    pairs = task_run.answers(prompts, ModelRunner(model).max_positions)
+    pairs = task_run.answers(prompts, ModelRunner(task_run.model).max_positions)
     if not pairs:
         say(f"{task_run.task.name}: no perplexity, its records hold no answers")
         return
-    with progress_bar(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs), announce=True) as step:
-        statistics = exit_statistics(model, pairs, step)
-    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **statistics})
+    with progress_bar(f"{task_run.title}: every exit's perplexity", len(pairs), announce=True) as step:
+        statistics = exit_statistics(task_run.model, pairs, step)
+    task_run.add("exits", prompts=len(pairs), **statistics)
 
 
 @torch.inference_mode()
@@ -236,39 +220,36 @@ def exit_statistics(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor
     return {"tokens": tally.tokens, "perplexity": [*tally.perplexity().values()], "agreement": [*tally.agreement().values()]}
 
 
-def _choose(
-    journal: RunFile, model: PreTrainedModel, task_run: TaskRun, entry: MethodEntry, spare: Sequence[TaskConversation]
-) -> GenerationBackend:
+def _choose(task_run: TaskRun, entry: MethodEntry, spare: Sequence[TaskConversation]) -> GenerationBackend:
     """An entry's best candidate, as the file says or measured now on spare prompts."""
     if len(entry.candidates) == 1:
         return entry.candidates[0]
-    key = {**task_run.key(), "method": entry.label}
-    trials, earlier = (
-        [line for line in task_run.lines(journal, kind) if line["method"] == entry.label] for kind in ("trial", "tuned")
-    )
+    kinds = "trial", "tuned"
+    trials, earlier = ([line for line in task_run.lines(kind) if line["method"] == entry.label] for kind in kinds)
     if earlier:
         return entry.candidates[earlier[0]["candidate"]]
     ids = [task_run.builder.ids(one) for one in spare]
     calls = sum(count * len(span) for count, span in rungs(len(entry.candidates), len(ids)))
     known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in trials}
     options = task_run.options(task_run.plan.tune_tokens)
+    model = task_run.model
     warm_up(model, entry.candidates[:1], ids[0], options)
-    title = f"{task_run.model}, {task_run.task.name}: choosing settings of {entry.label}"
+    title = f"{task_run.title}: choosing settings of {entry.label}"
     with progress_bar(title, calls - len(known), announce=True) as step:
 
         def call(candidate: int, prompt: int) -> tuple[int, float]:
             if (candidate, prompt) not in known:
                 found = measure(model, entry.candidates[candidate], ids[prompt], options, task_run.plan.seed + prompt)
                 tokens, seconds = known[candidate, prompt] = len(found.tokens), found.seconds
-                result = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
-                journal.add({"kind": "trial", **key, **result})
+                measured = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
+                task_run.add("trial", method=entry.label, **measured)
                 step()
             return known[candidate, prompt]
 
         tried = tune(entry.candidates, len(ids), task_run.plan.seed, call)
     best = tried[0]
     chosen = {"candidate": best.number, "chosen": best.engine.settings, "candidates": len(tried), "calls": calls}
-    journal.add({"kind": "tuned", **key, **chosen, "trials": [trial.report() for trial in tried[:MAX_TRIALS]]})
+    task_run.add("tuned", method=entry.label, **chosen, trials=[trial.report() for trial in tried[:MAX_TRIALS]])
     return best.engine
 
 

@@ -28,9 +28,9 @@ from skipstone.engines.choose_engine import attach
 from skipstone.engines.loading import usable_device
 from skipstone.hf import api
 from skipstone.lab.bench.plan import BenchPlan, resolved
-from skipstone.lab.bench.prompts import TaskRun
+from skipstone.lab.bench.prompts import BenchModel, TaskRun
 from skipstone.lab.bench.report.report import describe_calibration
-from skipstone.lab.bench.run import BenchModel, Say, enter, measure_task
+from skipstone.lab.bench.run import Say, enter, measure_task
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.tasks.task import DatasetLocation, Task
@@ -392,10 +392,11 @@ def run_surrogate(
             prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
         else:
             prompts = sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
-        entrants = enter(journal, BenchModel(plan.models[0], model, None, about), plan, say)
+        subject = BenchModel(plan.models[0], model, None, about)
+        entrants = enter(journal, subject, plan, say)
         task = Task("synthetic", DatasetLocation(None, ""), (), "none", lambda record: [])
-        task_run = TaskRun(plan.models[0], 0, task, settings, PromptBuilder(None, False, settings.prompt_tokens), plan)
-        measure_task(journal, model, task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
+        task_run = TaskRun(subject, 0, task, settings, PromptBuilder(None, False, settings.prompt_tokens), plan, journal)
+        measure_task(task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
     return path
 
 

@@ -8,10 +8,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,38 +48,60 @@ class GeneratedOutput:
     ended_at: float | None = None  # time of the last token; None if nothing was done after it
 
 
-class GenerationBackend(Protocol):
-    """Something that decodes."""
+@dataclass(frozen=True)
+class GenerationBackend:
+    """Something that decodes. The fields of subclasses are what can be set."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What to print of it."""
-        ...
+    name: ClassVar[str]
+    sampled: ClassVar[bool] = True  # it can sample
+    long_warm_up: ClassVar[bool] = False  # warm it up with as many tokens as the task has
+    elsewhere: ClassVar[bool] = False  # it runs in another process, whose memory is not counted
 
     @property
     def lossless(self) -> bool:
         """Whether its text is the model's own."""
-        ...
+        return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """ValueError for settings that are impossible, or do not fit the model."""
+
+    def refusal(self, model: PreTrainedModel) -> str | None:
+        """The reason why this model cannot be decoded so, or None."""
+        return None
+
+    def known(self, model: PreTrainedModel) -> dict[str, Any] | None:
+        """What it has learnt about a model, or None."""
+        return None
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         """Continue a prompt [1, T] under options of `model.generate`. seed: for engines with random numbers of their own;
         torch's generator is seeded by the caller."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class MethodBackend:
+class MethodBackend(GenerationBackend):
     """One of our methods as a backend."""
 
     method: Method
 
     @property
+    def lossless(self) -> bool:
+        return self.method.lossless
+
+    @property
     def settings(self) -> dict[str, Any]:
         return self.method.settings
 
-    @property
-    def lossless(self) -> bool:
-        return self.method.lossless
+    def check(self, model: PreTrainedModel) -> None:
+        self.method.check(ModelRunner(model))
+
+    def known(self, model: PreTrainedModel) -> dict[str, Any] | None:
+        return self.method.report(model) or None
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         stats, tokens, first_at = Stats(), [], None
@@ -136,22 +158,18 @@ def measure(
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that drafting does not pay is visible in the table
         torch.manual_seed(seed)
-        before = _known(engine, model)
-        counted = not getattr(engine, "elsewhere", False) and _forget_peak(model.device)
+        before = engine.known(model)
+        counted = not engine.elsewhere and _forget_peak(model.device)
         synchronise(model.device)
         began = time.perf_counter()
         emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
         synchronise(model.device)
         seconds = (time.perf_counter() if emitted.ended_at is None else emitted.ended_at) - began
     most = _peak(model.device) if counted else None
-    known = _known(engine, model)
+    known = engine.known(model)
     first = None if emitted.first_at is None else emitted.first_at - began
     grown = growth(before or {}, known) if known else None
     return Measurement(emitted.tokens, seconds, emitted.stats, first, emitted.setup_seconds, most, known, grown)
-
-
-def _known(engine: GenerationBackend, model: PreTrainedModel) -> dict[str, Any] | None:
-    return (engine.method.report(model) or None) if isinstance(engine, MethodBackend) else None
 
 
 def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt: Tensor, options: Mapping[str, Any]) -> None:
@@ -168,7 +186,7 @@ def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt
         slots = len(prompt) + options["max_new_tokens"] + MAX_SCRATCH_SLOTS
         runner.engine.warm_up(1, slots, kv_dtype=runner.kv_dtype)
     for engine in engines:
-        measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
+        measure(model, engine, prompt, options if engine.long_warm_up else few, seed=0)
     gc.collect()
     gc.freeze()
 

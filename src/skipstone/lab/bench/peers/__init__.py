@@ -2,8 +2,8 @@
 
 from skipstone.lab.bench.peers.ggml import LlamaCpp
 from skipstone.lab.bench.peers.hf import DraftAlone, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
-from skipstone.lab.bench.peers.peer import Peer
+from skipstone.lab.timing.measure import GenerationBackend
 
-PEERS: dict[str, type[Peer]] = {
+PEERS: dict[str, type[GenerationBackend]] = {
     kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone, LlamaCpp)
 }

@@ -11,7 +11,7 @@ from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, speed
 from skipstone.lab.bench.report.report import load
-from skipstone.lab.bench.report.tables import NONE, Table, table_of
+from skipstone.lab.bench.report.tables import NONE, Table
 from skipstone.lab.bench.run_file import Line
 from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
 
@@ -129,17 +129,11 @@ def _speed_ratio(pairs: RowPairs) -> PooledRate:
 
 def table(changes: Sequence[MethodChange], tolerance: float) -> Table:
     """One row per change; the last column lists what is worse."""
-    rows = [
-        {
-            "run": change.title,
-            "method": change.label,
-            "prompts": str(change.prompts),
-            "x tokens/s": str(change.speed),
-            "x yardstick": str(change.relative or NONE),
-            "same texts": f"{change.same}/{change.prompts}",
-            "score": ", ".join(f"{name} {mean.value:+.3f}" for name, mean in change.scores.items()) or NONE,
-            "": "; ".join(change.regressions(tolerance)),
-        }
-        for change in changes
-    ]
-    return table_of("second run against the first", rows)
+    titles = ("run", "method", "prompts", "x tokens/s", "x yardstick", "same texts", "score", "")
+    rows = []
+    for change in changes:
+        speeds = str(change.speed), str(change.relative or NONE)
+        scores = ", ".join(f"{name} {mean.value:+.3f}" for name, mean in change.scores.items()) or NONE
+        same, worse = f"{change.same}/{change.prompts}", "; ".join(change.regressions(tolerance))
+        rows.append((change.title, change.label, str(change.prompts), *speeds, same, scores, worse))
+    return Table("second run against the first", titles, rows)

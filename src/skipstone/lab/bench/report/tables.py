@@ -7,12 +7,14 @@ Tables 1 to 5). They are over all prompts.
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import add_counts
 from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup, tokens_per_second
+from skipstone.lab.bench.run_file import Line
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.policy.cost_model import StepCosts
@@ -49,11 +51,6 @@ class Table:
     def csv(self) -> str:
         """The table with its title in the first column."""
         return _csv([["table", *self.columns], *([self.title, *row] for row in self.rows)])
-
-
-def table_of(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """A table of rows with the same columns. rows: column -> cell."""
-    return Table(title, [*rows[0]] if rows else [], [[*row.values()] for row in rows])
 
 
 def _csv(rows: Iterable[Iterable[Any]]) -> str:
@@ -117,8 +114,8 @@ def _figure(name: str, digits: int = 2) -> Cell:
     return lambda figures: number(figures.get(name), digits)
 
 
-def _optional(cell: Cell, figures: Figures | None) -> str:
-    return NONE if figures is None else cell(figures)
+def _percent(name: str, digits: int = 0, unit: str = " %") -> Cell:
+    return lambda figures: percent(figures.get(name), digits, unit)
 
 
 COLUMNS: dict[str, Cell] = {
@@ -138,7 +135,7 @@ COLUMNS: dict[str, Cell] = {
     "repeats": _figure("repeated_share"),
     "TTFT ms": _figure("ttft_ms", 1),
     "TPOT ms": _figure("tpot_ms", 1),
-    "peak MiB": lambda figures: number(figures["peak_memory"] and figures["peak_memory"] / 2**20, 0),
+    "peak MiB": lambda figures: number(figures.get("peak_memory") and figures["peak_memory"] / 2**20, 0),
     "ceiling": _figure("share_of_ceiling"),
 }
 ACROSS_TASKS: dict[str, dict[str, Cell]] = {
@@ -165,39 +162,43 @@ ACROSS_TASKS: dict[str, dict[str, Cell]] = {
 """Layout -> the cells that every method has for every task. {n} stands for the number of prompts."""
 DRAFT_LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
 """Names of the draft tokens per step among the settings of methods."""
+NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}}
+METHOD: dict[str, Cell] = {"method": lambda figures: figures["name"]}
+BY_METHOD: dict[str, dict[str, Cell]] = {
+    "own": {**METHOD, **COLUMNS, "x plain, all": lambda f: _speedup()(f["all"])},
+    # LayerSkip's Tables 3 to 6 and 11
+    "layerskip": {
+        "Generation": METHOD["method"],
+        "E": lambda f: str(f["settings"].get("exit_layer", NONE)),
+        "d": lambda f: next((str(f["settings"][name]) for name in DRAFT_LENGTHS if name in f["settings"]), NONE),
+        "Score": _scores,
+        "Token Acc.": _percent("acceptance_rate", 1, "%"),
+        "Tokens per Sec.": COLUMNS["tokens/s"],
+        "Time per Token (ms)": lambda f: number(1000 / f["tokens_per_second"], 1),
+        "Speedup": _speedup(unit="x"),
+    },
+}
+"""Layout -> the cells that every method has in a table of its group. `all` has the figures over all prompts."""
 
 
-def _own(group: MeasurementGroup) -> Table:
-    """All figures over the headline's prompts, and the speed-up over all prompts."""
-    rows = []
+def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict[str, Any]:
+    """What cells know of a method: its name, and its figures over some lines."""
+    return {"name": group.display_name(label), **(group.figures(label, lines) or NO_FIGURES)}
+
+
+def _table(group: MeasurementGroup, about: str, cells: Mapping[str, Cell], rows: Iterable[Figures]) -> Table:
+    """A further table of a group, over all prompts."""
+    title = f"{group.subject}, {group.name}: {about}"
+    return Table(title, [*cells], [[cell(row) for cell in cells.values()] for row in rows])
+
+
+def _by_method(group: MeasurementGroup, layout: str) -> Table:
+    """A row per method: our own layout over the headline's prompts, LayerSkip's over the prompts that are shown."""
+    lines, rows = group.headline() if layout == "own" else group.shown_lines(), list[Figures]()
     for label in group.labels:
-        figures = group.figures(label, group.headline())
-        cells = {name: _optional(cell, figures) for name, cell in COLUMNS.items()}
-        if figures is None:
-            cells["n"] = "0"
-        rows.append({"method": group.display_name(label), **cells, "x plain, all": _speedup()(group.over_all(label))})
-    return table_of(group.title, rows)
-
-
-def _layerskip(group: MeasurementGroup) -> Table:
-    """The layout of LayerSkip's Tables 3 to 6 and 11."""
-    rows = []
-    for label in group.labels:
-        figures, settings = group.figures(label, group.shown_lines()), group.settings(label)
-        assert figures is not None
-        rows.append(
-            {
-                "Generation": group.display_name(label),
-                "E": str(settings.get("exit_layer", NONE)),
-                "d": next((str(settings[name]) for name in DRAFT_LENGTHS if name in settings), NONE),
-                "Score": _scores(figures),
-                "Token Acc.": percent(figures.get("acceptance_rate"), 1, "%"),
-                "Tokens per Sec.": number(figures["tokens_per_second"], 1),
-                "Time per Token (ms)": number(1000 / figures["tokens_per_second"], 1),
-                "Speedup": _speedup(unit="x")(figures),
-            }
-        )
-    return table_of(group.title, rows)
+        more = {"all": group.over_all(label)} if layout == "own" else {"settings": group.settings(label)}
+        rows.append(_figures(group, label, lines) | more)
+    return replace(_table(group, "", BY_METHOD[layout], rows), title=group.title)
 
 
 def _across_tasks(groups: Sequence[MeasurementGroup], layout: str) -> Table:
@@ -209,10 +210,9 @@ def _across_tasks(groups: Sequence[MeasurementGroup], layout: str) -> Table:
     for label in dict.fromkeys(label for group in groups for label in group.labels):
         row = [("Methods", next(group.display_name(label) for group in groups if label in group.labels))]
         for group in groups:
-            figures, calm = group.figures(label, group.shown_lines()), len(group.headline())
+            figures, calm = _figures(group, label, group.shown_lines()), len(group.headline())
             prompts = f"n = {calm}" if calm else f"all {len(group.lines)}, every one loops"
-            cells = ACROSS_TASKS[layout].items()
-            row += [(f"{group.name} {name.format(n=prompts)}", _optional(cell, figures)) for name, cell in cells]
+            row += [(f"{group.name} {name.format(n=prompts)}", cell(figures)) for name, cell in ACROSS_TASKS[layout].items()]
         for t, parts in by_temperature.items():
             pairs = [pair for group in parts for pair in group.pairs_with_plain(label, group.shown_lines())]
             own, plain = map(tokens_per_second, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
@@ -226,15 +226,17 @@ def _across_tasks(groups: Sequence[MeasurementGroup], layout: str) -> Table:
 def _by_category(group: MeasurementGroup) -> Table:
     """Speed-ups over plain decoding, categories down: prompts that do not loop, with intervals, then all prompts."""
     labels = [label for label in group.labels if label != group.label_of(BASELINE)]
-    rows = []
+    choices = (("", MeasurementGroup.headline, COLUMNS["x plain"]), (", all", lambda part: part.lines, _speedup()))
+    titles, rows = ["category"], []
+    for suffix, _, _ in choices:
+        titles += [f"n{suffix}", *(f"{group.display_name(label)}{suffix}" for label in labels)]
     for part in group.by_category():
-        row = {"category": part.task or NONE}
-        for lines, suffix, cell in ((part.headline(), "", COLUMNS["x plain"]), (part.lines, ", all", _speedup())):
-            row[f"n{suffix}"] = str(len(lines))
-            for label in labels:
-                row[f"{group.display_name(label)}{suffix}"] = _optional(cell, part.figures(label, lines))
-        rows.append(row)
-    return table_of(f"{group.subject}, {group.name}: x plain by category", rows)
+        cells = [part.task or NONE]
+        for _, choose, cell in choices:
+            lines = choose(part)
+            cells += [str(len(lines)), *(cell(_figures(part, label, lines)) for label in labels)]
+        rows.append(cells)
+    return Table(f"{group.subject}, {group.name}: x plain by category", titles, rows)
 
 
 def _by_exit(group: MeasurementGroup) -> Table:
@@ -256,6 +258,19 @@ def layer_sets(group: MeasurementGroup) -> dict[str, Mapping[str, Any]]:
     return {label: report for label, report in reports.items() if report and "skipped" in report}
 
 
+LAYER_SETS: dict[str, Cell] = {
+    **METHOD,
+    "skip ratio": _figure("skip_ratio"),
+    "left out": lambda f: str(sum(map(len, f["skipped"].values()))),
+    "matchness": _figure("matchness"),
+    "judged": lambda f: str(f["evaluations"]),
+    "steps that drafted": _percent("drafting_share"),
+    "time in search": _percent("search_share", 1),
+    **{name: _figure(name) for name in ("c", "v", "E, v = 1", "E")},
+    "decode speed-up": lambda f: number(f.get("E") and f["decode_speedup"]),
+}
+
+
 def by_layer_set(group: MeasurementGroup) -> Table:
     """Final layer sets, with the speed-up that SWIFT's Eq. 6 expects and the measured one.
 
@@ -263,27 +278,16 @@ def by_layer_set(group: MeasurementGroup) -> Table:
     """
     rows = []
     for label, report in layer_sets(group).items():
-        figures = group.over_all(label)
-        milliseconds = [figures.get(f"{part}_ms_per_step", 0.0) for part in PARTS]
-        costs: list[float | None] = [None] * 5
-        if figures.get("acceptance_rate") and "plain_ms_per_token" in figures:
-            plain, length, alpha = figures["plain_ms_per_token"], figures["mean_acceptance_length"], figures["acceptance_rate"]
-            c, v = figures["draft_ms_per_step"] / figures["drafts_per_step"] / plain, figures["score_ms_per_step"] / plain
-            expected = [StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v)]
-            costs = [c, v, *expected, figures["decode_speedup"]]
-        rows.append(
-            {
-                "method": group.display_name(label),
-                "skip ratio": number(report["skip_ratio"]),
-                "left out": str(sum(map(len, report["skipped"].values()))),
-                "matchness": number(report["matchness"]),
-                "judged": str(report["evaluations"]),
-                "steps that drafted": percent(figures.get("drafting_share")),
-                "time in search": percent(share(milliseconds[0], sum(milliseconds)), 1),
-                **dict(zip(("c", "v", "E, v = 1", "E", "decode speed-up"), map(number, costs), strict=True)),
-            }
-        )
-    return table_of(f"{group.subject}, {group.name}: layer sets, all prompts", rows)
+        row = {**_figures(group, label, group.lines), **report}
+        milliseconds = [row.get(f"{part}_ms_per_step", 0.0) for part in PARTS]
+        row["search_share"] = share(milliseconds[0], sum(milliseconds))
+        if row.get("acceptance_rate") and "plain_ms_per_token" in row:
+            plain, length, alpha = row["plain_ms_per_token"], row["mean_acceptance_length"], row["acceptance_rate"]
+            c, v = row["draft_ms_per_step"] / row["drafts_per_step"] / plain, row["score_ms_per_step"] / plain
+            whole, own = (StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v))
+            row |= {"c": c, "v": v, "E, v = 1": whole, "E": own}
+        rows.append(row)
+    return _table(group, "layer sets, all prompts", LAYER_SETS, rows)
 
 
 # ---------------------------------------------------------------------------------------------- exit heads
@@ -303,32 +307,33 @@ def early_prediction_rates(group: MeasurementGroup, label: str) -> tuple[float |
     return (share(accepted, tokens) if exits else None), share(rejected, accepted + rejected)
 
 
+EXIT_HEADS: dict[str, Cell] = {
+    **METHOD,
+    "threshold": lambda f: number(f["settings"].get("confidence_threshold", AdaDecode.confidence_threshold)),
+    "tokens predicted early": _percent("early"),
+    "rejected": _percent("rejected"),
+    "of the tests at each exit (rejected)": lambda f: ", ".join(
+        f"{layer}: {percent(share(counts['predicted'], counts['tests']))} "
+        f"({percent(share(counts['rejected'], counts['accepted'] + counts['rejected']))})"
+        for layer, counts in f["exits"].items()
+    ),
+    "same texts": lambda f: f["same"],
+    "decode speed-up": _figure("decode_speedup"),
+}
+
+
 def by_exit_head(group: MeasurementGroup) -> Table:
     """One row per AdaDecode: threshold, early predictions overall and per exit, and texts equal to plain decoding's."""
     rows = []
     for label in group.labels:
-        if not (exits := exit_counts(group, label)):
-            continue
-        early, rejected = early_prediction_rates(group, label)
-        pairs = group.pairs_with_plain(label)
-        same = sum(own["digests"] == plain["digests"] for own, plain in pairs)
-        per_exit = (
-            f"{layer}: {percent(share(counts['predicted'], counts['tests']))} "
-            f"({percent(share(counts['rejected'], counts['accepted'] + counts['rejected']))})"
-            for layer, counts in exits.items()
-        )
-        rows.append(
-            {
-                "method": group.display_name(label),
-                "threshold": number(group.settings(label).get("confidence_threshold", AdaDecode.confidence_threshold)),
-                "tokens predicted early": percent(early),
-                "rejected": percent(rejected),
-                "of the tests at each exit (rejected)": ", ".join(per_exit),
-                "same texts": f"{same}/{len(pairs)}" if pairs and not group.temperature else NONE,
-                "decode speed-up": number(group.over_all(label).get("decode_speedup")),
-            }
-        )
-    return table_of(f"{group.subject}, {group.name}: early predictions, all prompts", rows)
+        if exits := exit_counts(group, label):
+            early, rejected = early_prediction_rates(group, label)
+            pairs = group.pairs_with_plain(label)
+            equal = sum(own["digests"] == plain["digests"] for own, plain in pairs)
+            same = f"{equal}/{len(pairs)}" if pairs and not group.temperature else NONE
+            more = {"settings": group.settings(label), "exits": exits, "early": early, "rejected": rejected, "same": same}
+            rows.append(_figures(group, label, group.lines) | more)
+    return _table(group, "early predictions, all prompts", EXIT_HEADS, rows)
 
 
 # -------------------------------------------------------------------------------------------- draft models
@@ -342,6 +347,17 @@ MEANS = {
     "bits rejected": "entropy_rejected",
 }
 """Column -> its name in AdaSD's report."""
+DRAFT_MODELS: dict[str, Cell] = {
+    **METHOD,
+    "tokens/s": COLUMNS["tokens/s"],
+    "#cand": lambda f: _per_step("drafted", 2)(f["drafts"]),
+    "#match": lambda f: _per_step("accepted", 2)(f["drafts"]),
+    "AccRate": lambda f: number(f["drafts"].get("acceptance_rate"), 3),
+    **{column: lambda f, name=name: number(f["means"].get(name), 3) for column, name in MEANS.items()},
+    "overruled": lambda f: percent(share(f["drafts"].get("overruled", 0), f["drafts"].get("tokens", 0)), 1),
+    "log-likelihood": _figure("log_likelihood", 3),
+    "score": _scores,
+}
 
 
 def log_likelihood(group: MeasurementGroup, label: str) -> float | None:
@@ -354,32 +370,16 @@ def log_likelihood(group: MeasurementGroup, label: str) -> float | None:
 
 def by_draft_model(group: MeasurementGroup) -> Table:
     """One row per method, if one of them may change the text or reports entropies and distances."""
-    nats = {label: log_likelihood(group, label) for label in group.labels}
     rows = []
-    for label, value in nats.items():
-        figures = group.over_all(label)
+    for label in group.labels:
+        figures = _figures(group, label, group.lines)
         drafts = figures if figures.get("drafted") else {}
-        rows.append(
-            {
-                "method": group.display_name(label),
-                "tokens/s": COLUMNS["tokens/s"](figures),
-                "#cand": _per_step("drafted", 2)(drafts),
-                "#match": _per_step("accepted", 2)(drafts),
-                "AccRate": number(drafts.get("acceptance_rate"), 3),
-                **{column: number(figures["means"].get(name), 3) for column, name in MEANS.items()},
-                "overruled": percent(share(drafts.get("overruled", 0), drafts.get("tokens", 0)), 1),
-                "log-likelihood": number(value, 3),
-                "score": _scores(figures),
-            }
-        )
-    relevant = any(group.over_all(label)["means"] or nats[label] is not None for label in nats)
-    return table_of(
-        f"{group.subject}, {group.name}: drafts, and what keeping them costs, all prompts", rows if relevant else []
-    )
+        rows.append(figures | {"drafts": drafts, "log_likelihood": log_likelihood(group, label)})
+    is_relevant = any(row["means"] or row["log_likelihood"] is not None for row in rows)
+    return _table(group, "drafts, and what keeping them costs, all prompts", DRAFT_MODELS, rows if is_relevant else [])
 
 
-BY_GROUP: dict[str, Callable[[MeasurementGroup], Table]] = {"own": _own, "layerskip": _layerskip}
-LAYOUTS = (*BY_GROUP, *ACROSS_TASKS)
+LAYOUTS = (*BY_METHOD, *ACROSS_TASKS)
 
 
 def tables(groups: Sequence[MeasurementGroup], layout: str = "own") -> list[Table]:
@@ -389,8 +389,8 @@ def tables(groups: Sequence[MeasurementGroup], layout: str = "own") -> list[Tabl
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; there are {', '.join(LAYOUTS)}")
-    if layout in BY_GROUP:
-        parts = (BY_GROUP[layout], _by_category, by_layer_set, by_exit_head, by_draft_model, _by_exit)
+    if layout in BY_METHOD:
+        parts = (partial(_by_method, layout=layout), _by_category, by_layer_set, by_exit_head, by_draft_model, _by_exit)
         return [table for group in groups for part in parts if (table := part(group)).rows]
     by_model: dict[str, list[MeasurementGroup]] = {}
     for group in groups:
