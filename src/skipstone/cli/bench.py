@@ -38,9 +38,13 @@ class EngineOptions(OptionGroup):
     quantize: str | None = option(None, "the native engine's weights.", choices=QUANTIZED)
     threads: int | None = option(None, "CPU threads. Default: torch's choice.", min=1)
 
+    def given(self) -> dict[str, Any]:
+        """A plan's keys that the command line sets."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
-class PlanOptions(OptionGroup):
+class PlanOptions(EngineOptions):
     """What is measured. The fields have the names of a plan's keys. None: what the plan or the protocol says."""
 
     models: list[str] | None = argument("Folders or hub ids. Default: the bundled model.", None, metavar="MODEL...")
@@ -67,6 +71,19 @@ class PlanOptions(OptionGroup):
     seed: int | None = option(None, "Of prompts, draws and intervals. Default: 0.", min=0)
 
 
+@dataclass(frozen=True)
+class SurrogatePlanOptions(EngineOptions):
+    """What is measured of a synthetic model."""
+
+    methods: list[str] | None = METHODS
+    num_prompts: int = option(16, min=1)
+    prompt_tokens: int = option(128, min=5)
+    max_new_tokens: int = option(96, min=1)
+    tune_prompts: int | None = TUNE_PROMPTS
+    dtype: str = option("float32", choices=DTYPES[1:])
+    seed: int = option(0, min=0)
+
+
 @bench.command("run")
 @takes_groups
 def run(
@@ -74,7 +91,6 @@ def run(
     plan: Path | None = option(None, "A plan in YAML; flags override it."),
     out: Path = _results("results.jsonl"),
     settings: PlanOptions,
-    engine: EngineOptions,
     fresh: bool = FRESH,
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
@@ -96,8 +112,7 @@ def run(
     from skipstone.lab.bench.report.report import show
     from skipstone.lab.bench.run import run as measure
 
-    given = _given({**asdict(settings), **asdict(engine)})
-    measure(plans.read(plan, given), out, command_line(), lambda text: typer.echo(text, err=True), fresh)
+    measure(plans.read(plan, settings.given()), out, command_line(), lambda text: typer.echo(text, err=True), fresh)
     show([out], terminal.console())
 
 
@@ -111,19 +126,12 @@ def surrogate(
     skip_ratio: float | None = option(None, "Or the share of sublayers without which the model is to agree."),
     sure: float = option(0.0, "Share of the tokens whose successor is nearly certain, as in most of a text."),
     contexts: int = option(128, "Sampled texts of each measurement while calibrating.", min=4),
-    methods: list[str] | None = METHODS,
     out: Path = _results("surrogate.jsonl"),
-    num_prompts: int = option(16, min=1),
-    prompt_tokens: int = option(128, min=5),
-    max_new_tokens: int = option(96, min=1),
-    tune_prompts: int | None = TUNE_PROMPTS,
-    dtype: str = option("float32", choices=DTYPES[1:]),
-    engine: EngineOptions,
-    seed: int = option(0, min=0),
+    settings: SurrogatePlanOptions,
     fresh: bool = FRESH,
 ) -> None:
     """The speed-up that this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
-    _check_methods(methods)
+    _check_methods(settings.methods)
     expect_writable(out)
     from skipstone.lab.bench import plan as plans
     from skipstone.lab.bench.report.report import show
@@ -141,18 +149,8 @@ def surrogate(
             "autoregressive",
             "layerskip num_speculative_tokens=4,6,8",
         ]
-    settings = PlanOptions(
-        [f"surrogate {shape}"],
-        methods or default,
-        num_prompts=num_prompts,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        tune_prompts=tune_prompts,
-        ignore_eos=True,
-        dtype=dtype,
-        seed=seed,
-    )
-    plan = plans.read(None, _given({**asdict(settings), **asdict(engine)}))
+    own = {"models": [f"surrogate {shape}"], "methods": settings.methods or default, "ignore_eos": True}
+    plan = plans.read(None, settings.given() | own)
     run_surrogate(target, plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)
     show([out], terminal.console())
 
@@ -215,12 +213,6 @@ def _check_results(files: list[Path]) -> None:
     expect_readable(*files)
     for file in files:
         run_file.check(file, run_file.read(file))
-
-
-def _given(settings: dict[str, Any]) -> dict[str, Any]:
-    """A plan's keys that the command line sets."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    return given | ({"data_dir": str(given["data_dir"])} if "data_dir" in given else {})
 
 
 def command_line() -> list[Any]:

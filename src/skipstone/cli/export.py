@@ -1,7 +1,6 @@
 """`skipstone export MODEL OUT --to draft|gguf`: a draft model for other engines, made of some of the model's layers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,10 +10,6 @@ from skipstone.cli.method_options import MethodOptions, check_method_values
 from skipstone.cli.model_options import DTYPE, expect_model
 from skipstone.cli.options import argument, option
 from skipstone.utils.extras import installed
-
-if TYPE_CHECKING:
-    from skipstone.engines.model_runner import ModelRunner
-    from skipstone.export.draft_layers import DraftLayers
 
 FORMATS = ("draft", "gguf")
 TYPES = ("F32", "F16", "BF16")  # as in skipstone.export.gguf.write_gguf, which would import torch
@@ -47,45 +42,27 @@ def export(
     from skipstone.engines.loading import load_model, load_tokenizer
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.export import commands
+    from skipstone.export.draft import write_draft
     from skipstone.export.draft_layers import select_draft_layers
+    from skipstone.export.gguf.vocabulary import vocabulary_of
+    from skipstone.export.gguf.write_gguf import DRAFT, TARGET, stored_type, write_pair
 
     source = str(NANO) if model == BUNDLED else model  # other engines find the bundled model by its folder
     runner = ModelRunner(load_model(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype)), "eager")
     tokenizer, layers = load_tokenizer(source), select_draft_layers(runner, chosen, exit_layer)
     if to == "draft":
-        _write_draft(runner, tokenizer, layers, out)
+        parameters = write_draft(runner, tokenizer, layers, out)
+        typer.echo(f"{out}: {layers.described}, with norm and head, {parameters:,} parameters")
         lines = commands.for_draft(source, out, layers)
     else:
-        _write_gguf(runner, tokenizer, layers, Path(model).resolve().name, out, weight_type, pre_tokenizer)
+        kind = stored_type(runner.model, weight_type)
+        vocabulary = vocabulary_of(tokenizer, runner.model, pre_tokenizer)
+        write_pair(runner, vocabulary, layers, out, kind, Path(model).resolve().name)
+        typer.echo(f"{out / TARGET}: {runner.depth} layers, {kind}")
+        typer.echo(f"{out / DRAFT}: {layers.described}, with norm and head, {kind}")
+        if not vocabulary.known:
+            typer.echo(f"The files cut texts as {vocabulary.rule} does, not as the tokenizer: give prompts as token ids.")
         lines = commands.for_gguf(out, layers)
     typer.echo("Other engines take it so:")
     for engine, command in lines.items():
         typer.echo(f"  {engine}: {command}")
-
-
-def _write_draft(runner: "ModelRunner", tokenizer: Any, layers: "DraftLayers", out: Path) -> None:
-    from skipstone.export.draft import write_draft
-
-    parameters = write_draft(runner, tokenizer, layers, out)
-    typer.echo(f"{out}: {layers.described}, with norm and head, {parameters:,} parameters")
-
-
-def _write_gguf(
-    runner: "ModelRunner",
-    tokenizer: Any,
-    layers: "DraftLayers",
-    name: str,
-    out: Path,
-    weight_type: str | None,
-    pre_tokenizer: str | None,
-) -> None:
-    from skipstone.export.gguf.vocabulary import vocabulary_of
-    from skipstone.export.gguf.write_gguf import DRAFT, TARGET, stored_type, write_pair
-
-    kind = stored_type(runner.model, weight_type)
-    vocabulary = vocabulary_of(tokenizer, runner.model, pre_tokenizer)
-    write_pair(runner, vocabulary, layers, out, kind, name)
-    typer.echo(f"{out / TARGET}: {runner.depth} layers, {kind}")
-    typer.echo(f"{out / DRAFT}: {layers.described}, with norm and head, {kind}")
-    if not vocabulary.known:
-        typer.echo(f"The files cut texts as {vocabulary.rule} does, not as the tokenizer: give prompts as token ids.")

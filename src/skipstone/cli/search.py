@@ -1,7 +1,6 @@
 """`skipstone search MODEL`: a layer set to draft with, found by measurement within a time, written into a profile."""
 
 import sys
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from skipstone.cli.options import option
 from skipstone.cli.prompt_options import PromptOptions, encode_texts
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
+from skipstone.utils.pictures import image_of, new_figure
 
 if TYPE_CHECKING:
     from skipstone.lab.search.search import LayerSetResult, SearchResult
@@ -65,7 +65,11 @@ def search(
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(result.trials)}
     save_profile(out, loaded, about, best.attention, best.mlp, model.name)
     if picture is not None:
-        _draw_curve(result, picture)
+        figure, axes = new_figure((6.4, 3.6))
+        axes.step(*zip(*result.curve, strict=True), where="post")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xlabel="seconds of search", ylabel="x plain decoding, best so far")
+        write_whole(picture, image_of(figure))
     _show_best(result, best, out, num_speculative_tokens)
 
 
@@ -84,17 +88,3 @@ def _show_best(result: "SearchResult", best: "LayerSetResult", out: Path, num_sp
     is_default = num_speculative_tokens == SelfSpeculative.num_speculative_tokens
     more = "" if is_default else f" num_speculative_tokens={num_speculative_tokens}"
     typer.echo(f'skipstone generate ... --method "self_speculative profile={spell_value(str(out))}{more}"')
-
-
-def _draw_curve(result: "SearchResult", path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    seconds, speeds = zip(*result.curve, strict=True)
-    axes.step(seconds, speeds, where="post")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xlabel="seconds of search", ylabel="x plain decoding, best so far")
-    image = BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_whole(path, image.getvalue())

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -48,7 +47,12 @@ def layerskip(
     _check_inputs([recipe], data_dir, "no such recipe", is_recipe=True)
     given = {name: value for name, value in asdict(estimate).items() if name != "dry_run" and value is not None}
     if estimate.dry_run:
-        _print_estimate(recipe, data_dir, given, as_json)
+        from skipstone.train.layerskip import estimate as estimating
+        from skipstone.train.layerskip.arguments import arguments, read
+
+        settings = read(recipe, data_dir)
+        cost = estimating.estimate(settings, recipe.parent, arguments(settings, Path(settings.output)), **given)
+        typer.echo(json.dumps(cost.to_json()) if as_json else "\n".join(estimating.format_estimate(cost)))
         return
     if given or as_json:
         raise ValueError("--gpus, --shape, --mfu, --peak-tflops and --json are about --dry-run: give it, too")
@@ -92,16 +96,6 @@ def heads(
     settings = file or of_prompts(prompts or [], output, preset, **given)
     base, say = Path.cwd() if recipe is None else recipe.parent, partial(typer.echo, err=True)
     typer.echo(str(run(settings, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=say)))
-
-
-def _print_estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json: bool) -> None:
-    """Print what a run would take."""
-    from skipstone.train.layerskip import estimate as estimating
-    from skipstone.train.layerskip.arguments import arguments, read
-
-    recipe = read(path, data_dir)
-    estimate = estimating.estimate(recipe, path.parent, arguments(recipe, Path(recipe.output)), **given)
-    typer.echo(json.dumps(estimate.to_json()) if as_json else "\n".join(estimating.format_estimate(estimate)))
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_recipe: bool) -> None:

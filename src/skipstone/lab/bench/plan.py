@@ -77,7 +77,7 @@ class BenchPlan(TaskOptions):
     ignore_eos: bool = False  # all texts have max_new_tokens tokens
     perplexity: bool = False  # measure also how well every exit predicts the tasks' answers
     allow_code_execution: bool = False
-    data_dir: str | None = None
+    data_dir: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     engine: Literal["auto", "eager", "native", "compiled"] = "auto"

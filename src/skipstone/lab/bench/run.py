@@ -50,8 +50,7 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     tasks = resolved(plan)
-    data = None if plan.data_dir is None else Path(plan.data_dir)
-    prompts = [conversations(task, settings, plan, data) for task, settings in tasks]
+    prompts = [conversations(task, settings, plan, plan.data_dir) for task, settings in tasks]
     check_scores(plan, [task for task, _ in tasks], say)
     device = usable_device(plan.device)
     header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}

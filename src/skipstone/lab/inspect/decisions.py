@@ -1,6 +1,5 @@
 """A picture of one text's decisions: which drafter was used where, and the time that it saved."""
 
-import io
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 
 from skipstone.lab.inspect.policy_replay import ReplayedDecision
 from skipstone.policy.choose_drafter import PLAIN, PROBE
-from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
+from skipstone.utils.pictures import image_of, new_figure
 
 
 def cumulative_gain(found: Sequence[ReplayedDecision]) -> list[float]:
@@ -28,8 +27,7 @@ def cumulative_gain(found: Sequence[ReplayedDecision]) -> list[float]:
 
 def figure(found: Sequence[ReplayedDecision]) -> Any:
     """A matplotlib figure: one line per drafter with a bar per step, as long as its tokens; below, the cumulative gain."""
-    drawn = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=(11, 4), layout="constrained")
-    lines, gain = drawn.subplots(2, 1, sharex=True)
+    drawn, (lines, gain) = new_figure((11, 4), 2, 1, sharex=True)
     kinds = list(dict.fromkeys(one.recorded.kind for one in found))
     for number, kind in enumerate(kinds):
         bars = [(one.position, one.tokens) for one in found if one.recorded.kind == kind]
@@ -45,6 +43,4 @@ def figure(found: Sequence[ReplayedDecision]) -> Any:
 
 def save(found: Sequence[ReplayedDecision], path: Path) -> None:
     """The picture as a .png or .svg file."""
-    data = io.BytesIO()
-    figure(found).savefig(data, format=path.suffix.removeprefix("."), dpi=120)
-    write_whole(path, data.getvalue())
+    write_whole(path, image_of(figure(found), path.suffix.removeprefix(".")))

@@ -6,7 +6,6 @@ arXiv 2506.03700, Figure 3). The measured time of each layer gives the speed-up 
 
 import base64
 import html
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.policy.cost_model import StepCosts, expected_tokens
-from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
+from skipstone.utils.pictures import image_of, new_figure
 
 MAX_TOKENS = 40  # columns of a heat map
 
@@ -167,7 +166,7 @@ def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -
     texts: [L][n]. ImportError that says what to install without matplotlib.
     """
     count, layers = min(MAX_TOKENS, len(final)), range(1, len(texts) + 1)
-    figure, axes = _figure((1.2 + 0.55 * count, 1 + 0.22 * len(texts)))
+    figure, axes = new_figure((1.2 + 0.55 * count, 1 + 0.22 * len(texts)))
     image = _heat(axes, lens.probability, layers, final[:count], fontsize=7)
     image.set_cmap("Blues")
     middle = {"ha": "center", "va": "center", "fontsize": 6}
@@ -186,7 +185,7 @@ def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -
 
 def layer_figures(lens: Lens) -> Any:
     """A matplotlib figure: first layers, agreement and similarity, time, and expected speed-up, by layer."""
-    figure, axes = _figure((11, 7), 2, 2)
+    figure, axes = new_figure((11, 7), 2, 2)
     firsts, known, costs, speed = axes.flat
     layers, counts = range(1, len(lens.agreement) + 1), Counter(lens.first)
     firsts.bar(layers, [counts[layer] / len(lens.first) for layer in layers])
@@ -207,7 +206,7 @@ def layer_figures(lens: Lens) -> Any:
 def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
     """A matplotlib figure: probability of the generated tokens after every exit, by the model's own head and by exit heads."""
     count = min(MAX_TOKENS, len(final))
-    figure, axes = _figure((2.2 + 0.3 * count, 2 + 0.5 * len(seen.layers)), 2)
+    figure, axes = new_figure((2.2 + 0.3 * count, 2 + 0.5 * len(seen.layers)), 2)
     image = None
     for axis, (title, reading) in zip(axes, (("LM head", seen.own), ("exit heads", seen.trained)), strict=True):
         image = _heat(axis, reading.probability, seen.layers, final[:count])
@@ -223,7 +222,7 @@ def save(
     figures = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
     if heads is not None:
         figures["heads"] = head_maps(heads, final)
-    drawn = {name: _png(figure) for name, figure in figures.items()}
+    drawn = {name: image_of(figure) for name, figure in figures.items()}
     if path.suffix == ".html":
         images = ((name, base64.b64encode(image).decode()) for name, image in drawn.items())
         body = "".join(f'<img alt="{name}" src="data:image/png;base64,{image}">' for name, image in images)
@@ -236,11 +235,6 @@ def save(
     return places
 
 
-def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    figure = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns)
-
-
 def _heat(axes: Any, rows: Sequence[list[float]], layers: Sequence[int], final: Sequence[str], **numbers: Any) -> Any:
     """Probabilities of the final tokens, a row a layer, as an image. numbers: text options of the labels of layers."""
     image = axes.imshow([row[: len(final)] for row in rows], aspect="auto", origin="lower", vmin=0, vmax=1)
@@ -248,12 +242,6 @@ def _heat(axes: Any, rows: Sequence[list[float]], layers: Sequence[int], final: 
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], **numbers)
     axes.set_ylabel("after layer")
     return image
-
-
-def _png(figure: Any) -> bytes:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
-    return data.getvalue()
 
 
 def _short(text: str) -> str:
