@@ -69,7 +69,7 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
 
     monkeypatch.setattr(terminal, "console", console)
     monkeypatch.setattr(demo_view, "FRAME_SECONDS", 0)
-    demo.demo(str(own), False, tmp_path / "demo.svg")
+    demo.demo(str(own), False, tmp_path / "demo.svg", "auto", "none")
     shown = made[0].file.getvalue()  # type: ignore[attr-defined]
     steps = len(re.findall(r"─ plain ─", shown))
     assert steps > 30, "a frame for every step"

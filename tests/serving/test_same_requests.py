@@ -169,7 +169,8 @@ def test_chat_builds_the_request_of_the_server(
     monkeypatch.setattr(Chat, "talk", lambda chat, _: chat._answer(PROMPT))
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
     sampling = ChatSamplingOptions(max_new_tokens=TOKENS, **sampled)
-    cli_chat(method=MethodOptions("autoregressive"), sampling=sampling, model=GenerationModelOptions())
+    chosen = MethodOptions("autoregressive")
+    cli_chat(method=chosen, system=None, sampling=sampling, model=GenerationModelOptions(), color=None)
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0, **sampled, "seed": 7}
     over_http_and_in_a_batch(model, words, body, "/v1/chat/completions")
     found = [described(one) for one in seen]
