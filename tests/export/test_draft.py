@@ -173,7 +173,7 @@ def test_methods_without_whole_layers_are_refused(method: str, said: str) -> Non
         ("lfm2", "keep states that have no positions"),
         ("gemma3n_text", "more than its norm and its head"),
         ("opt_projected", "is not norm and head"),
-        ("gemma3", "this gemma3 model wraps a gemma3_text model: export takes text models by themselves"),
+        ("gemma3", "this model wraps a gemma3_text model: export takes text models by themselves"),
     ],
 )
 def test_families_without_such_an_exit_are_refused(name: str, said: str, tmp_path: Path) -> None:

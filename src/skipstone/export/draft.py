@@ -33,25 +33,16 @@ def refuse(model: ModelRunner) -> None:
     """ValueError for a model that cannot be shortened: some layers with the norm and the head are no model of its type."""
     family, kind = model.family, model.config.model_type
     if model.config is not model.model.config:
-        raise ValueError(
-            f"this {model.model.config.model_type} model wraps a {kind} model: export takes text models by themselves"
-        )
+        raise ValueError(f"this model wraps a {kind} model: export takes text models by themselves")
     if getattr(model.model.config, "quantization_config", None):
         raise ValueError("the weights are quantised, and an export holds plain ones: export the model that was quantised")
     if family.recurrent:
-        raise ValueError(
-            f"layers of this {kind} model keep states that have no positions, which a draft model cannot take back by position"
-        )
+        raise ValueError(f"layers of this {kind} model keep states that have no positions: a draft model cannot take them back")
     if family.streams > 1 or family.per_layer_inputs or family.shares:
-        raise ValueError(
-            f"an early exit of this {kind} model is more than its norm and its head (its layers share keys and values, or are "
-            "given more than the states of the layer before), which a shorter model does not do"
-        )
+        raise ValueError(f"an early exit of this {kind} model is more than its norm and its head: layers share inputs")
     if len(family.leaving) != 1:
         between = ", ".join(family.leaving) or "nothing"
-        raise ValueError(
-            f"an early exit of this {kind} model is not norm and head: between its layers and its head is {between}"
-        )
+        raise ValueError(f"an early exit of this {kind} model is not norm and head: before its head is {between}")
 
 
 def shortened(config: Any, layers: tuple[int, ...]) -> Any:

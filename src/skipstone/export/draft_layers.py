@@ -110,7 +110,6 @@ def _remaining_layers(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
     ]
     if alone:
         raise ValueError(
-            f"the set skips {' and '.join(alone)} alone, and other engines have whole layers only: leave out both sublayers "
-            "of a layer, or neither"
+            f"the set skips {' and '.join(alone)} alone: other engines have whole layers only, so skip both or none"
         )
     return tuple(layer for layer in range(model.depth) if layer not in skip.attention)

@@ -84,9 +84,7 @@ class Conversation:
         prompt, positions = self._ids(messages), self.model.max_positions
         room = positions - len(prompt)
         if room < 1:
-            raise ContextFull(
-                f"the context is full: the conversation has {len(prompt)} tokens, and the model takes {positions}"
-            )
+            raise ContextFull(f"the context is full: {len(prompt)} tokens, and the model takes {positions}")
         options = {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
         request = build_request(self.model, prompt, self.tokenizer, seed, options)
         return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens)

@@ -198,9 +198,7 @@ class RequestParser:
         if config.max_length is None:
             return room
         if config.max_length <= prompt:
-            raise ValueError(
-                f"the prompt has {prompt} tokens, the model's generation config says max_length={config.max_length}"
-            )
+            raise ValueError(f"the prompt has {prompt} tokens, the generation config says max_length={config.max_length}")
         return min(config.max_length - prompt, room)
 
     def _prediction_ids(self, body: GenerationBody) -> list[int]:

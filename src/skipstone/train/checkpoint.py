@@ -87,16 +87,11 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
         path = folder / name
         actual = files.file_digest(path) if path.is_file() else "nothing"
         if actual != digest:
-            raise ValueError(
-                f"{path} is damaged: expected SHA-256 {digest:.12}, found {actual:.12}; "
-                f"remove {folder.name} to resume from the one before it"
-            )
+            raise ValueError(f"{path} is damaged: expected {digest:.12}, found {actual:.12}; remove {folder.name}")
     if different := _differences(saved, fingerprint):
         shown = "; ".join(f"{key}: the checkpoint has {old}, this run {new}" for key, (old, new) in different.items())
-        raise ValueError(
-            f"{folder} belongs to another run, {', '.join(different)} differ ({shown:.400}): use another output folder, or the "
-            "recipe that it was started with"
-        )
+        found = f"{', '.join(different)} differ ({shown:.400})"
+        raise ValueError(f"{folder} belongs to another run, {found}: use another output folder")
     return step
 
 

@@ -110,7 +110,7 @@ def test_a_tokenizer_that_fits_and_one_without_an_end() -> None:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"vocab_size": 300}, r"ids up to \d+, the model's vocab_size is 300: set vocab_size to at least"),
+        ({"vocab_size": 300}, r"ids up to \d+, the model's vocab_size is 300: raise vocab_size"),
         ({"eos_token_id": [0, 700]}, "eos_token_id 700 of the model"),
         ({"pad_token_id": -1}, "pad_token_id -1 of the model"),
     ],

@@ -39,5 +39,5 @@ def test_the_same_rows_of_a_step_keep_the_same_layers(now: BatchLayout) -> None:
 
 def test_passes_on_other_processes() -> None:
     assert BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 2)) == 4
-    with pytest.raises(ValueError, match="16 rows a step, which 3 processes with 2 rows each cannot share equally"):
+    with pytest.raises(ValueError, match="3 processes of 2 rows cannot share 16 rows equally"):
         BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 3))

@@ -153,6 +153,4 @@ def _added(tokenizer: Any) -> dict[str, bool]:
     for bos, eos in ((False, False), (True, False), (False, True), (True, True)):
         if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
             return {"bos": bos, "eos": eos}
-    raise ValueError(
-        f"the tokenizer makes {whole} of a text of {bare}, expected its own tokens of the beginning and the end at most"
-    )
+    raise ValueError(f"the tokenizer makes {whole} of a text of {bare}, expected a token at its beginning and end at most")

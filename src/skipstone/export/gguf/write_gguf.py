@@ -67,9 +67,7 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
         for name, weight, stored in weights:
             values = weight.detach().float().contiguous().numpy()
             if stored == "F16" and np.abs(values).max() > LARGEST_F16:
-                raise ValueError(
-                    f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: store the weights as BF16 or F32"
-                )
+                raise ValueError(f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: take BF16 or F32")
             writer.write_tensor_data(gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored]))
     finally:
         writer.close()

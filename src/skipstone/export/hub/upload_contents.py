@@ -61,10 +61,7 @@ def collect_upload(path: Path) -> UploadContents:
     for name in RUNS:
         if (path / name / "config.json").is_file() or (path / name / CARD).is_file():
             raise ValueError(f"{path} is the folder of a run: push what it has made, {path / name}")
-    raise ValueError(
-        f"{path} holds nothing that skipstone has made: no model (config.json), no exit heads ({CARD}); a profile is pushed "
-        "as a file"
-    )
+    raise ValueError(f"{path} holds nothing that skipstone has made: no model, no exit heads; a profile is a file")
 
 
 def _heads(folder: Path) -> UploadContents:

@@ -78,10 +78,7 @@ def _plain(text: str, source: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"source {source!r}, document {name}: half a surrogate pair at letter {error.start} is no text; mend it or leave "
-            "it out"
-        ) from error
+        raise ValueError(f"source {source!r}, document {name}: letter {error.start} is half a surrogate pair") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -126,10 +126,7 @@ def _cut(tokens: NDArray[np.int64], length: int, what: str) -> Tensor:
     rows = tokens[: count * length].reshape(count, length)
     rows = rows[(rows[:, 1:] >= 0).any(axis=1)]
     if not len(rows):
-        raise ValueError(
-            f"{what} make {len(tokens)} tokens, not one row of {length} with something to predict: give more text or another "
-            "length"
-        )
+        raise ValueError(f"{what} make {len(tokens)} tokens, not one row of {length} with something to predict: give more text")
     return torch.from_numpy(rows)
 
 
@@ -230,10 +227,7 @@ def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
     """The name of a result, a hash of everything that it depends on. ValueError for a tokenizer that has no hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(
-            f"prepared data are kept for tokenizers of the tokenizers package (PreTrainedTokenizerFast), whose content can be "
-            f"compared, found {type(tokenizer).__name__}"
-        )
+        raise ValueError(f"expected a tokenizer of the tokenizers package, found {type(tokenizer).__name__}")
     return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 

@@ -41,10 +41,7 @@ def resolve(path: str, base: Path) -> Path:
     for candidate in tried:
         if candidate.exists():
             return candidate
-    raise FileNotFoundError(
-        f"{path} does not exist: tried {' and '.join(map(str, tried))}; expected a path relative to the recipe's folder or "
-        "to the current directory, or an absolute one"
-    )
+    raise FileNotFoundError(f"{path} does not exist: tried {' and '.join(map(str, tried))}")
 
 
 class DocumentSource(SettingsPart):

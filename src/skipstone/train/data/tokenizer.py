@@ -32,9 +32,7 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTraine
     text.
     """
     if vocab_size <= BYTES:
-        raise ValueError(
-            f"vocab_size must be at least {BYTES + 1}, an entry for every byte and one for {END}, found {vocab_size}"
-        )
+        raise ValueError(f"vocab_size must be at least {BYTES + 1}, for every byte and {END}, found {vocab_size}")
     texts = [document if isinstance(document, str) else document.text for document in documents]
     if not any(texts):
         raise ValueError("there is no text to train a tokenizer on: expected at least one document that is not empty")
@@ -60,10 +58,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> 
     size: int = text.vocab_size
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= size:
-        raise ValueError(
-            f"the tokenizer gives ids up to {largest}, the model's vocab_size is {size}: "
-            f"set vocab_size to at least {largest + 1}, or give the model the tokenizer that belongs to it"
-        )
+        raise ValueError(f"the tokenizer gives ids up to {largest}, the model's vocab_size is {size}: raise vocab_size")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
     for name in ("eos_token_id", "pad_token_id"):

@@ -44,13 +44,9 @@ class HeadShape(SettingsPart):
         if self.kind == "original":
             raise ValueError('kind "original" has nothing to train: decode with heads="original"')
         if (self.kind == "low_rank") != (self.rank is not None) or (self.rank is not None and self.rank < 1):
-            raise ValueError(
-                f"a rank of at least 1 belongs to kind low_rank and to no other, found {self.kind} and {self.rank}"
-            )
+            raise ValueError(f"a rank of at least 1 belongs to kind low_rank alone, found {self.kind} and {self.rank}")
         if self.kind == "full" and self.vocabulary is not None:
-            raise ValueError(
-                "a vocabulary belongs to heads that share the model's own LM head, square and low_rank, found full"
-            )
+            raise ValueError("a vocabulary belongs to heads that share the model's LM head, square and low_rank, found full")
         return self
 
 

@@ -117,9 +117,7 @@ class StartingModel(SettingsPart):
     @model_validator(mode="after")
     def _either(self) -> "StartingModel":
         if sum(one is not None for one in (self.pretrained, self.recipe, self.config)) != 1:
-            raise ValueError(
-                "expected either `pretrained` (a folder or hub id), `recipe` (to go on from its model) or `config`"
-            )
+            raise ValueError("expected either `pretrained` (a folder or hub id), `recipe` (for its model) or `config`")
         if self.layers is not None and self.config is not None:
             raise ValueError("`layers` shortens a trained model; a config says num_hidden_layers itself")
         return self
@@ -183,14 +181,9 @@ class TrainingRecipe(SettingsPart):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingRecipe":
         if self.distillation_vocabulary is not None and self.teacher is None and self.exits.get("kl_weight") is None:
-            raise ValueError(
-                "distillation_vocabulary says over which tokens a distribution is learnt from another one: name a teacher, or "
-                "give exits.kl_weight"
-            )
+            raise ValueError("distillation_vocabulary says over which tokens to distil: name a teacher or exits.kl_weight")
         if self.model.config is None and self.tokenizer.vocab_size is not None:
-            raise ValueError(
-                "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"
-            )
+            raise ValueError("tokenizer.vocab_size goes with model.config: a trained model needs its own tokenizer")
         return self
 
 

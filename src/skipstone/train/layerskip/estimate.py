@@ -5,7 +5,6 @@ exits at a share of the GPU's peak. Workspaces of kernels, fragments and communi
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +30,106 @@ COLUMNS = ("plain", "checkpointed")
 """Without and with activation checkpointing."""
 
 
-@dataclass(frozen=True)
 class MemoryEstimate:
-    """bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while,
+    """What a run takes.
+
+    settings, plan: of the run. length: tokens of a row. teacher: shape of the teacher, None without one. speed: operations a
+    second of one GPU.
+
+    bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while,
     and their gradients. seconds_a_step: column -> seconds. checkpoints: whether the recipe asks for activation checkpointing.
     all_logits: bytes of all exits' float32 logits if they existed together. tokens: of a pass of one GPU. exits, most_exits:
     exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first."""
 
-    shape: ModelShape
-    gpus: int
-    bytes: dict[str, dict[str, int]]
-    seconds_a_step: dict[str, float]
-    checkpoints: bool
-    all_logits: int
-    tokens: int
-    step_tokens: int
-    steps: int
-    exits: float
-    most_exits: int
-    loading: int
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: LayerSkipArguments,
+        plan: LayerSkipRecipe,
+        gpus: int,
+        length: int,
+        teacher: ModelShape | None,
+        speed: float,
+    ) -> None:
+        self.shape, self.gpus, self._settings, self._plan, self._teacher = shape, gpus, settings, plan, teacher
+        self._half, self._sharded = bool(settings.bf16 or settings.fp16), gpus > 1
+        self._autocast = self._half and not self._sharded
+        self.checkpoints = bool(getattr(settings, "activation_checkpointing", False))
+        self.tokens, self.steps = settings.per_device_train_batch_size * length, settings.max_steps
+        self.step_tokens = self.tokens * settings.gradient_accumulation_steps * gpus
+        self.exits, self.most_exits = self._exits()
+        self.all_logits = self.tokens * shape.vocabulary * FLOAT * self.most_exits
+        self.loading = FLOAT * (shape.parameters + (teacher.parameters if teacher else 0))
+        self.bytes = {name: self._bytes(name == "checkpointed") for name in COLUMNS}
+        tokens_a_gpu = self.step_tokens / gpus
+        self.seconds_a_step = {name: self._operations(name == "checkpointed") * tokens_a_gpu / speed for name in COLUMNS}
 
     def to_json(self) -> dict[str, Any]:
         """The estimate for programs."""
-        return {"kind": "skipstone-train-estimate", **vars(self), "shape": vars(self.shape)}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"kind": "skipstone-train-estimate", **public, "shape": vars(self.shape)}
+
+    def _bytes(self, checkpointing: bool) -> dict[str, int]:
+        shape, width = self.shape, HALF if self._half else FLOAT
+        share = FLOAT * -(-shape.parameters // self.gpus)  # of the parameters on each GPU
+        gathered = 0
+        if self._sharded:  # the root's group and its gradients, two layers (one comes while the other runs) and one's gradients
+            gathered = width * (2 * shape.rest + 3 * shape.layer) + FLOAT * shape.layer  # gradients are summed in float32
+        elif self._half:
+            gathered = HALF * shape.parameters  # autocast's copies
+        layer, between = shape.activations(self._half, self._autocast), shape.stream(self._half, self._autocast)
+        depth = between * shape.layers + layer if checkpointing else layer * shape.layers
+        copies = COPIES_OF_LOGITS + (self._plan.exits.kl_weight is not None or self._teacher is not None)
+        parts = {
+            "parameters": share,
+            "gradients": share,
+            "optimizer": FLOAT * self._states() // self.gpus,
+            "gathered": gathered,
+            "activations": self.tokens * (depth + between * self.most_exits),
+            "logits": min(self._settings.loss_chunk, self.tokens) * shape.vocabulary * FLOAT * copies,
+            "teacher": FLOAT * self._teacher.parameters if self._teacher else 0,
+        }
+        return {**parts, "total": sum(parts.values())}
+
+    def _states(self) -> int:
+        """Numbers that the optimiser keeps."""
+        shape, name = self.shape, str(getattr(self._settings.optim, "value", self._settings.optim))
+        if self._settings.muon_learning_rate is not None:
+            if self._sharded:
+                raise ValueError("Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW")
+            return MUON_STATES * shape.in_layers + STATES["adamw"] * shape.rest
+        for kind, count in STATES.items():
+            if name.startswith(kind) and "bit" not in name:
+                return count * shape.parameters
+        raise ValueError(f"the estimate does not know what the optimiser {name} keeps: it knows {', '.join(STATES)} and Muon")
+
+    def _sampled(self) -> Iterable[int]:
+        """Steps that stand for the run: a whole rotation, or some from its beginning to its end."""
+        steps = self._settings.max_steps
+        if self._plan.exits.curriculum == "gradual" or self._plan.dropout.curriculum == "exponential":
+            return range(0, steps, -(-steps // SAMPLES))
+        return range(min(steps, self._plan.exits.dilation or max(1, self.shape.layers - 1)))
+
+    def _exits(self) -> tuple[float, int]:
+        """How many exits a step trains: in the mean, and at most."""
+        exits, layers, steps = self._plan.exits, self.shape.layers, self._settings.max_steps
+        chosen = exits.weights if exits.kl_weight is None else exits.active
+        counts = [sum(value > 0 for value in chosen(step, layers, steps)) for step in self._sampled()]
+        return sum(counts) / len(counts), max(counts)
+
+    def _operations(self, checkpointing: bool) -> float:
+        """Floating-point operations a token: 2 a parameter forward, 4 backward, 2 once more with checkpointing, for the layers
+        that are kept; a head has 8 at every exit, since its logits are computed twice. Attention's products are left out."""
+        shape, steps = self.shape, list(self._sampled())
+        rates = [sum(self._plan.dropout.rates(step, shape.layers, self._settings.max_steps)) / shape.layers for step in steps]
+        kept = 1 - sum(rates) / len(rates)
+        head = shape.hidden * shape.vocabulary
+        total = (8 if checkpointing else 6) * shape.in_layers * kept + 8 * head * self.exits
+        if self._plan.exits.kl_weight is not None:
+            total += 4 * head * (self.exits - 1)  # what they are to say
+        if self._teacher is not None:
+            total += 2 * self._teacher.in_layers + 4 * self._teacher.hidden * self._teacher.vocabulary * self.exits
+        return total
 
 
 def estimate(
@@ -83,7 +159,7 @@ def estimate(
     plan = LayerSkipRecipe(settings.dropout, settings.exits)
     plan.check(shape.layers, settings.max_steps)
     teacher = None if recipe.teacher is None else shape_of(meta_model(_text_config(recipe.teacher, base)))
-    return _RunNumbers(shape, settings, plan, gpus, recipe.data.length, teacher).estimate(mfu * peak_tflops * 1e12)
+    return MemoryEstimate(shape, settings, plan, gpus, recipe.data.length, teacher, mfu * peak_tflops * 1e12)
 
 
 def _text_config(name: str, base: Path) -> PreTrainedConfig:
@@ -105,106 +181,6 @@ def _config(recipe: TrainingRecipe, base: Path) -> tuple[PreTrainedConfig, int |
     if tokens is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
     return config_from(given, tokens, {}), None
-
-
-class _RunNumbers:
-    """A run's numbers on the way to its estimate."""
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: LayerSkipArguments,
-        plan: LayerSkipRecipe,
-        gpus: int,
-        length: int,
-        teacher: ModelShape | None,
-    ) -> None:
-        self.shape, self.settings, self.plan, self.gpus, self.teacher = shape, settings, plan, gpus, teacher
-        self.half, self.sharded = bool(settings.bf16 or settings.fp16), gpus > 1
-        self.autocast = self.half and not self.sharded
-        self.tokens = settings.per_device_train_batch_size * length
-        self.step_tokens = self.tokens * settings.gradient_accumulation_steps * gpus
-        self.exits, self.most_exits = self._exits()
-
-    def estimate(self, speed: float) -> MemoryEstimate:
-        """speed: operations a second of one GPU."""
-        each = self.step_tokens / (self.gpus * speed)
-        return MemoryEstimate(
-            shape=self.shape,
-            gpus=self.gpus,
-            bytes={name: self._bytes(name == "checkpointed") for name in COLUMNS},
-            seconds_a_step={name: self._operations(name == "checkpointed") * each for name in COLUMNS},
-            checkpoints=bool(getattr(self.settings, "activation_checkpointing", False)),
-            all_logits=self.tokens * self.shape.vocabulary * FLOAT * self.most_exits,
-            tokens=self.tokens,
-            step_tokens=self.step_tokens,
-            steps=self.settings.max_steps,
-            exits=self.exits,
-            most_exits=self.most_exits,
-            loading=FLOAT * (self.shape.parameters + (self.teacher.parameters if self.teacher else 0)),
-        )
-
-    def _bytes(self, checkpointing: bool) -> dict[str, int]:
-        shape, width = self.shape, HALF if self.half else FLOAT
-        share = FLOAT * -(-shape.parameters // self.gpus)  # of the parameters on each GPU
-        gathered = 0
-        if self.sharded:  # the root's group and its gradients, two layers (one comes while the other runs) and one's gradients
-            gathered = width * (2 * shape.rest + 3 * shape.layer) + FLOAT * shape.layer  # gradients are summed in float32
-        elif self.half:
-            gathered = HALF * shape.parameters  # autocast's copies
-        layer, between = shape.activations(self.half, self.autocast), shape.stream(self.half, self.autocast)
-        depth = between * shape.layers + layer if checkpointing else layer * shape.layers
-        copies = COPIES_OF_LOGITS + (self.plan.exits.kl_weight is not None or self.teacher is not None)
-        parts = {
-            "parameters": share,
-            "gradients": share,
-            "optimizer": FLOAT * self._states() // self.gpus,
-            "gathered": gathered,
-            "activations": self.tokens * (depth + between * self.most_exits),
-            "logits": min(self.settings.loss_chunk, self.tokens) * shape.vocabulary * FLOAT * copies,
-            "teacher": FLOAT * self.teacher.parameters if self.teacher else 0,
-        }
-        return {**parts, "total": sum(parts.values())}
-
-    def _states(self) -> int:
-        """Numbers that the optimiser keeps."""
-        shape, name = self.shape, str(getattr(self.settings.optim, "value", self.settings.optim))
-        if self.settings.muon_learning_rate is not None:
-            if self.sharded:
-                raise ValueError("Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW")
-            return MUON_STATES * shape.in_layers + STATES["adamw"] * shape.rest
-        for kind, count in STATES.items():
-            if name.startswith(kind) and "bit" not in name:
-                return count * shape.parameters
-        raise ValueError(f"the estimate does not know what the optimiser {name} keeps: it knows {', '.join(STATES)} and Muon")
-
-    def _sampled(self) -> Iterable[int]:
-        """Steps that stand for the run: a whole rotation, or some from its beginning to its end."""
-        steps = self.settings.max_steps
-        if self.plan.exits.curriculum == "gradual" or self.plan.dropout.curriculum == "exponential":
-            return range(0, steps, -(-steps // SAMPLES))
-        return range(min(steps, self.plan.exits.dilation or max(1, self.shape.layers - 1)))
-
-    def _exits(self) -> tuple[float, int]:
-        """How many exits a step trains: in the mean, and at most."""
-        exits, layers, steps = self.plan.exits, self.shape.layers, self.settings.max_steps
-        chosen = exits.weights if exits.kl_weight is None else exits.active
-        counts = [sum(value > 0 for value in chosen(step, layers, steps)) for step in self._sampled()]
-        return sum(counts) / len(counts), max(counts)
-
-    def _operations(self, checkpointing: bool) -> float:
-        """Floating-point operations a token: 2 a parameter forward, 4 backward, 2 once more with checkpointing, for the layers
-        that are kept; a head has 8 at every exit, since its logits are computed twice. Attention's products are left out."""
-        shape, steps = self.shape, list(self._sampled())
-        rates = [sum(self.plan.dropout.rates(step, shape.layers, self.settings.max_steps)) / shape.layers for step in steps]
-        kept = 1 - sum(rates) / len(rates)
-        head = shape.hidden * shape.vocabulary
-        total = (8 if checkpointing else 6) * shape.in_layers * kept + 8 * head * self.exits
-        if self.plan.exits.kl_weight is not None:
-            total += 4 * head * (self.exits - 1)  # what they are to say
-        if self.teacher is not None:
-            total += 2 * self.teacher.in_layers + 4 * self.teacher.hidden * self.teacher.vocabulary * self.exits
-        return total
 
 
 def format_estimate(found: MemoryEstimate) -> list[str]:

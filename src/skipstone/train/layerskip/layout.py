@@ -38,10 +38,7 @@ class BatchLayout:
         """Passes of this layout's step on another layout's processes and rows. ValueError if that is no whole number."""
         passes, rest = divmod(self.step_rows, other.rows * other.processes)
         if rest:
-            raise ValueError(
-                f"the run was started with {self.step_rows} rows a step, which {other.processes} processes with {other.rows} "
-                "rows each cannot share equally: use another number of processes or another per_device_train_batch_size"
-            )
+            raise ValueError(f"{other.processes} processes of {other.rows} rows cannot share {self.step_rows} rows equally")
         return passes
 
 

@@ -59,10 +59,7 @@ class LayerSkipObjective:
         self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
         if shortlist is not None and teacher is None and recipe.exits.kl_weight is None:
-            raise ValueError(
-                "a shortlist has no effect on a loss against labels: it is for a teacher's distribution, or for exits that "
-                "learn the last layer's (kl_weight)"
-            )
+            raise ValueError("a shortlist has no effect on a loss against labels: give a teacher, or kl_weight")
         if chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1 position, found {chunk}")
         config = self.modules.model.config

@@ -178,9 +178,7 @@ def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, fo
     if (saved / MADE_FROM).exists():
         before = json.loads((saved / MADE_FROM).read_text(encoding="utf-8"))
         if different := [key for key in settings if before.get(key) != settings[key]]:
-            raise ValueError(
-                f"{saved} was made from something else ({', '.join(different)} differ): remove it, or use another output folder"
-            )
+            raise ValueError(f"{saved} was made from something else ({', '.join(different)} differ): remove it")
     if not (saved / "tokenizer.json").exists():
         train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
         with whole_folder(saved) as hidden:
@@ -243,10 +241,7 @@ def _shorten(model: Any, layers: int) -> None:
     modules = DecoderModel(model)
     config = modules.config
     if modules.family.shares or modules.family.per_layer_inputs:
-        raise ValueError(
-            f"model.layers cannot shorten this {config.model_type} model: its layers read keys and values of other layers, or "
-            "are given inputs of their own; leave it out"
-        )
+        raise ValueError(f"model.layers cannot shorten this {config.model_type} model: its layers share inputs")
     if layers >= modules.depth:
         raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
     setattr(modules.decoder, modules.family.layers, torch.nn.ModuleList(modules.layers[:layers]))

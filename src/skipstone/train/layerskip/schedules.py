@@ -52,10 +52,7 @@ def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
     kept = [scale * on for on, scale in zip(active, scales, strict=True)]
     if (total := sum(kept)) <= 0:
         layers = [layer for layer, on in enumerate(active, 1) if on]
-        raise ValueError(
-            f"the active exits E = {layers} have no weight (e(0) = 0, and e_scale = 0 leaves the last layer alone): "
-            f"keep the last layer (keep_last) or raise e_scale"
-        )
+        raise ValueError(f"the active exits E = {layers} have no weight, as e(0) = 0: set keep_last, or raise e_scale")
     return [scale / total for scale in kept]
 
 
@@ -156,9 +153,7 @@ class EarlyExitLoss:
 def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, ...]:
     """`exit_layers` for layers that the older setting `exits` counts from 0, with a warning. ValueError for both."""
     if exit_layers is not None:
-        raise ValueError(
-            f"give exit_layers, counted from 1, or exits, counted from 0, found both: {exit_layers!r} and {exits!r}"
-        )
+        raise ValueError(f"give exit_layers, from 1, or exits, from 0, found both: {exit_layers!r} and {exits!r}")
     if not all(type(layer) is int and layer >= 0 for layer in exits):
         raise ValueError(f"exits must be layers counted from 0, or None for all, found {exits!r}")
     renamed = tuple(layer + 1 for layer in exits)

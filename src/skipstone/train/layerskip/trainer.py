@@ -95,10 +95,7 @@ class LayerSkipTrainer(Trainer):
         if self.args.muon_learning_rate is not None and (self.optimizer or self.optimizer_cls_and_kwargs):
             raise ValueError("give either an optimiser or muon_learning_rate, which makes one")
         if self.args.n_gpu > 1:
-            raise ValueError(
-                f"found {self.args.n_gpu} devices and one process: start one process a device with `accelerate launch`, or "
-                "show it one device (CUDA_VISIBLE_DEVICES=0)"
-            )
+            raise ValueError(f"found {self.args.n_gpu} devices, one process: use `accelerate launch` or CUDA_VISIBLE_DEVICES=0")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
@@ -132,10 +129,7 @@ class LayerSkipTrainer(Trainer):
         if folder is None or (not requested and self.args.save_strategy == "no"):
             return None
         if not requested:
-            raise ValueError(
-                f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
-                "in another output_dir"
-            )
+            raise ValueError(f"{run} holds {folder.name} of an earlier run: resume from it, or choose another output_dir")
         self.started = self._layout_of_run(folder)
         checkpoint.verify(folder, self.fingerprint)
         return folder
@@ -399,9 +393,7 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """ValueError for the state of another set of optimisers."""
         if len(state_dict.get("parts", ())) != len(self.parts):
-            raise ValueError(
-                "the saved optimiser state is not that of Muon with AdamW: was the run started with another optimiser?"
-            )
+            raise ValueError("the saved state is not of Muon with AdamW: was the run started with another optimiser?")
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
