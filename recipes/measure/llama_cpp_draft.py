@@ -33,8 +33,7 @@ import torch
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.threads import cores
-from skipstone.export.draft import write_draft
-from skipstone.export.draft_layers import select_draft_layers
+from skipstone.export.draft import select_draft_layers, write_draft
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from skipstone.lab.tasks.data_sets import named

@@ -21,7 +21,7 @@ from skipstone.lab.bench.report.report import FORMATS
 from skipstone.lab.bench.report.tables import LAYOUTS
 from skipstone.methods import METHODS
 from skipstone.train.heads.recipe import PRESETS
-from skipstone.train.layerskip.shapes import SHAPES
+from skipstone.train.layerskip.estimate import SHAPES
 from tests.helpers.commandline import run
 
 RUN_ALL = """

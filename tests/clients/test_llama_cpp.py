@@ -19,7 +19,7 @@ import torch
 
 from recipes.measure.llama_cpp_draft import wait_until_ready
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.export.draft_layers import DraftLayers
+from skipstone.export.draft import DraftLayers
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from tests.helpers import support

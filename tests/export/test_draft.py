@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export import draft as exporting
-from skipstone.export.draft import write_draft
-from skipstone.export.draft_layers import DraftLayers, select_draft_layers
+from skipstone.export.draft import DraftLayers, select_draft_layers, write_draft
 from skipstone.methods.drafting.layer_sets import save_profile
 from skipstone.models.passes import SkipSet
 from tests.helpers import conformance, families, machine, support, wrapped

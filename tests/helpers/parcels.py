@@ -10,8 +10,7 @@ import torch
 
 from skipstone import ExitHeads
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.export.draft import write_draft
-from skipstone.export.draft_layers import DraftLayers
+from skipstone.export.draft import DraftLayers, write_draft
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.methods.drafting.layer_sets import save_profile
 from tests.helpers.machine import llama

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.serving.chat_templates import takes_arguments_as_text
+from skipstone.serving.request_parser import takes_arguments_as_text
 from skipstone.serving.server import Server
 from tests.helpers.served import InThread, in_thread, refusal
 

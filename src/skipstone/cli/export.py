@@ -42,8 +42,7 @@ def export(
     from skipstone.engines.loading import load_model, load_tokenizer
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.export import commands
-    from skipstone.export.draft import write_draft
-    from skipstone.export.draft_layers import select_draft_layers
+    from skipstone.export.draft import select_draft_layers, write_draft
     from skipstone.export.gguf.vocabulary import vocabulary_of
     from skipstone.export.gguf.write_gguf import DRAFT, TARGET, stored_type, write_pair
 

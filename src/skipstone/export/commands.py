@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from skipstone.export.draft_layers import DraftLayers
+from skipstone.export.draft import DraftLayers
 from skipstone.export.gguf.write_gguf import DRAFT, TARGET
 
 

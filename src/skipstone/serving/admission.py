@@ -8,11 +8,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.batch_group import BatchGroup, Send
-from skipstone.serving.device_errors import DeviceErrorCounter
 from skipstone.serving.errors import RequestError
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd
 from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
@@ -23,7 +25,16 @@ RETRY_AFTER_SECONDS = 1
 PREFILL_CHUNK_SIZE = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
 
+ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # torch has it from 2.8 on
+MAX_DEVICE_ERRORS = 2
+"""Consecutive device errors after which the model's thread ends. A broken CUDA context stays broken, and only a new process
+gets another one."""
+
 logger = logging.getLogger(__name__)
+
+
+class DeviceError(Exception):
+    """The device has failed several times in a row."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,11 @@ class AdmissionLimits:
     prefill_chunk_size: int = PREFILL_CHUNK_SIZE
     kv_cache_bytes: int | None = None
 
+    @property
+    def of_group(self) -> tuple[int, int, int]:
+        """Those of every batch group."""
+        return self.max_num_seqs, self.max_model_len, self.prefill_chunk_size
+
 
 class Admission:
     """The queue of waiting requests, and the batch groups that take them. send: is called with the event of a request that ends
@@ -48,7 +64,7 @@ class Admission:
         self.waiting: deque[PendingRequest] = deque()
         self.groups: dict[str, BatchGroup] = {}  # the least recently used first
         self.scorer_bytes = 0  # reserved by the prompt that is being scored
-        self.device_errors = DeviceErrorCounter()
+        self.num_device_errors = 0  # without a successful step between them
         self.lock = threading.Lock()
         self.num_open = 0  # requests that have not ended
         self.num_waiting = 0  # open requests without a row, those that are not in `waiting` yet included
@@ -113,7 +129,13 @@ class Admission:
             except Exception as error:
                 logger.exception("a request could not be begun")
                 self.fail(pending, RequestEnd(FAILED, "the request could not be begun: see the server's log"))
-                self.device_errors.add(error)
+                self.count_device_error(error)
+
+    def count_device_error(self, error: Exception) -> None:
+        """Count an error if it is the device's. DeviceError if there are too many in a row."""
+        self.num_device_errors += is_device_error(error)
+        if self.num_device_errors >= MAX_DEVICE_ERRORS:
+            raise DeviceError(f"{self.num_device_errors} errors of the device in a row") from error
 
     def _method_with_fewest_texts(self, other_than: str) -> str:
         busy = {name: len(one.requests) - len(one.free_rows) for name, one in self.groups.items() if one.busy}
@@ -126,10 +148,7 @@ class Admission:
         if (group := self.groups.pop(name, None)) is None:
             if len(self.groups) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
                 return None
-            limits = self.limits
-            group = BatchGroup(
-                self.model, method, limits.max_num_seqs, limits.max_model_len, limits.prefill_chunk_size, self._send
-            )
+            group = BatchGroup(self.model, method, *self.limits.of_group, self._send)
         self.groups[name] = group
         return group
 
@@ -167,8 +186,8 @@ def default_kv_cache_bytes(model: ModelRunner) -> int:
 
 def with_room_for(model: ModelRunner, method: Method, limits: AdmissionLimits) -> AdmissionLimits:
     """The limits with enough memory for a text of full length in the default method's rows. ValueError if they forbid it."""
-    rows, length = limits.max_num_seqs, limits.max_model_len
-    group = BatchGroup(model, method, rows, length, limits.prefill_chunk_size, lambda *_: None)
+    rows, length, _ = limits.of_group
+    group = BatchGroup(model, method, *limits.of_group, lambda *_: None)
     needed = group.memory_bytes(length)
     if limits.kv_cache_bytes is None:
         return replace(limits, kv_cache_bytes=max(default_kv_cache_bytes(model), needed))
@@ -177,3 +196,10 @@ def with_room_for(model: ModelRunner, method: Method, limits: AdmissionLimits) -
         remedy = "raise it, or lower --max-num-seqs or --max-model-len"
         raise ValueError(f"{size}, and --kv-cache-memory-bytes is {limits.kv_cache_bytes}: {remedy}")
     return limits
+
+
+def is_device_error(error: Exception) -> bool:
+    """Whether an error is one of CUDA that may stay. A lack of memory does not."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, ACCELERATOR_ERROR) or (isinstance(error, RuntimeError) and "CUDA" in str(error))

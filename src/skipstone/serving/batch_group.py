@@ -26,6 +26,7 @@ PLAIN_TIME_STEPS = 16
 """Steps of a request between two reports of the time of a plain step."""
 
 Send = Callable[[PendingRequest, RequestEvent], None]
+Logprobs = Sequence[TokenLogprobs]
 
 
 class BatchGroup:
@@ -91,12 +92,12 @@ class BatchGroup:
         """Run one step of all rows and send its events."""
         before = list(self.loop.rows)
         step = self.loop.step()
-        logprobs, details = self._recorder.results(self.loop.session)
+        extras = self._recorder.results(self.loop.session)
         for row, pending in enumerate(self.requests):
             if pending is None:
                 continue
             if step.tokens[row]:
-                self._send_output(pending, row, step, logprobs.get(row), details.get(row))
+                self._send_output(pending, row, step, *extras.get(row, (None, None)))
             if row in step.errors:
                 self._free_row(row, [])
                 self.send(pending, RequestEnd(FAILED, step.errors[row]))
@@ -108,23 +109,16 @@ class BatchGroup:
         return step
 
     def _send_output(
-        self,
-        pending: PendingRequest,
-        row: int,
-        step: Step,
-        logprobs: Sequence[TokenLogprobs] | None,
-        details: StepDetails | None,
+        self, pending: PendingRequest, row: int, step: Step, logprobs: Logprobs | None, details: StepDetails | None
     ) -> None:
         stats = pending.stats
         stats.add(step, row)
         stats.accepted_prediction_tokens = self.loop.session.drafter.accepted_predictions(row)
         if details is not None:
             self._complete_details(details, row, step, stats.steps)
-        milliseconds, drafted = (1000 * step.seconds_draft, 1000 * step.seconds_score), step.drafted[row]
-        output = StepOutput(
-            stats.steps, step.tokens[row], step.origin[row], logprobs, drafted, step.drafter, step.reason, milliseconds, details
-        )
-        self.send(pending, output)
+        milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
+        own = stats.steps, step.tokens[row], step.origin[row], logprobs, step.drafted[row]
+        self.send(pending, StepOutput(*own, step.drafter, step.reason, milliseconds, details))
 
     def _complete_details(self, details: StepDetails, row: int, step: Step, num_steps: int) -> None:
         """Add the layers if they have changed, and every few steps the time of a plain step."""
@@ -161,25 +155,23 @@ class StepRecorder:
         return {row: pending for row, pending in requests.items() if pending.wants_details or pending.num_logprobs is not None}
 
     @torch.inference_mode()
-    def results(self, session: Session) -> tuple[dict[int, list[TokenLogprobs]], dict[int, StepDetails]]:
-        """Log-probabilities and details of the latest step, by row, for the rows that want them."""
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        details: dict[int, StepDetails] = {}
+    def results(self, session: Session) -> dict[int, tuple[Logprobs | None, StepDetails | None]]:
+        """Row -> log-probabilities and details of the latest step, for the rows that want them."""
+        results: dict[int, tuple[Logprobs | None, StepDetails | None]] = {}
         if self._recorded is None:
-            return logprobs, details
+            return results
         (draft, verdicts, row_logits), self._recorded = self._recorded, None
         for row, pending in self._requests_with_extras.items():
-            logits, verdict = row_logits[row], verdicts[row]
-            if not verdict.tokens:
-                continue
-            if pending.num_logprobs is not None:
-                logprobs[row] = token_logprobs(logits, verdict.tokens, pending.num_logprobs)
-            if pending.wants_details:
+            logits, verdict, logprobs, details = row_logits[row], verdicts[row], None, None
+            if verdict.tokens and pending.num_logprobs is not None:
+                logprobs = token_logprobs(logits, verdict.tokens, pending.num_logprobs)
+            if verdict.tokens and pending.wants_details:
                 sampling = pending.request.sampling
                 greedy = sampling.temperature == 0 and not sampling.warpers
                 shape = {"depth": session.model.depth, "runs": session.store.layers}
-                details[row] = describe_step(draft, row, verdict, logits, greedy=greedy, **shape)
-        return logprobs, details
+                details = describe_step(draft, row, verdict, logits, greedy=greedy, **shape)
+            results[row] = logprobs, details
+        return results
 
 
 def row_bytes(model: ModelRunner, prefill_chunk_size: int) -> tuple[int, int]:

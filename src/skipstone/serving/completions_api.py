@@ -89,12 +89,14 @@ class Completion:
                 content["logprobs"] = written | {name: each + written[name] for name, each in of_prompt.items()}
             content |= {"message": _message(choice)} if self.is_chat else {"text": prompt + choice.text}
             choices.append(content)
-        found = {**self._head(is_chunk=False), "choices": choices, "usage": self.usage()}
-        return found | self._requested_metrics()
+        return self._whole(choices, is_chunk=False)
+
+    def _whole(self, choices: list[Any], is_chunk: bool) -> dict[str, Any]:
+        """A body, or the last chunk, with the figures of all texts."""
+        return {**self._head(is_chunk), "choices": choices, "usage": self.usage()} | self._requested_metrics()
 
     async def events(self, updates: Updates) -> AsyncIterator[Any]:
         """The chunks of a stream, as server-sent events."""
-        speculative = self.body.stream_speculative
         async with aclosing(updates):
             try:
                 if self.is_chat:
@@ -103,12 +105,10 @@ class Completion:
                 async for choice, text, output, start in updates:
                     if choice.pending.echo and not choice.has_sent_prompt:
                         yield event_json(self._prompt_chunk(choice))
-                    if (chunk := self.chunk(choice, text, output, start, speculative)) is not None:
+                    if (chunk := self.chunk(choice, text, output, start)) is not None:
                         yield event_json(chunk)
                 if self.body.wants_usage:
-                    yield event_json(
-                        {**self._head(is_chunk=True), "choices": [], "usage": self.usage()} | self._requested_metrics()
-                    )
+                    yield event_json(self._whole([], is_chunk=True))
             except RequestError as error:
                 yield event_json(error_body(error))
         yield "[DONE]"
@@ -125,11 +125,10 @@ class Completion:
             found["choices"][0]["logprobs"] = self._prompt_logprobs(choice)
         return found
 
-    def chunk(
-        self, choice: Choice, text: str, output: StepOutput | None, start: int, speculative: bool | str
-    ) -> dict[str, Any] | None:
+    def chunk(self, choice: Choice, text: str, output: StepOutput | None, start: int) -> dict[str, Any] | None:
         """A chunk with new text; None if there is nothing to report. output: brought the text. start: number of tokens before
         it."""
+        speculative = self.body.stream_speculative
         logprobs = output.logprobs if output is not None and choice.pending.num_logprobs is not None else None
         if not (text or choice.finish_reason or logprobs is not None or (speculative and output)):
             return None
@@ -188,11 +187,21 @@ class Completion:
                     found[name].append(value)
         return {"content": content, "refusal": None} if self.is_chat else found
 
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From arrival to the first token of any text; None before it."""
+        return min((one.first_token_seconds for one in self.choices if one.first_token_seconds is not None), default=None)
+
+    @property
+    def stats(self) -> list[RequestStats]:
+        """Of every text."""
+        return [choice.pending.stats for choice in self.choices]
+
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt and written tokens. A prompt counts once for all its choices."""
         prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
-        reused = sum(choice.pending.stats.cached_tokens for choice in self.choices)
+        reused = sum(one.cached_tokens for one in self.stats)
         found: dict[str, Any] = {
             "prompt_tokens": read,
             "completion_tokens": written,
@@ -200,22 +209,17 @@ class Completion:
             "prompt_tokens_details": {"cached_tokens": min(reused, read)},
         }
         if predicted := sum(len(choice.pending.request.prediction) for choice in self.choices):
-            accepted = sum(choice.pending.stats.accepted_prediction_tokens for choice in self.choices)
-            found["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": max(predicted - accepted, 0),
-            }
+            accepted = sum(one.accepted_prediction_tokens for one in self.stats)
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": max(predicted - accepted, 0)}
+            found["completion_tokens_details"] = details
         return found
 
     def _requested_metrics(self) -> dict[str, Any]:
         """vLLM's block of figures and llama.cpp's two numbers, if the body asks for them."""
         if not self.body.return_metrics:
             return {}
-        stats = [choice.pending.stats for choice in self.choices]
+        stats, first = self.stats, self.first_token_seconds or 0.0
         seconds = max(choice.seconds for choice in self.choices)
-        first = min(
-            (choice.first_token_seconds for choice in self.choices if choice.first_token_seconds is not None), default=0.0
-        )
         waited = max(choice.pending.queue_seconds for choice in self.choices)
         return {
             "metrics": {
@@ -278,10 +282,8 @@ def step_json(output: StepOutput, reader: TokenReader) -> dict[str, Any]:
     }
     details = output.details
     if details is not None:
-        found["refused"] = [
-            {"at": branch.place, "tokens": [_token_json(one.token, one, reader) for one in branch.tokens]}
-            for branch in details.rejected
-        ]
+        rejected = [(one.place, [_token_json(token.token, token, reader) for token in one.tokens]) for one in details.rejected]
+        found["refused"] = [{"at": place, "tokens": tokens} for place, tokens in rejected]
         found["left_out"] = details.left_out
         if details.layers is not None:
             found["layers"] = details.layers

@@ -38,6 +38,7 @@ class PendingAnswer:
     is_cut: bool
 
 
+@dataclass(eq=False)
 class Conversation:
     """Messages, and the row with the keys and values of their tokens.
 
@@ -45,20 +46,16 @@ class Conversation:
     first message, None for none. An answer is the text that `skipstone.generate` writes for the messages before it; without a
     chat template, for `plain_text` of them."""
 
-    def __init__(
-        self,
-        model: ModelRunner,
-        tokenizer: PreTrainedTokenizerBase,
-        method: Method,
-        options: dict[str, Any],
-        max_new_tokens: int,
-        system: str | None = None,
-    ) -> None:
-        self.model, self.tokenizer, self.options, self.max_new_tokens = model, tokenizer, options, max_new_tokens
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[Message] = list(self._system)
-        self.method = method
-        self._group: BatchGroup | None = self._create_group(method)
+    model: ModelRunner
+    tokenizer: PreTrainedTokenizerBase
+    method: Method
+    options: dict[str, Any]
+    max_new_tokens: int
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        self.reset()
+        self._group: BatchGroup | None = self._create_group(self.method)
 
     @property
     def has_template(self) -> bool:
@@ -75,7 +72,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget all messages except the system's."""
-        self.messages = list(self._system)
+        self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str, seed: int) -> PendingAnswer:
         """Prepare the answer to a user's text. Nothing is remembered before `keep`. ContextFull if there is no room for one
@@ -84,7 +81,7 @@ class Conversation:
         prompt, positions = self._ids(messages), self.model.max_positions
         room = positions - len(prompt)
         if room < 1:
-            raise ContextFull(f"the context is full: {len(prompt)} tokens, and the model takes {positions}")
+            raise ContextFull(f"the context is full: it has {len(prompt)} tokens, and the model takes {positions}")
         options = {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
         request = build_request(self.model, prompt, self.tokenizer, seed, options)
         return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.serving.prefix_cache import common_length
 from skipstone.serving.schema_satisfiability import has_finite_value
 from skipstone.utils.extras import installed
 from skipstone.utils.limits import GRAMMAR_BYTES, MAX_LEXER_STATES, SMALL_GRAMMAR_BYTES
@@ -76,6 +77,7 @@ class GrammarCompiler:
         self.ends = tuple(ends)
         eos = list(ends) if ends else None
         self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
+        self.no_end: int | None = None if ends else self._tokenizer.eos_token  # what llguidance takes for an end
 
     def compile_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
         """The grammar of texts that fulfil a JSON schema. prompt: number of tokens before a text. choices: number of its texts.
@@ -112,14 +114,13 @@ class GrammarCompiler:
             raise type(error)(f"{field}: {error}") from None
         memory = self._memory(field, nbytes, choices)
         began = time.thread_time()
-        matcher = self._new_matcher(compiled)
+        matcher = self.new_matcher(compiled)
         seconds = time.thread_time() - began
         if matcher.is_error():
             raise ValueError(f"{field}: {_error_text(matcher.get_error())}")
         if choices > 1 and choices * seconds > MAX_COMPILE_SECONDS:
             raise ValueError(f"{field}: the schema takes {seconds:.1f} s to compile for each of {choices} texts; ask for fewer")
-        no_end = None if self.ends else self._tokenizer.eos_token
-        grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end, memory)
+        grammar = Grammar(self, compiled, matcher, prompt, memory)
         if grammar.end_of([]):
             raise ValueError(f"{field}: no text fulfils the schema; check that its parts do not contradict each other")
         return grammar
@@ -138,7 +139,8 @@ class GrammarCompiler:
             self._taken.add(memory)
         return memory
 
-    def _new_matcher(self, compiled: str) -> Any:
+    def new_matcher(self, compiled: str) -> Any:
+        """A matcher of the empty text."""
         return self._matcher(self._tokenizer, compiled, log_level=0, limits=self._limits)
 
 
@@ -189,22 +191,14 @@ def is_too_deep(value: Any, deepest: int = MAX_SCHEMA_DEPTH) -> bool:
 class Grammar:
     """A logits processor and a stopping criterion of one text.
 
-    matcher: of the empty text. new_matcher: compiles another one. prompt: number of tokens before the text. ends: ids of
-    end-of-text tokens. no_end: without them, the token that llguidance takes for one. memory: shared with other choices.
+    compiler: makes further matchers of the compiled grammar. matcher: of the empty text. prompt: number of tokens before the
+    text. memory: shared with other choices.
     """
 
-    def __init__(
-        self,
-        matcher: Any,
-        new_matcher: Callable[[], Any],
-        prompt: int,
-        ends: tuple[int, ...],
-        no_end: int | None,
-        memory: GrammarMemory,
-    ) -> None:
-        self._memory = memory
-        self._new_matcher, self.prompt, self.ends, self._no_end = new_matcher, prompt, ends, no_end
-        self._committed = _FollowedText(matcher, no_end)
+    def __init__(self, compiler: GrammarCompiler, compiled: str, matcher: Any, prompt: int, memory: GrammarMemory) -> None:
+        self._compiler, self._compiled, self.prompt, self._memory = compiler, compiled, prompt, memory
+        self.ends = compiler.ends
+        self._committed = _FollowedText(matcher, compiler.no_end)
         self._committed.go_to([])
         self._drafted: _FollowedText | None = None
         self._beyond_limits: list[list[int]] = []  # drafts after which llguidance cannot go on
@@ -212,8 +206,8 @@ class Grammar:
 
     def for_new_text(self, prompt: int | None = None) -> "Grammar":
         """A grammar for another text, fully compiled. prompt: number of tokens before it, None for the same."""
-        prompt = self.prompt if prompt is None else prompt
-        other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end, self._memory)
+        prompt, matcher = self.prompt if prompt is None else prompt, self._compiler.new_matcher(self._compiled)
+        other = Grammar(self._compiler, self._compiled, matcher, prompt, self._memory)
         other._recompile()
         return other
 
@@ -255,7 +249,7 @@ class Grammar:
 
     def _recompile(self) -> "_FollowedText":
         """Follow drafts with a fresh matcher from now on."""
-        self._drafted = _FollowedText(self._new_matcher(), self._no_end)
+        self._drafted = _FollowedText(self._compiler.new_matcher(self._compiled), self._compiler.no_end)
         return self._drafted
 
 
@@ -282,7 +276,7 @@ class _FollowedText:
         self.text, known = text, self._taken
         if self._matcher.is_error():  # it stays in error, rollback does not help
             self._matcher, known = self._start.deep_copy(), []
-        common = _common_length(known, text)
+        common = common_length(known, text)
         if common < len(known):
             self._matcher.rollback(len(known) - common)
         self._taken = known[:common]
@@ -306,11 +300,3 @@ class _FollowedText:
             self.bits, self.ended, self.hit_limit = None, DEAD_END, not self._matcher.get_error().startswith(NO_EXTENSION)
         elif self._matcher.is_stopped() or self.bits is None:
             self.ended = COMPLETE if self._matcher.is_accepting() else DEAD_END
-
-
-def _common_length(known: list[int], text: list[int]) -> int:
-    """Length of the common prefix."""
-    length = min(len(known), len(text))
-    if known[:length] == text[:length]:
-        return length
-    return next(place for place in range(length) if known[place] != text[place])

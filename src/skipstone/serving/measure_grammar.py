@@ -9,8 +9,13 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
+
+resource: Any = None
+with suppress(ImportError):  # there is none on Windows, where only the caller's limit holds
+    import resource
 
 STATM = Path("/proc/self/statm")
 """Linux' file with the size of a process. Its second number is pages in memory."""
@@ -22,11 +27,7 @@ NICE = 5
 def main() -> None:
     """Set the limits and compile stdin."""
     seconds, size = (int(one) for one in sys.argv[1:])
-    try:
-        import resource
-    except ImportError:  # there is none on Windows, where only the caller's limit holds
-        pass
-    else:
+    if resource is not None:
         with suppress(OSError):  # a sandbox may forbid it
             os.nice(NICE)
         for kind, most in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, seconds)):
@@ -43,11 +44,7 @@ def resident_bytes() -> int:
     """Bytes of the process in memory; the maximum so far if the system does not report the present size, 0 if neither."""
     if STATM.exists():
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ class Metrics:
         self._cached_tokens = create("Counter", "prefix_cache_hits", "Tokens of prompts with reused keys and values.")
         self._written_tokens = create("Counter", "generation_tokens", "Generated tokens.")
         self._queue_seconds = create("Histogram", "request_queue_time_seconds", "Wait for a row.", buckets=FIRST_TOKEN_BUCKETS)
-        self._first_token_seconds = create(
-            "Histogram", "time_to_first_token_seconds", "First token.", buckets=FIRST_TOKEN_BUCKETS
-        )
+        self._first_seconds = create("Histogram", "time_to_first_token_seconds", "First token.", buckets=FIRST_TOKEN_BUCKETS)
         self._token_seconds = create("Histogram", "time_per_output_token_seconds", "Further tokens.", buckets=TOKEN_BUCKETS)
         self._request_seconds = create("Histogram", "e2e_request_latency_seconds", "Whole requests.", buckets=REQUEST_BUCKETS)
         self._ended = create("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
@@ -46,9 +44,7 @@ class Metrics:
         self.drafts = create("Counter", "spec_decode_num_drafts", "Drafts.")
         self.drafted = create("Counter", "spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted = create("Counter", "spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._positions = create(
-            "Counter", "spec_decode_num_accepted_tokens_per_pos", "By position in the draft.", ("position",)
-        )
+        self._positions = create("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
         self.draft_seconds = create("Counter", "spec_decode_draft_seconds", "Seconds of drafting.")
         self.verify_seconds = create("Counter", "spec_decode_verify_seconds", "Seconds of scoring.")
         self._drafters = create("Counter", "spec_decode_steps", "Steps by drafter; plain: no draft.", ("method",))
@@ -80,7 +76,7 @@ class Metrics:
         if pending.queue_seconds:
             self._queue_seconds.observe(pending.queue_seconds)
         if choice.first_token_seconds is not None:
-            self._first_token_seconds.observe(choice.first_token_seconds)
+            self._first_seconds.observe(choice.first_token_seconds)
             if count > 1:
                 self._token_seconds.observe((choice.seconds - choice.first_token_seconds) / (count - 1))
 

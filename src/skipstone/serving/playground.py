@@ -3,6 +3,7 @@
 from importlib.resources import files
 
 from fastapi import FastAPI, Response
+from starlette.routing import Route
 
 SCRIPTS = ("page", "view", "figures", "map", "bench", "dom")
 """The page's scripts, of which the first one imports the others."""
@@ -17,22 +18,13 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 """Nothing comes from elsewhere, and nothing in the page runs that is not in its files: model text cannot become a script."""
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+HEADERS["Referrer-Policy"] = "no-referrer"
 
 
 def add(app: FastAPI) -> None:
     """Add the page's routes. Its files are read once, here."""
     folder = files("skipstone.serving") / "page"
     for path, (name, kind) in PATHS.items():
-        _route(app, path, (folder / name).read_bytes(), kind)
-
-
-def _route(app: FastAPI, path: str, content: bytes, kind: str) -> None:
-    @app.get(path, include_in_schema=False)
-    async def page() -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
+        page = Response((folder / name).read_bytes(), media_type=kind, headers=HEADERS)
+        app.router.routes.append(Route(path, page, methods=["GET"], include_in_schema=False))

@@ -22,7 +22,8 @@ class PrefixCache:
     def choose_row(self, prompt: Sequence[int], free_rows: Sequence[int]) -> tuple[int, int]:
         """(row, number of prompt tokens that it holds): the row with the longest common prefix, else the least recently used
         one."""
-        common = {row: common_length(self._tokens[row], prompt) if self.is_enabled else 0 for row in free_rows}
+        limited = prompt[:-1] if self.is_enabled else []  # the prompt's last token always runs
+        common = {row: common_length(self._tokens[row], limited) for row in free_rows}
         best = max(free_rows, key=lambda row: common[row])
         if common[best] >= MIN_REUSED_TOKENS:
             return best, common[best]
@@ -34,7 +35,9 @@ class PrefixCache:
         self._tokens[row], self._last_used[row] = tokens, self._num_uses
 
 
-def common_length(tokens: Sequence[int], prompt: Sequence[int]) -> int:
-    """Length of the common prefix. It is shorter than the prompt, because the prompt's last token always runs."""
-    longest = min(len(tokens), len(prompt) - 1)
-    return next((place for place in range(longest) if tokens[place] != prompt[place]), longest)
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])

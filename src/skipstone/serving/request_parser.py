@@ -4,12 +4,14 @@ It runs in a thread of its own, because transformers' preparation of a call chan
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.decoding.method import Method
@@ -20,10 +22,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import chat_text, token_ids
 from skipstone.hf.build_request import build_request
 from skipstone.hf.generate_call import resolve_for
-from skipstone.serving.chat_templates import takes_arguments_as_text
 from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
-from skipstone.serving.logits_processors import Bias, Penalty
 from skipstone.serving.pending_request import PendingRequest, TokenLogprobs
 from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, joined
 from skipstone.serving.tool_call_parser import argument_schemas
@@ -40,24 +40,23 @@ MAX_TOKEN_CHARACTERS = 64
 """No token is longer. A text with more characters per token of the limit is too long in any case."""
 MAX_SETTING = 64
 """Maximum of an integer method setting in a body, or its default if that is larger. Many such settings are memory."""
+PROBE_ARGUMENTS = {"probed_key": "probed_value"}
+"""Arguments of the call that a chat template is tried out with: no template has these words."""
+PROBE_CALL_ID = "probe0000"
+"""Mistral's templates take ids of nine letters and digits alone."""
 
 
 class RequestParser:
     """Makes pending requests of bodies.
 
-    default_method: used if a body names none. max_model_len: tokens of a text, its prompt included. timeout_seconds: limit for
-    one request, None for no limit."""
+    default_method: used if a body names none. max_model_len: tokens of a text, its prompt included. timeout: seconds that one
+    request may take, None for no limit."""
 
     def __init__(
-        self,
-        model: ModelRunner,
-        tokenizer: Any,
-        default_method: Method,
-        max_model_len: int,
-        timeout_seconds: float | None = None,
+        self, model: ModelRunner, tokenizer: Any, default_method: Method, max_model_len: int, timeout: float | None = None
     ) -> None:
         self.model, self.tokenizer, self.default_method = model, tokenizer, default_method
-        self.max_model_len, self.timeout_seconds = max_model_len, timeout_seconds
+        self.max_model_len, self.timeout_seconds = max_model_len, timeout
         self._max_characters = max_model_len * MAX_TOKEN_CHARACTERS
 
     def parse(self, body: GenerationBody, grammar: Grammar | None = None) -> list[PendingRequest]:
@@ -152,12 +151,7 @@ class RequestParser:
                 self._check_settings(inner)
 
     def _pending_requests(
-        self,
-        body: GenerationBody,
-        prompts: list[list[int]],
-        max_tokens: int | None,
-        num_logprobs: int | None,
-        grammar: Grammar | None,
+        self, body: GenerationBody, prompts: list[list[int]], max_tokens: int | None, num_logprobs: int | None, grammar: Any
     ) -> list[PendingRequest]:
         method, requests = self.parse_method(body.speculative), []
         prediction = self._prediction_ids(body)
@@ -179,15 +173,12 @@ class RequestParser:
             for _ in range(body.n):
                 sampling = replace(request.sampling, seed=row_seed(seed, len(requests)))
                 of_choice = replace(request, sampling=sampling, prediction=prediction)
-                own_grammar = None if grammar is None else grammar.for_new_text(len(prompt))
-                if own_grammar is not None:
-                    of_choice = _with_grammar(of_choice, own_grammar)
-                details = body.stream_speculative == "full"
-                requests.append(
-                    PendingRequest(
-                        of_choice, method, num_logprobs, self.timeout_seconds, wants_details=details, grammar=own_grammar
-                    )
-                )
+                pending = PendingRequest(of_choice, method, num_logprobs, self.timeout_seconds)
+                pending.wants_details = body.stream_speculative == "full"
+                if grammar is not None:
+                    own = grammar.for_new_text(len(prompt))
+                    pending.grammar, pending.request = own, _with_grammar(of_choice, own)
+                requests.append(pending)
         return requests
 
     def _default_max_tokens(self, prompt: int, room: int) -> int:
@@ -271,3 +262,53 @@ def _prompts(body: CompletionBody) -> list[Any]:
     """The prompts of a body, each a text or token ids."""
     given: Any = body.prompt
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+def takes_arguments_as_text(tokenizer: Any) -> bool:
+    """Whether a tokenizer's chat template writes a call's arguments only where they are JSON in a text. Most templates take an
+    object and write the JSON themselves; some, as DeepSeek's, concatenate a text. It is tried out, as llama.cpp does it."""
+    return not _writes(tokenizer, PROBE_ARGUMENTS) and _writes(tokenizer, json.dumps(PROBE_ARGUMENTS))
+
+
+def _writes(tokenizer: Any, arguments: Any) -> bool:
+    """Whether the arguments of a call stand in what the template writes, and not as Python prints an object."""
+    parameters = {"type": "object", "properties": {"probed_key": {"type": "string"}}, "required": ["probed_key"]}
+    tool = {"type": "function", "function": {"name": "probe", "description": "a tool", "parameters": parameters}}
+    calls = [{"id": PROBE_CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}]
+    turns = [
+        {"role": "user", "content": "a question"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "an answer", "name": "probe", "tool_call_id": PROBE_CALL_ID},
+    ]
+    for count in (3, 2):  # some templates know no answers of tools
+        with suppress(ValueError):
+            written = chat_text(turns[:count], tokenizer, [tool])
+            return "probed_value" in written and str(PROBE_ARGUMENTS) not in written
+    return False
+
+
+class Bias:
+    """Adds to single tokens' logits. biases: token id -> what is added."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self.ids = torch.tensor(list(biases), dtype=torch.int64, device="cpu")
+        self.values = torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """ids: [1, T]. scores: [1, V]."""
+        scores = scores.clone()
+        scores[:, self.ids.to(scores.device)] += self.values.to(scores.device, scores.dtype)
+        return scores
+
+
+class Penalty:
+    """Takes from the logits of tokens that were written already: `presence` once, `frequency` for each time. prompt: tokens
+    before the first that was written."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """ids: [1, T]. scores: [1, V]."""
+        counts = torch.bincount(ids[0, self.prompt :], minlength=scores.shape[-1])[None]  # [1, V]
+        return scores - self.frequency * counts.to(scores.dtype) - self.presence * (counts > 0).to(scores.dtype)

@@ -84,11 +84,10 @@ class RequestRecord:
             return {}
         choices, phases = self.completion.choices, {}
         start = min(choice.pending.arrival_time for choice in choices)
+        begun = [one for one in choices if one.first_token_seconds is not None]
         ends = {
             "queue": [one.pending.arrival_time + one.pending.queue_seconds for one in choices if one.pending.queue_seconds],
-            "prefill": [
-                one.pending.arrival_time + seconds for one in choices if (seconds := one.first_token_seconds) is not None
-            ],
+            "prefill": [one.pending.arrival_time + (one.first_token_seconds or 0.0) for one in begun],
             "decode": [self.end_time],
         }
         for name, moments in ends.items():
@@ -110,9 +109,7 @@ class RequestRecord:
         return fields | ({"trace_id": self.trace} if self.trace else {})
 
     def _completion_fields(self, completion: Completion) -> dict[str, Any]:
-        usage, choices = completion.usage(), completion.choices
-        firsts = [choice.first_token_seconds for choice in choices if choice.first_token_seconds is not None]
-        stats = [choice.pending.stats for choice in choices]
+        usage, choices, stats, first = completion.usage(), completion.choices, completion.stats, completion.first_token_seconds
         waits = [choice.pending.queue_seconds or self.end_time - choice.pending.arrival_time for choice in choices]
         return {
             "finish_reasons": self.finish_reasons,
@@ -120,7 +117,7 @@ class RequestRecord:
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
             "queue_ms": _milliseconds(max(waits)),
-            "first_token_ms": _milliseconds(min(firsts)) if firsts else None,
+            "first_token_ms": None if first is None else _milliseconds(first),
             "method": choices[0].pending.method.spelled,
             "drafted": sum(one.drafted for one in stats),
             "accepted": sum(one.accepted for one in stats),

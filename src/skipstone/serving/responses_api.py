@@ -80,9 +80,8 @@ class ResponseBody(RequestBody):
     def generation_body(self, chats: bool) -> GenerationBody:
         """The same request as a chat, or as a completion if the model has no chats. ValueError if that is impossible."""
         text_format = None if self.text is None or self.text.format is None else self.text.format.format()
-        common: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "speculative")} | {
-            "response_format": text_format
-        }
+        common: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "speculative")}
+        common["response_format"] = text_format
         if not chats:
             if not isinstance(self.input, str) or self.instructions is not None:
                 raise ValueError("this model has no chat template: input is the text that it goes on with, and nothing else")

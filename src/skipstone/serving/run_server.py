@@ -45,9 +45,8 @@ def listen(server: Server, at: socket.socket, api_key: str | None = None) -> boo
     """Run until the end. Returns False if the model could not be loaded or its thread has ended, so that only a new process
     helps."""
     whole, url = True, url_of(at)
-    config = uvicorn.Config(
-        make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS
-    )
+    app = make_app(server, api_key)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=FLUSH_SECONDS)
     listener = DrainingServer(config, server)
 
     def failed() -> None:

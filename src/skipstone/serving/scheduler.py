@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from skipstone.decoding.draft import Step
 from skipstone.serving.admission import Admission
 from skipstone.serving.batch_group import BatchGroup, Send, row_bytes
+from skipstone.serving.logprobs import PromptScorer
 from skipstone.serving.pending_request import FAILED, LENGTH, TIMEOUT, PendingRequest, RequestEnd
-from skipstone.serving.prompt_logprobs import PromptScorer
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class Scheduler:
             for pending in group.requests:
                 if pending is not None:
                     self._send(pending, RequestEnd(FAILED, "decoding failed: see the server's log"))
-            self.admission.device_errors.add(error)
+            self.admission.count_device_error(error)
             return None
-        self.admission.device_errors.reset()
+        self.admission.num_device_errors = 0
         return step
 
     # ------------------------------------------------------------------------------------------------ scored prompts
@@ -88,7 +88,7 @@ class Scheduler:
         except Exception as error:
             logger.exception("a prompt could not be read")
             self.admission.fail(pending, RequestEnd(FAILED, "the prompt could not be read: see the server's log"))
-            self.admission.device_errors.add(error)
+            self.admission.count_device_error(error)
         if not pending.needs_prompt_logprobs:
             self._set_scorer(None)
 

@@ -79,7 +79,7 @@ class _AndOrGraph:
             return [_Node(missing=1)] if schema is False else []
         if isinstance(schema.get("$id"), str):
             resource = schema
-        both = [one for one in _list(schema, "allOf") if isinstance(one, dict)]
+        both = [one for one in _get(schema, "allOf", list) if isinstance(one, dict)]
         for one in (schema, *both):
             kinds &= _kinds(one.get("type"))
         parts = [self._node(one, kinds, resource) for one in both]
@@ -87,7 +87,7 @@ class _AndOrGraph:
             parts.append(self._node(target, kinds, resource))
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                parts.append(self._any_of(self._node(one, kinds, resource) for one in _list(schema, key)))
+                parts.append(self._any_of(self._node(one, kinds, resource) for one in _get(schema, key, list)))
         if "const" not in schema and "enum" not in schema and SCALAR not in kinds:
             inner = {ARRAY: self._items, OBJECT: self._properties}
             parts.append(self._any_of(self._require_all(_Node(), inner[kind](schema, resource)) for kind in sorted(kinds)))
@@ -95,20 +95,20 @@ class _AndOrGraph:
 
     def _items(self, schema: dict[str, Any], resource: Any) -> list[_Node]:
         """The items that an array must have."""
-        count, items = _count(schema, "minItems"), schema.get("items", True)
-        first = items if isinstance(items, list) else _list(schema, "prefixItems")
+        count, items = _get(schema, "minItems", int), schema.get("items", True)
+        first = items if isinstance(items, list) else _get(schema, "prefixItems", list)
         others = schema.get("additionalItems", True) if isinstance(items, list) else items
         needed = [*first[:count], *([others] if count > len(first) else [])]
         return [self._node(one, KINDS, resource) for one in needed]
 
     def _properties(self, schema: dict[str, Any], resource: Any) -> list[_Node]:
         """The properties that an object must have."""
-        named, patterns = _dict(schema, "properties"), _dict(schema, "patternProperties")
+        named, patterns = _get(schema, "properties", dict), _get(schema, "patternProperties", dict)
         others = schema.get("additionalProperties", True)
-        required = [name for name in _list(schema, "required") if isinstance(name, str)]
+        required = [name for name in _get(schema, "required", list) if isinstance(name, str)]
         unknown = True if patterns else others
         parts = [self._node(named.get(name, unknown), KINDS, resource) for name in required]
-        if _count(schema, "minProperties"):
+        if _get(schema, "minProperties", int):
             every = [*named.values(), *patterns.values(), others]
             parts.append(self._any_of(self._node(one, KINDS, resource) for one in every))
         return parts
@@ -149,16 +149,7 @@ def _kinds(types: Any) -> frozenset[str]:
     return frozenset(name if name in (ARRAY, OBJECT) else SCALAR for name in names if isinstance(name, str))
 
 
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
+def _get(schema: dict[str, Any], key: str, kind: type[Any]) -> Any:
+    """A value of a schema; an empty one, or 0, if it is of another kind."""
     value = schema.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _dict(schema: dict[str, Any], key: str) -> dict[str, Any]:
-    value = schema.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _count(schema: dict[str, Any], key: str) -> int:
-    value = schema.get(key)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, kind) else kind()

@@ -228,9 +228,8 @@ class Message(Body):
         found: dict[str, Any] = {"role": role, "content": joined(self.content)}
         found |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
-            found["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": function_of(one, arguments_as_text)} for one in self.tool_calls
-            ]
+            functions = [(one.id, function_of(one, arguments_as_text)) for one in self.tool_calls]
+            found["tool_calls"] = [{"id": id_, "type": "function", "function": function} for id_, function in functions]
         return found
 
 

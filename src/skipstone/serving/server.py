@@ -25,7 +25,7 @@ from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.request_record import attach_completion
 from skipstone.serving.responses_api import Response, ResponseBody
 from skipstone.serving.schemas import ChatBody, GenerationBody
-from skipstone.serving.settings import ServerSettings
+from skipstone.serving.settings import Load, ServerSettings
 from skipstone.serving.tool_call_parser import MARKS, ToolCallParser
 from skipstone.serving.unread_events import UnreadEvents, largest_beyond_limit
 
@@ -56,7 +56,7 @@ class Server:
     is called on the event loop when requests are taken. failed: is called there if the model could not be loaded or its thread
     has ended."""
 
-    def __init__(self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings) -> None:
+    def __init__(self, load: Load, settings: ServerSettings) -> None:
         self.settings, self._load = settings, load
         self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
@@ -231,7 +231,7 @@ class Server:
         self._queues.update(dict.fromkeys(requests, unread))
         self._unread.add(unread)
         attach_completion(completion, generation_body)
-        return completion, self._updates(model_thread, completion, unread, bool(generation_body.stream_speculative))
+        return completion, self._updates(completion, unread, bool(generation_body.stream_speculative))
 
     def _choice(self, index: int, pending: PendingRequest, body: GenerationBody) -> Choice:
         prompt, eos = pending.prompt_ids, pending.request.eos
@@ -249,14 +249,16 @@ class Server:
         for choice in completion.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = CANCELLED
-                self._queues.pop(choice.pending, None)
-                self.metrics.ended(choice)
-                if self._model_thread is not None:
-                    self._model_thread.cancel(choice.pending)
+                self._forget(choice, is_written=True)
 
-    async def _updates(
-        self, model_thread: ModelThread, completion: Completion, unread: UnreadEvents, whole_steps: bool
-    ) -> Updates:
+    def _forget(self, choice: Choice, is_written: bool) -> None:
+        """Count a text that nobody reads further. is_written: whether the model's thread still writes it."""
+        self._queues.pop(choice.pending, None)
+        self.metrics.ended(choice)
+        if is_written and self._model_thread is not None:
+            self._model_thread.cancel(choice.pending)
+
+    async def _updates(self, completion: Completion, unread: UnreadEvents, whole_steps: bool) -> Updates:
         """Updates until all choices have ended. RequestError if one of them fails. whole_steps: whether every step is an update
         of its own."""
         running = {choice.pending: choice for choice in completion.choices}
@@ -269,10 +271,7 @@ class Server:
                 update = self._add_output(choice, event) if isinstance(event, StepOutput) else self._finish(choice, event)
                 if choice.finish_reason is not None:
                     del running[pending]
-                    self._queues.pop(pending, None)
-                    self.metrics.ended(choice)
-                    if isinstance(event, StepOutput):
-                        model_thread.cancel(pending)
+                    self._forget(choice, is_written=isinstance(event, StepOutput))
                 yield update
         finally:
             self.abandon(completion)

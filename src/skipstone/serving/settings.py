@@ -1,7 +1,11 @@
 """The settings of a server. Nothing here imports torch, which starting replicas does not need."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+Load = Callable[[], tuple[Any, Any]]
+"""Returns a model and its tokenizer."""
 
 
 @dataclass(frozen=True)

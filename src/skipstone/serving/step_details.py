@@ -72,10 +72,9 @@ def describe_step(
     # a text that ends within its draft has not rejected the rest of it
     branches = [] if len(tokens) == len(verdict.tokens) else _branches(draft, row, verdict.path)
     tokens += [TokenDetails(token, layer=None if runs == depth else runs) for token in verdict.tokens[len(tokens) :]]
-    rejected = [
-        RejectedBranch(place, [_drafted(draft, row, node, greedy, depth) for node in nodes])
-        for place, nodes, _ in branches[:MAX_BRANCHES]
-    ]
+    shown = branches[:MAX_BRANCHES]
+    drafted = [(place, [_drafted(draft, row, node, greedy, depth) for node in nodes]) for place, nodes, _ in shown]
+    rejected = [RejectedBranch(place, tokens) for place, tokens in drafted]
     verified = [*enumerate(tokens)]
     verified += [(one.place, one.tokens[0]) for one, (_, _, reached) in zip(rejected, branches, strict=False) if reached]
     places, ids = [place for place, _ in verified], [one.token for _, one in verified]

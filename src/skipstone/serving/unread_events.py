@@ -10,9 +10,7 @@ from weakref import WeakSet
 from skipstone.serving.pending_request import CANCELLED, PendingRequest, RequestEnd, RequestEvent, StepOutput, merge_outputs
 from skipstone.utils.limits import UNREAD_BYTES
 
-READ_TOO_SLOWLY = (
-    "the answer was written faster than it was read, and the server keeps no more of it: read faster, or ask for less"
-)
+READ_TOO_SLOWLY = "the answer was written faster than it was read, and no more of it is kept: read faster, or ask for less"
 STEP_BYTES, TOKEN_BYTES, TOP_LOGPROB_BYTES, TOKEN_DETAILS_BYTES = 600, 100, 120, 130
 """Approximate sizes of a step, one of its tokens, one reported log-probability, and one token of the details."""
 
@@ -60,12 +58,8 @@ def largest_beyond_limit(unread: WeakSet[UnreadEvents]) -> UnreadEvents | None:
     if total <= UNREAD_BYTES:
         return None
     found = max(unread, key=lambda one: one.nbytes)
-    logger.warning(
-        "clients have left %d bytes of their answers unread, %d are allowed: the answer with the most, %d, is dropped",
-        total,
-        UNREAD_BYTES,
-        found.nbytes,
-    )
+    message = "clients have left %d bytes of their answers unread, %d are allowed: the answer with the most, %d, is dropped"
+    logger.warning(message, total, UNREAD_BYTES, found.nbytes)
     return found
 
 

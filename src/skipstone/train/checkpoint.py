@@ -68,12 +68,12 @@ def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
     return None
 
 
-def fingerprint_of(folder: Path) -> dict[str, Any]:
-    """The fingerprint that a checkpoint holds, unverified; {} if it holds none."""
-    try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def fingerprint_of(folder: Path | None) -> dict[str, Any]:
+    """The fingerprint that a checkpoint holds, and its step, unverified; {} if it holds none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = {} if folder is None else json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {**manifest["fingerprint"], "steps": manifest["step"]}
+    return {}
 
 
 def verify(folder: Path, fingerprint: dict[str, Any]) -> int:

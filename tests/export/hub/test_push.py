@@ -17,8 +17,7 @@ import torch
 
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.export.draft import write_draft
-from skipstone.export.draft_layers import DraftLayers
+from skipstone.export.draft import DraftLayers, write_draft
 from skipstone.export.hub.card import MARK
 from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.utils.files import read_lines

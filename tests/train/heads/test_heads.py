@@ -25,8 +25,7 @@ from skipstone.methods.adadecode.heads import new_card
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import ModelAnswer
-from skipstone.train.heads.prompts import HeadPrompt, read_prompts
-from skipstone.train.heads.recipe import AnswerSettings, HeadSchedule, made, of_prompts
+from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt, HeadSchedule, made, of_prompts, read_prompts
 from skipstone.utils.files import LineFile, read_lines
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt

@@ -11,10 +11,9 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from skipstone.train.layerskip.arguments import arguments, read
-from skipstone.train.layerskip.estimate import MemoryEstimate, estimate, format_estimate
+from skipstone.train.layerskip.estimate import SHAPES, MemoryEstimate, estimate, format_estimate, meta_model, shape_of
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
-from skipstone.train.layerskip.shapes import SHAPES, meta_model, shape_of
 from tests.helpers.training import recipe, tiny
 
 PUBLISHED = {"1B": 1_235_814_400, "8B": 8_030_261_248, "70B": 70_553_706_496}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipstone.train.layerskip.layout import BatchLayout, kept_elsewhere
+from skipstone.train.layerskip.dropout import BatchLayout, kept_elsewhere
 
 
 def dealt(layout: BatchLayout, step: int) -> list[tuple[int, int]]:

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.export.draft import cut
-from skipstone.export.draft_layers import DraftLayers
+from skipstone.export.draft import DraftLayers, cut
 from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
 from skipstone.export.gguf.vocabulary import Vocabulary
 from skipstone.utils.extras import installed

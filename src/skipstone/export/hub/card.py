@@ -101,11 +101,8 @@ def _licence_section(licence: str | None, base: str | None) -> str:
 
 def _table(values: Mapping[str, Any]) -> Table:
     """A table with a row for each value that is not None."""
-    rows = [
-        (name, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
-        for name, value in values.items()
-        if value is not None
-    ]
+    known = {name: value for name, value in values.items() if value is not None}
+    rows = [(name, ", ".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one)) for name, one in known.items()]
     return [("what", "value"), *rows] if rows else []
 
 

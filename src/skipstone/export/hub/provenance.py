@@ -5,7 +5,6 @@ guessed."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,7 +82,7 @@ def of_heads(card: HeadsCard, folder: Path) -> Provenance:
     """The records of a folder of exit heads and of its run."""
     layers = ", ".join(map(str, card.layers))
     facts = {"fingerprint of the model": card.model, "kind": card.kind, "layers": layers}
-    manifest = _manifest(folder.parent)
+    manifest = checkpoint.fingerprint_of(checkpoint.latest(folder.parent))
     if manifest.get("model") == card.model and "answers" in manifest:
         facts["hash of the answers that they learnt from"] = str(manifest["answers"])
     titles = ("after layer", "KL", "first choice agrees", "sure", "right where sure")
@@ -123,12 +122,10 @@ def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
         facts["fingerprint of the base model"] = origin.fingerprint
     if data is not None:
         facts |= {"tokens of the training order": f"{data.tokens:,}", "SHA-256 of the training order": data.sha256}
-        rows = [
-            (name, f"{one.kept:,}", f"{one.train['tokens']:,}", f"{one.rows:,}", f"{one.epochs:.2f}")
-            for name, one in data.sources.items()
-        ]
+        counts = [(name, one.kept, one.train["tokens"], one.rows, one.epochs) for name, one in data.sources.items()]
+        rows = [(name, *(f"{count:,}" for count in whole), f"{epochs:.2f}") for name, *whole, epochs in counts]
         tables["Data"] = [("source", "documents", "their tokens", "rows", "epochs"), *rows]
-        found = _manifest(folder.parent)
+        found = checkpoint.fingerprint_of(checkpoint.latest(folder.parent))
         if found.get("data") == data.sha256:  # else the folder above is another run, or none
             manifest = found
             tables |= _exit_table(folder.parent / METRICS)
@@ -141,9 +138,8 @@ def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
         said = f"A {kind} model of {layers} layers that drafts for a larger one."
         return Provenance(said, "speculative draft_model={repo}", loads_of(base or ""), tags=("draft-model",), **common)
     made = "trained by skipstone" if data is not None else "with a decoding method of its own"
-    return Provenance(
-        f"A {kind} model of {layers} layers, {made}.", "", "{repo}", tags=_method_tags(own.get(OWN_FIELD)), **common
-    )
+    tags = _method_tags(own.get(OWN_FIELD))
+    return Provenance(f"A {kind} model of {layers} layers, {made}.", "", "{repo}", tags=tags, **common)
 
 
 def of_profile(profile: LayerSetProfile) -> Provenance:
@@ -212,15 +208,6 @@ def json_in(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged, it holds no JSON object: {error}") from error
 
 
-def _manifest(run: Path) -> dict[str, Any]:
-    """The fingerprint and the step of a run's last checkpoint; {} if there is none."""
-    last = checkpoint.latest(run)
-    with suppress(ValueError, KeyError, TypeError):
-        manifest = {} if last is None else json_in(last / checkpoint.MANIFEST)
-        return {**manifest["fingerprint"], "steps": manifest["step"]}
-    return {}
-
-
 def _training(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a LayerSkip run that have a value."""
     names = ("recipe", "steps", "seed", "layers", "lora", "teacher", "distillation_vocabulary")
@@ -247,10 +234,8 @@ def _exit_table(path: Path) -> dict[str, Table]:
                 found[match[1] or "held out", match[2], int(match[3])] = value  # a later line counts
     columns = sorted({(source, kind) for source, kind, _ in found}, key=lambda one: (one[0], one[1] != "perplexity"))
     titles = ("after layer", *(f"{source}: {kind}" for source, kind in columns))
-    rows = [
-        (str(layer), *(_figure(found.get((*column, layer))) for column in columns))
-        for layer in sorted({layer for *_, layer in found})
-    ]
+    layers = sorted({layer for *_, layer in found})
+    rows = [(str(layer), *(_figure(found.get((*column, layer))) for column in columns)) for layer in layers]
     return {"Held-out text, at the end of training": [titles, *rows]} if rows else {}
 
 

@@ -1,7 +1,6 @@
 """Upload what was made here to a repository of the Hugging Face hub, in one commit."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,10 @@ from skipstone import __version__
 from skipstone.export.hub.card import MARK, README, licence_in, write_card
 from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, collect_upload
 from skipstone.models.fetching import HTTP_ERROR, expect_repository, explain_failure
+from skipstone.train import Say, silent
 
 
-def push(
-    path: str | Path,
-    repo_id: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> str:
+def push(path: str | Path, repo_id: str, *, private: bool = False, revision: str | None = None, say: Say = silent) -> str:
     """Upload a model, exit heads or a profile, with a card, to a model repository of the hub in one commit.
 
     path: the folder of a model that skipstone has trained or exported, or of exit heads, or the file of a profile of `skipstone
@@ -104,7 +97,7 @@ def _check(repository: Repository | None, repo_id: str, contents: UploadContents
 
 
 def _changes(
-    repository: Repository | None, repo_id: str, contents: UploadContents, revision: str | None, say: Callable[[str], None]
+    repository: Repository | None, repo_id: str, contents: UploadContents, revision: str | None, say: Say
 ) -> list[Any]:
     """The commit's operations: new files, and the removal of stale weights of an earlier push."""
     added = {name: content for name, content in contents.files.items() if name != README}

@@ -108,9 +108,8 @@ class LoadedModel:
         """A running server without HTTP. ModelThreadError if it cannot begin."""
         options = self.options
         name = options.served_name or options.name or loading.BUNDLED
-        settings = ServerSettings(
-            name, self.method, options.max_num_seqs, options.max_model_len, UNLIMITED_WAITING, drain_seconds=0.0
-        )
+        limits = options.max_num_seqs, options.max_model_len, UNLIMITED_WAITING
+        settings = ServerSettings(name, self.method, *limits, drain_seconds=0.0)
         server = Server(lambda: (self.model, self.tokenizer), settings)
         await server.start()
         try:

@@ -146,9 +146,8 @@ class Worker:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         """batch: `index` and `line` of requests. Returns `index` and `answer`, JSON in a text."""
-        lines = [
-            (int(index), parse_line(str(line).encode())) for index, line in zip(batch["index"], batch["line"], strict=True)
-        ]
+        numbered = zip(batch["index"], batch["line"], strict=True)
+        lines = [(int(index), parse_line(str(line).encode())) for index, line in numbered]
         if self._server is None:
             return {"index": [lines[0][0]], "answer": [json.dumps({REFUSAL: self._refusal})]}
         try:

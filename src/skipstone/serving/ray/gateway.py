@@ -1,7 +1,9 @@
 """The gateway in front of several replicas: it sends each request to a replica and passes the answer on while it comes.
 
-A request that a dying replica has not answered visibly is sent to another one. The gateway knows neither Ray nor a model."""
+A request that a dying replica has not answered visibly is sent to another one. `Gateway` does not know Ray; `Ingress`
+deploys it on Ray Serve, in a process without a model. Nothing here imports torch."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -14,7 +16,10 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from skipstone.serving.errors import RequestError, error_body, error_response
+from skipstone.serving.middleware import AccessMiddleware
+from skipstone.serving.ray.cluster import NEED
 from skipstone.serving.ray.session_affinity import session_id
+from skipstone.utils.extras import installed
 
 MAX_ATTEMPTS = 2
 """Replicas that may get a request. Only a request without any visible answer goes to a second one."""
@@ -22,6 +27,8 @@ RETRY_AFTER_SECONDS = 5
 """The Retry-After header if no replica can answer."""
 SENT_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
 """The parts of an ASGI scope that a replica gets."""
+APPLICATION, REPLICA = "skipstone", "replica"
+"""Names of Serve's application and of its replicas' deployment."""
 
 
 class ReplicaLost(Exception):
@@ -111,3 +118,32 @@ class AnswerRelay:
             raise RuntimeError("a replica has ended in the middle of an answer")
         error = json.dumps(error_body(RequestError(503, "the replica that wrote this has ended")))
         await self._send({"type": "http.response.body", "body": f"data: {error}\n\n".encode(), "more_body": False})
+
+
+class Ingress:
+    """The gateway as a deployment of Ray Serve. replicas: Serve's handle of their deployment."""
+
+    def __init__(self, replicas: Any, api_key: str | None) -> None:
+        self._replicas, self._api_key = replicas, api_key
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return AccessMiddleware(Gateway(self._call_replica, self._count_replicas), self._api_key)
+
+    async def _call_replica(self, scope: dict[str, Any], body: bytes, session: str) -> AsyncGenerator[Message, None]:
+        exceptions, serve = installed("ray.exceptions", NEED, "ray"), installed("ray.serve.exceptions", NEED, "ray")
+        answer = self._replicas.options(method_name="answer", stream=True, session_id=session).remote(scope, body)
+        try:
+            async for messages in answer:
+                for message in messages:
+                    yield message
+        except serve.BackPressureError:
+            raise RequestError(429, "as many requests wait as may", retry_after=1) from None
+        except exceptions.RayActorError as error:
+            raise ReplicaLost from error
+        except (GeneratorExit, asyncio.CancelledError):  # nobody reads on
+            answer.cancel()
+            raise
+
+    async def _count_replicas(self) -> int:
+        status = await asyncio.to_thread(installed("ray.serve", NEED, "ray").status)
+        return status.applications[APPLICATION].deployments[REPLICA].replica_states.get("RUNNING", 0)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.types import Message
@@ -13,7 +13,7 @@ from skipstone.engines.native.threads import VARIABLE
 from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
-from skipstone.serving.settings import ServerSettings
+from skipstone.serving.settings import Load, ServerSettings
 
 LOAD_POLL_SECONDS = 0.05
 """Time between two checks whether the model is loaded."""
@@ -33,9 +33,7 @@ def _error_line(error: BaseException) -> str:
 class Replica:
     """load: returns model and tokenizer. threads: of the native engine, unless the replica's environment sets a number."""
 
-    async def __init__(
-        self, load: Callable[[], tuple[Any, Any]], settings: ServerSettings, threads: int, log_format: str
-    ) -> None:
+    async def __init__(self, load: Load, settings: ServerSettings, threads: int, log_format: str) -> None:
         """Returns when the model is loaded. ValueError with the reason if it cannot be."""
         os.environ.setdefault(VARIABLE, str(threads))
         transformers_logging.disable_progress_bar()

@@ -4,14 +4,14 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from skipstone.serving.ray.cluster import NEED, NodeShare, check_room, connect
-from skipstone.serving.ray.ingress import APPLICATION, REPLICA, Ingress
-from skipstone.serving.settings import ServerSettings
+from skipstone.serving.ray.gateway import APPLICATION, REPLICA, Ingress
+from skipstone.serving.settings import Load, ServerSettings
 from skipstone.serving.sockets import bound_socket
 from skipstone.utils.extras import installed
 
@@ -57,9 +57,6 @@ class Endpoint:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-
-
-Load = Callable[[], tuple[Any, Any]]
 
 
 def build_application(

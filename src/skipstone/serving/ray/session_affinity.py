@@ -1,14 +1,17 @@
 """Session affinity: which conversation a request belongs to. All its requests go to the replica that holds their prefix."""
 
-import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
+
+from skipstone.utils.files import digest
 
 HEADER = "x-session-id"
 """The header with which a client names its conversation."""
 FIELDS = ("prompt_cache_key", "user")
 """Fields of a body that name the conversation. The first one counts."""
+ID_LENGTH = 32
+"""Characters of a conversation's id."""
 PREFIX_LENGTH = 256
 """Characters, or token ids, of a prompt that name its conversation. A shorter prompt names none, because it may grow."""
 
@@ -19,7 +22,7 @@ def session_id(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str:
     The header counts before the fields, and these before the text. In a chat, the messages up to the first one of the user name
     the conversation, because later requests repeat them. headers: names in lower case, and values. body: as it was sent."""
     if value := next((value for name, value in headers if name == HEADER.encode() and value), b""):
-        return _digest(["header", value.decode("latin-1")])
+        return digest(["header", value.decode("latin-1")], ID_LENGTH)
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -28,9 +31,9 @@ def session_id(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str:
         return ""
     for field in FIELDS:
         if isinstance(found.get(field), str) and found[field]:
-            return _digest([field, found[field]])
+            return digest([field, found[field]], ID_LENGTH)
     prefix = _prefix(found)
-    return "" if prefix is None else _digest(["text", prefix])
+    return "" if prefix is None else digest(["text", prefix], ID_LENGTH)
 
 
 def _prefix(body: dict[str, Any]) -> Any:
@@ -55,7 +58,3 @@ def _until_user(turns: list[Any]) -> list[Any] | None:
         if turn.get("role") == "user":
             return first
     return None
-
-
-def _digest(parts: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

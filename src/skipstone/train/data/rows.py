@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone.engines.loading import bos_prefix
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
@@ -81,7 +81,7 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:
+def pack(documents: Sequence[Document], tokenizer: Tokenizer, length: int, seed: int, eos_id: int) -> Tensor:
     """[N, length] int64: the documents in an order drawn by `seed`, `eos_id` after each, cut into rows; the rest is dropped.
 
     The order depends on the documents alone, not on the order they come in. Special tokens that stand in a text are text; a
@@ -92,9 +92,7 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
     return _cut(_tokens(documents, tokenizer, length, seed, eos_id), length, f"{len(documents)} documents")
 
 
-def _tokens(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int
-) -> NDArray[np.int64]:
+def _tokens(documents: Sequence[Document], tokenizer: Tokenizer, length: int, seed: int, eos_id: int) -> NDArray[np.int64]:
     """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
     ordered = sorted(documents, key=lambda document: document.rank(seed, "order"))
     first = [token for token in bos_prefix(tokenizer) if token != eos_id]  # an end token before it already begins a document
@@ -115,7 +113,7 @@ def _tokens(
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     plain: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
     return tokenizer(texts, **plain, verbose=False)["input_ids"]  # else it warns of documents longer than the context
 
@@ -166,11 +164,7 @@ def _shares(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: in
 
 
 def prepare(
-    documents: Sequence[Document],
-    weights: Mapping[str, float],
-    tokenizer: PreTrainedTokenizerBase,
-    plan: RowPlan,
-    cache: Path | None = None,
+    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: Tokenizer, plan: RowPlan, cache: Path | None = None
 ) -> TrainingData:
     """Everything from documents to rows: deduplicate, split, pack each source, mix.
 
@@ -223,7 +217,7 @@ def _mapped(path: Path, sha256: str) -> Tensor:
     return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))  # "c": torch wants an array it may write to
 
 
-def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+def _key(facts: list[Any], tokenizer: Tokenizer) -> str:
     """The name of a result, a hash of everything that it depends on. ValueError for a tokenizer that has no hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -231,9 +225,7 @@ def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 
-def _build(
-    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: RowPlan
-) -> TrainingData:
+def _build(documents: Sequence[Document], weights: Mapping[str, float], tokenizer: Tokenizer, plan: RowPlan) -> TrainingData:
     eos_id: Any = tokenizer.eos_token_id
     kept, duplicates = deduplicate(documents)
     parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))

@@ -87,9 +87,8 @@ class TextFiles(DocumentSource):
             left_out = f", and exclude leaves out all {len(files)}" if files else ""
             raise FileNotFoundError(f"source {self.name!r}: no file in {root} fits glob {self.glob!r}{left_out}")
         for name in kept:
-            yield SourceText(
-                name, decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude")
-            )
+            advice = "convert it, or leave it out with exclude"
+            yield SourceText(name, decoded(files[name].read_bytes(), str(files[name]), advice))
 
 
 class RecordSource(DocumentSource):
@@ -225,9 +224,8 @@ class ScriptSource(DocumentSource):
         try:
             signature.bind(**self.arguments)
         except TypeError as error:
-            raise ValueError(
-                f"{path}: documents{signature} does not take arguments={self.arguments}: {error}; change them in the recipe"
-            ) from error
+            found = f"arguments={self.arguments}: {error}; change them in the recipe"
+            raise ValueError(f"{path}: documents{signature} does not take {found}") from error
         texts = documents(**self.arguments)
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")

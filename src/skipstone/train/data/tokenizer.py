@@ -41,10 +41,8 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTraine
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(in_bytes.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    known: dict[str, Any] = {"special_tokens": [END], "initial_alphabet": sorted(in_bytes.alphabet())}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False, **known)
     tokenizer.train_from_iterator(texts, trainer)
     end = tokenizer.token_to_id(END)
     tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, end)])

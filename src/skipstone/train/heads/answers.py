@@ -35,8 +35,7 @@ from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.train import Say
-from skipstone.train.heads.prompts import HeadPrompt
-from skipstone.train.heads.recipe import AnswerSettings
+from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt
 from skipstone.utils.files import LineFile, digest, install, read_lines
 
 BATCH = 16  # answers of one forward
@@ -55,14 +54,12 @@ class ModelAnswer:
     tokens: list[int]
 
 
+Answers = Sequence[ModelAnswer]
+HeadPrompts = Sequence[HeadPrompt]
+
+
 def write(
-    model: PreTrainedModel,
-    prompts: Sequence[HeadPrompt],
-    tokenizer: Tokenizer,
-    settings: AnswerSettings,
-    path: Path,
-    eos: set[int],
-    say: Say,
+    model: Any, prompts: HeadPrompts, tokenizer: Tokenizer, settings: AnswerSettings, path: Path, eos: set[int], say: Say
 ) -> tuple[list[ModelAnswer], float]:
     """The answers to all prompts, shortest first and turn by turn, and the seconds that they took over all runs. Answers in the
     file are not generated again.
@@ -74,67 +71,66 @@ def write(
     first_ids = [prompt.ids([], tokenizer) for prompt in prompts]  # they depend on the chat template
     content = digest([[(prompt.text, prompt.said, prompt.turns) for prompt in prompts], first_ids])
     key = {"model": fingerprint(model), "prompts": content, "max_new_tokens": settings.max_new_tokens}
-    writer = _AnswerWriter(model, settings, eos, *_read(path, key))
-    if not _answer_all(prompts, tokenizer, writer, None, say):  # several processes may read a complete file
+    writer = _AnswerWriter(model, prompts, tokenizer, settings, eos, say)
+    writer.done, writer.seconds = _read(path, key)
+    if not writer.answer_all(None):  # several processes may read a complete file
         with LineFile(path) as file:
-            writer = _AnswerWriter(model, settings, eos, *_read(path, key))
+            writer.done, writer.seconds = _read(path, key)
             if writer.done:
                 file.go_on()
             else:
                 file.begin(key, f"{path} is no file of answers: remove it to have them written again")
-            _answer_all(prompts, tokenizer, writer, file, say)
+            writer.answer_all(file)
     return writer.done, writer.seconds
-
-
-def _answer_all(
-    prompts: Sequence[HeadPrompt], tokenizer: Tokenizer, writer: "_AnswerWriter", file: LineFile | None, say: Say
-) -> bool:
-    """Answer all prompts, turn by turn. Without a file: only check whether all are answered. Returns whether they are."""
-    for turn in range(max(map(len, prompts))):
-        answered = {tuple(each.prompt): str(tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in writer.done}
-        every = _prompt_ids(prompts, turn, answered, tokenizer)
-        fitting = [ids for ids in every if 0 < len(ids) <= writer.max_prompt_tokens]
-        if not fitting and not turn:
-            raise ValueError(f"no prompt leaves room for {writer.settings.max_new_tokens} new tokens in the model's positions")
-        missing = [ids for ids in fitting if tuple(ids) not in answered]
-        if missing and file is None:
-            return False
-        if file is not None:
-            if len(fitting) < len(every):
-                say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
-            writer.answer(missing, len(fitting), file, say)
-    return True
-
-
-def _prompt_ids(
-    prompts: Sequence[HeadPrompt], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer
-) -> list[list[int]]:
-    """The token ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
-    chosen: set[tuple[int, ...]] = set()
-    for prompt in prompts:
-        answers: list[str] = []
-        ids = tuple(prompt.ids(answers, tokenizer))
-        while len(answers) < min(turn, len(prompt) - 1) and ids in answered:
-            answers.append(answered[ids])
-            ids = tuple(prompt.ids(answers, tokenizer))
-        if len(answers) == turn:
-            chosen.add(ids)
-    return sorted(map(list, chosen), key=lambda ids: (len(ids), ids))
 
 
 class _AnswerWriter:
     """Generates answers in batches and writes them to a file. done: all answers so far. seconds: their time."""
 
     def __init__(
-        self, model: PreTrainedModel, settings: AnswerSettings, eos: set[int], done: list[ModelAnswer], seconds: float
+        self, model: Any, prompts: HeadPrompts, tokenizer: Tokenizer, settings: AnswerSettings, eos: set[int], say: Say
     ) -> None:
-        self.model, self.settings, self.done, self.seconds = model, settings, done, seconds
+        self.model, self.prompts, self.tokenizer, self.settings, self.say = model, prompts, tokenizer, settings, say
+        self.done, self.seconds = list[ModelAnswer](), 0.0
         self._options = {"max_new_tokens": settings.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
-        self.max_prompt_tokens = ModelRunner(model).max_positions - settings.max_new_tokens
+        self._max_prompt_tokens = ModelRunner(model).max_positions - settings.max_new_tokens
         self._methods = _methods(model, settings)
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
-    def answer(self, prompts: list[list[int]], among: int, file: LineFile, say: Say) -> None:
+    def answer_all(self, file: LineFile | None) -> bool:
+        """Answer all prompts, turn by turn. Without a file: only check whether all are answered. Returns whether they are."""
+        for turn in range(max(map(len, self.prompts))):
+            texts = [str(self.tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in self.done]
+            answered = {tuple(each.prompt): text for each, text in zip(self.done, texts, strict=True)}
+            every = self._prompt_ids(turn, answered)
+            fitting = [ids for ids in every if 0 < len(ids) <= self._max_prompt_tokens]
+            if not fitting and not turn:
+                raise ValueError(
+                    f"no prompt leaves room for {self.settings.max_new_tokens} new tokens in the model's positions"
+                )
+            missing = [ids for ids in fitting if tuple(ids) not in answered]
+            if missing and file is None:
+                return False
+            if file is not None:
+                if len(fitting) < len(every):
+                    self.say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
+                self._answer(missing, len(fitting), file)
+        return True
+
+    def _prompt_ids(self, turn: int, answered: dict[tuple[int, ...], str]) -> list[list[int]]:
+        """The ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
+        chosen: set[tuple[int, ...]] = set()
+        for prompt in self.prompts:
+            answers: list[str] = []
+            ids = tuple(prompt.ids(answers, self.tokenizer))
+            while len(answers) < min(turn, len(prompt) - 1) and ids in answered:
+                answers.append(answered[ids])
+                ids = tuple(prompt.ids(answers, self.tokenizer))
+            if len(answers) == turn:
+                chosen.add(ids)
+        return sorted(map(list, chosen), key=lambda ids: (len(ids), ids))
+
+    def _answer(self, prompts: list[list[int]], among: int, file: LineFile) -> None:
         """Answer prompts. among: number of prompts of this turn, with those that are answered already."""
         methods, rates = self._methods, self._rates
         while prompts:
@@ -150,7 +146,7 @@ class _AnswerWriter:
             answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
             file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
             self.done += answers
-            say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
+            self.say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
 
 
 def _methods(model: PreTrainedModel, settings: AnswerSettings) -> list[Method]:
@@ -191,13 +187,7 @@ class Features:
 
 
 def extract(
-    model: ModelRunner,
-    answers: Sequence[ModelAnswer],
-    layers: Sequence[int],
-    folder: Path,
-    max_disk: float,
-    say: Say,
-    mixed: bool = False,
+    model: ModelRunner, answers: Answers, layers: Sequence[int], folder: Path, max_disk: float, say: Say, mixed: bool = False
 ) -> Features:
     """The features of all answers, from the folder or made anew. max_disk: limit in bytes. mixed: whether matrices are
     multiplied in bfloat16, several times as fast as float32 on a processor with instructions for it.
@@ -215,10 +205,8 @@ def extract(
         needed = math.prod(shape) * BYTES
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
-            raise ValueError(
-                f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than --max-disk {max_disk / GIB:g}: "
-                "raise it, or take fewer prompts, shorter answers or fewer layers"
-            )
+            limit = f"--max-disk {max_disk / GIB:g}: raise it, or take fewer prompts, shorter answers or fewer layers"
+            raise ValueError(f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than {limit}")
         _make(model, answers, folder, about, bounds, say)
     raw = np.memmap(folder / DATA, dtype=np.int16, mode="c", shape=shape)
     return Features(torch.from_numpy(raw).view(kind), bounds)
@@ -231,9 +219,7 @@ def _there(folder: Path, about: dict[str, Any]) -> bool:
         return False
 
 
-def _make(
-    model: ModelRunner, answers: Sequence[ModelAnswer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
-) -> None:
+def _make(model: ModelRunner, answers: Answers, folder: Path, about: dict[str, Any], bounds: list[int], say: Say) -> None:
     made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
     try:
@@ -267,7 +253,7 @@ def _make(
 
 
 @torch.inference_mode()
-def _states(model: ModelRunner, answers: Sequence[ModelAnswer], layers: Sequence[int]) -> Tensor:
+def _states(model: ModelRunner, answers: Answers, layers: Sequence[int]) -> Tensor:
     """[n, k + 1, d], the states of a batch at every position that predicts a token of an answer."""
     texts = [torch.tensor(answer.prompt + answer.tokens[:-1]) for answer in answers]
     ids = pad_sequence(texts, batch_first=True).to(model.device)

@@ -31,8 +31,7 @@ from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.train import Say, checkpoint, refuse_used, resolve_model, sharding, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Features, ModelAnswer
-from skipstone.train.heads.prompts import read_prompts
-from skipstone.train.heads.recipe import HeadSchedule, HeadsRecipe
+from skipstone.train.heads.recipe import HeadSchedule, HeadsRecipe, read_prompts
 from skipstone.utils.files import digest
 
 HEADS = "heads"  # folder of the finished heads in the run's folder
@@ -74,9 +73,8 @@ def run(
     prompts = read_prompts(recipe.prompts, base, recipe.answers.chat)
     folder.mkdir(parents=True, exist_ok=True)
     with processes.main_process_first():  # the others find what it has made
-        written, wrote = answering.write(
-            model, prompts, tokenizer, recipe.answers, folder / ANSWERS, _ends(model, tokenizer), say
-        )
+        ends, file = _ends(model, tokenizer), folder / ANSWERS
+        written, wrote = answering.write(model, prompts, tokenizer, recipe.answers, file, ends, say)
         began = time.perf_counter()
         features = answering.extract(runner, written, heads.card.layers, folder, max_disk, say, _mixed(recipe))
     extracted = time.perf_counter()

@@ -2,10 +2,14 @@
 
 The dropped rows are a pure function of (seed, step, layer), the same on every rank. So a checkpoint needs no state for them,
 and all ranks of a data-parallel run drop equally many rows.
+
+The layout that a run started with (rows, passes, processes) decides which rows its layers drop. If it resumes on another one,
+the same rows of a step drop the same layers, so that the result does not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +18,10 @@ from torch import Tensor, nn
 from skipstone.decoding.noise import uniform
 
 _STREAM = 3  # noise stream of layer dropout; decoding does not use it
+
+Forward = Callable[..., Any]
+Draw = Callable[[int, int], list[list[int]]]
+"""(rows of a forward pass, number of the pass within the run) -> the rows that every layer keeps."""
 
 
 def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:
@@ -24,7 +32,7 @@ def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[l
     return [[row for row in range(rows) if own[row] >= rate] for own, rate in zip(draws, rates, strict=True)]
 
 
-def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def run_rows(forward: Forward, rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a layer over some rows of a batch; the others skip it. hidden: [B, T, d], or [k, B, T, d] with k streams. Arguments
     with one entry per row are cut in the same way.
 
@@ -54,9 +62,7 @@ def _cut(value: Any, index: Tensor, batch: int) -> Any:
 
 
 @contextmanager
-def forwards_replaced(
-    modules: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+def forwards_replaced(modules: Sequence[nn.Module], wrap: Callable[[int, Forward], Forward]) -> Iterator[None]:
     """Let module i run wrap(i, its own forward) until the block ends, then restore its forward."""
     before = [module.__dict__.get("forward") for module in modules]
     for index, module in enumerate(modules):
@@ -83,7 +89,7 @@ def layers_recorded(
     states: dict[int, Tensor] = {}
     tuples = False
 
-    def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(layer: int, forward: Forward) -> Forward:
         def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal tuples
             if joining is not None and joining[layer] and not rows[layer]:
@@ -103,3 +109,60 @@ def layers_recorded(
 
     with forwards_replaced(layers, wrap):
         yield states
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """rows: of one process in one forward pass. passes: forward passes per step (gradient accumulation)."""
+
+    rows: int
+    passes: int
+    processes: int
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step, over all processes and passes."""
+        return self.rows * self.passes * self.processes
+
+    def place(self, step: int, row: int) -> tuple[int, int]:
+        """(pass within the run, row of its process) of a row of a step. Rows are dealt out process by process, pass by pass."""
+        number, within = divmod(row, self.rows * self.processes)
+        return step * self.passes + number, within % self.rows
+
+    def row(self, number: int, process: int) -> int:
+        """The first row of a step that a process has in its pass of that number."""
+        return (number * self.processes + process) * self.rows
+
+    def passes_of(self, other: "BatchLayout") -> int:
+        """Passes of this layout's step on another layout's processes and rows. ValueError if that is no whole number."""
+        passes, rest = divmod(self.step_rows, other.rows * other.processes)
+        if rest:
+            raise ValueError(f"{other.processes} processes of {other.rows} rows cannot share {self.step_rows} rows equally")
+        return passes
+
+
+def layout_of(settings: dict[str, Any]) -> BatchLayout:
+    """The layout of a run's deciding settings (`LayerSkipArguments.deciding`)."""
+    return BatchLayout(settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], settings["world_size"])
+
+
+def kept_elsewhere(
+    started: BatchLayout, now: BatchLayout, process: int, step: int, number: int, draw: Draw, rows: int
+) -> tuple[list[list[int]], list[bool]]:
+    """The rows of a forward pass that every layer keeps, in a run that started on another layout.
+
+    process: number of this process. step, number: the optimiser step, and the pass within it. rows: of this pass. Also returns
+    for each layer whether any process keeps a row in this pass: then all processes must join in summing gradients.
+    """
+    drawn: dict[int, list[list[int]]] = {}
+
+    def kept_by(other: int) -> list[list[int]]:
+        first = now.row(number, other)
+        places = [started.place(step, first + row) for row in range(rows)]
+        for at, _ in places:
+            drawn.setdefault(at, draw(started.rows, at))
+        layers = range(len(drawn[places[0][0]]))
+        return [[row for row, (at, own) in enumerate(places) if own in drawn[at][layer]] for layer in layers]
+
+    everywhere = [kept_by(other) for other in range(now.processes)]
+    return everywhere[process], [any(layers) for layers in zip(*everywhere, strict=True)]

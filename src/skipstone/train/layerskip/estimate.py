@@ -4,19 +4,24 @@ Bytes follow from what FSDP2 and the early-exit loss keep (sharding.py, objectiv
 exits at a share of the GPU's peak. Workspaces of kernels, fragments and communication are not counted.
 """
 
+import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from skipstone.engines.loading import load_tokenizer
+from skipstone.models.derivation import find_layers
 from skipstone.train import resolve_model
 from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, read
-from skipstone.train.layerskip.run import config_from
+from skipstone.train.layerskip.run import config_from, shorten_config
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
-from skipstone.train.layerskip.shapes import FLOAT, HALF, SHAPES, ModelShape, meta_model, shape_of
 
+FLOAT, HALF = 4, 2  # bytes of a number in float32, and in bfloat16
+SIDE_NUMBERS = 2  # float32 numbers a token that a layer's two norms keep: 1 / the root of the mean square, each
 PEAK_TFLOPS = 989.0  # an H100 SXM's peak in bfloat16 without sparsity, 10^12 operations a second (NVIDIA's data sheet)
 MFU = 0.4  # share of the peak that training reaches: 38 to 43 % in table 4 of arXiv 2407.21783, on such GPUs
 COPIES_OF_LOGITS = 3  # in float32, of one chunk: their logarithms, the gradient of these and their own
@@ -24,16 +29,96 @@ SAMPLES = 200  # steps of a run that means are taken over
 STATES = {"adamw": 2, "sgd": 0}
 """Float32 numbers a parameter that an optimiser keeps, by the beginning of transformers' name of it."""
 MUON_STATES = 1  # of a matrix inside the layers, with Muon
-
-
 COLUMNS = ("plain", "checkpointed")
 """Without and with activation checkpointing."""
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int, vocabulary: int, tied: bool) -> LlamaConfig:
+    """Llama 3 has 8 heads of keys and values in every size."""
+    shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    heads_of: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": 8}
+    return LlamaConfig(**shape, **heads_of, vocab_size=vocabulary, max_position_embeddings=131072, tie_word_embeddings=tied)
+
+
+SHAPES: dict[str, LlamaConfig] = {
+    "1B": _llama(2048, 8192, 16, 32, 128256, True),
+    "8B": _llama(4096, 14336, 32, 32, 128256, False),
+    "70B": _llama(8192, 28672, 80, 64, 128256, False),
+}
+"""Shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: the config.json of meta-llama/Llama-3.2-1B, Llama-3.1-8B and -70B.
+Table 3 of "The Llama 3 Herd of Models" (arXiv 2407.21783) has the last two."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model. layer: parameters of its largest layer; in_layers: of all layers; rest: of embeddings, final norm and
+    LM head, tied ones once. mlp: inner size of a feed-forward block. queries, keys: their sizes over all heads."""
+
+    layers: int
+    layer: int
+    in_layers: int
+    rest: int
+    hidden: int
+    mlp: int
+    heads: int
+    queries: int
+    keys: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.in_layers + self.rest
+
+    def activations(self, half: bool, autocast: bool) -> int:
+        """Bytes a token that a layer of Llama's kind keeps for its gradient. half: it computes in bfloat16; autocast: from
+        weights in float32, so that the residual stream stays in float32.
+
+        Two norms (input, normalised input, output), attention (queries, keys, values, output, logarithms of the sums), a gated
+        feed-forward block (gate, its activation, up, their product). Attention weights are not kept.
+        """
+        width = HALF if half else FLOAT
+        streams = (FLOAT, FLOAT if autocast or not half else HALF, width)
+        norms = 2 * sum(streams) * self.hidden + SIDE_NUMBERS * FLOAT
+        attention = width * 2 * (self.queries + self.keys) + FLOAT * self.heads
+        return norms + attention + width * 4 * self.mlp
+
+    def stream(self, half: bool, autocast: bool) -> int:
+        """Bytes a token of a hidden state between layers."""
+        return (HALF if half and not autocast else FLOAT) * self.hidden
+
+
+def meta_model(config: PreTrainedConfig, layers: int | None = None) -> Any:
+    """A model without weights. layers: only its first ones."""
+    if layers is not None:
+        config = copy.deepcopy(config)
+        shorten_config(config, layers)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def shape_of(model: Any) -> ModelShape:
+    """The sizes of a model, which may be on the meta device. ValueError for experts and for configs without the usual sizes."""
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"the estimate does not cover mixtures of experts, which this {config.model_type} model is")
+    try:
+        heads, hidden, mlp = config.num_attention_heads, config.hidden_size, config.intermediate_size
+        layers = find_layers(model, config)[2]
+    except AttributeError as error:
+        raise ValueError(f"the estimate does not know the sizes of this {config.model_type} model: {error}") from error
+    size = getattr(config, "head_dim", None) or hidden // heads
+    each = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    keys = size * (getattr(config, "num_key_value_heads", None) or heads)
+    sizes = (hidden, mlp, heads, size * heads, keys, config.vocab_size)
+    return ModelShape(len(each), max(each), sum(each), total - sum(each), *sizes)
 
 
 class MemoryEstimate:
     """What a run takes.
 
-    settings, plan: of the run. length: tokens of a row. teacher: shape of the teacher, None without one. speed: operations a
+    settings: of the run. length: tokens of a row. teacher: shape of the teacher, None without one. speed: operations a
     second of one GPU.
 
     bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while,
@@ -42,16 +127,11 @@ class MemoryEstimate:
     exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        settings: LayerSkipArguments,
-        plan: LayerSkipRecipe,
-        gpus: int,
-        length: int,
-        teacher: ModelShape | None,
-        speed: float,
+        self, shape: ModelShape, settings: LayerSkipArguments, gpus: int, length: int, teacher: ModelShape | None, speed: float
     ) -> None:
-        self.shape, self.gpus, self._settings, self._plan, self._teacher = shape, gpus, settings, plan, teacher
+        self.shape, self.gpus, self._settings, self._teacher = shape, gpus, settings, teacher
+        self._plan = LayerSkipRecipe(settings.dropout, settings.exits)
+        self._plan.check(shape.layers, settings.max_steps)
         self._half, self._sharded = bool(settings.bf16 or settings.fp16), gpus > 1
         self._autocast = self._half and not self._sharded
         self.checkpoints = bool(getattr(settings, "activation_checkpointing", False))
@@ -156,10 +236,8 @@ def estimate(
     if recipe.model.lora is not None:
         raise ValueError("the estimate does not cover adapters (model.lora), whose parameters depend on where they are")
     shape = shape_of(meta_model(config, layers))
-    plan = LayerSkipRecipe(settings.dropout, settings.exits)
-    plan.check(shape.layers, settings.max_steps)
     teacher = None if recipe.teacher is None else shape_of(meta_model(_text_config(recipe.teacher, base)))
-    return MemoryEstimate(shape, settings, plan, gpus, recipe.data.length, teacher, mfu * peak_tflops * 1e12)
+    return MemoryEstimate(shape, settings, gpus, recipe.data.length, teacher, mfu * peak_tflops * 1e12)
 
 
 def _text_config(name: str, base: Path) -> PreTrainedConfig:

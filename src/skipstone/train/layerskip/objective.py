@@ -20,8 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from skipstone.engines.eager.patches import is_plain
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED, shifted
-from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
-from skipstone.train.layerskip.layout import BatchLayout, kept_elsewhere
+from skipstone.train.layerskip.dropout import BatchLayout, forwards_replaced, kept_elsewhere, kept_rows, layers_recorded
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 CHUNK = 4096  # positions whose logits exist at once

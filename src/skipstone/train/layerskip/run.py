@@ -13,7 +13,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone.engines.loading import load_model, load_tokenizer
 from skipstone.engines.model_runner import ModelRunner
@@ -29,9 +30,8 @@ from skipstone.train.data.documents import Document, collect, deduplicate, finge
 from skipstone.train.data.rows import RowPlan, TokenRows, TrainingData, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
 from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, arguments, read
-from skipstone.train.layerskip.layout import layout_of
+from skipstone.train.layerskip.dropout import layout_of
 from skipstone.train.layerskip.metrics import CurvePlot, JsonLog, ProgressBar
-from skipstone.train.layerskip.shapes import shorten_config
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 from skipstone.utils.files import digest, whole_folder, write_json
 
@@ -62,8 +62,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     with settings.main_process_first(local=False):
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
     model = _initial_model(recipe, path.parent, tokenizer)
-    teacher = _teacher_model(recipe, path.parent, tokenizer, model)
-    distillation_ids = _distillation_ids(recipe, path.parent, model)
+    teacher, ids = _teacher_model(recipe, path.parent, tokenizer, model), _distillation_ids(recipe, path.parent, model)
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
         resolve(recipe.decoding).check(ModelRunner(model.eval()))
@@ -79,16 +78,16 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokens = facts["train"]["tokens"] / 1e6
         say(f"{name}: {facts['kept']} documents, {tokens:.2f} M tokens, {facts['epochs']:.2f} times")
     say(f"{trained / 1e6:.1f} M parameters to train")
-    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, distillation_ids)
+    trainer = _trainer(recipe, model, settings, prepared, folder, teacher=teacher, distillation_ids=ids)
     last = checkpoint.latest(folder)
     if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
-        _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
+        _save(trainer, tokenizer, recipe, prepared.report, folder / MODEL)
         return folder / MODEL
     say(f"{folder} is finished: nothing is left to train")
     if not _is_saved_as_recipe_says(recipe, model, folder / MODEL):
         trainer._load_from_checkpoint(str(last))
-        _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
+        _save(trainer, tokenizer, recipe, prepared.report, folder / MODEL)
     return folder / MODEL
 
 
@@ -104,8 +103,7 @@ def _train_first_recipe(recipe: TrainingRecipe, path: Path, data_dir: Path | Non
 def _match_step_rows(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
     """If a run resumes with another number of processes, give a step as many rows as before. ValueError if the processes cannot
     share them equally."""
-    last = checkpoint.latest(folder)
-    saved = {} if last is None else checkpoint.fingerprint_of(last).get("training", {})
+    saved = checkpoint.fingerprint_of(checkpoint.latest(folder)).get("training", {})
     if saved.get("world_size", settings.world_size) == settings.world_size:
         return
     started = layout_of(saved)
@@ -115,19 +113,15 @@ def _match_step_rows(settings: LayerSkipArguments, folder: Path, say: Say) -> No
 
 
 def _trainer(
-    recipe: TrainingRecipe,
-    model: Any,
-    settings: LayerSkipArguments,
-    prepared: TrainingData,
-    folder: Path,
-    teacher: Any,
-    distillation_ids: list[int] | None,
+    recipe: TrainingRecipe, model: Any, settings: LayerSkipArguments, prepared: TrainingData, folder: Path, **teaching: Any
 ) -> LayerSkipTrainer:
+    """teaching: the teacher and the ids that its distribution is learnt over, each None without one."""
+    teacher, ids = teaching["teacher"], teaching["distillation_ids"]
     fingerprint = {
         "data": prepared.report["sha256"],
         **recipe.model.model_dump(include={"pretrained", "lora", "layers"}),  # a config is part of every fingerprint
         "teacher": None if teacher is None else weights_of(teacher),
-        "distillation_vocabulary": None if distillation_ids is None else digest(distillation_ids),
+        "distillation_vocabulary": None if ids is None else digest(ids),
     }
     trainer = LayerSkipTrainer(
         model,
@@ -135,8 +129,7 @@ def _trainer(
         train_dataset=TokenRows(prepared.train),
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={key: value for key, value in fingerprint.items() if value is not None},
-        teacher=teacher,
-        distillation_ids=distillation_ids,
+        **teaching,
         callbacks=[JsonLog(folder / "metrics.jsonl"), CurvePlot(folder / "curves.png")],
     )
     for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
@@ -166,7 +159,7 @@ def _train(trainer: LayerSkipTrainer, say: Say) -> None:
         progress.close()
 
 
-def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, folder: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, folder: Path) -> Tokenizer:
     """The run's tokenizer. A new one is trained once, on the training documents, and saved in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
@@ -187,9 +180,7 @@ def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, fo
     return load_tokenizer(saved)
 
 
-def _save(
-    trainer: LayerSkipTrainer, tokenizer: PreTrainedTokenizerBase, recipe: TrainingRecipe, prepared: TrainingData, folder: Path
-) -> None:
+def _save(trainer: LayerSkipTrainer, tokenizer: Tokenizer, recipe: TrainingRecipe, report: Any, folder: Path) -> None:
     """Save the finished model for transformers, with its decoding defaults and the report on its data. With LoRA: the merged
     model, and the adapter in a folder of its own."""
     first = trainer.is_world_process_zero()
@@ -212,13 +203,13 @@ def _save(
                 if recipe.dtype != "float32":
                     type(causal).from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
                 tokenizer.save_pretrained(made)
-                write_json(made / "data.json", prepared.report)
+                write_json(made / "data.json", report)
     except SafetensorError as error:  # a full disk
         raise OSError(f"{folder} could not be written: {error}; the last checkpoint is whole, so run it again") from error
     trainer.accelerator.wait_for_everyone()
 
 
-def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _initial_model(recipe: TrainingRecipe, base: Path, tokenizer: Tokenizer) -> Any:
     """The model at the first step, in float32. ValueError if rows are longer than its positions."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
@@ -248,7 +239,14 @@ def _shorten(model: Any, layers: int) -> None:
     shorten_config(config, layers)
 
 
-def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
+def shorten_config(config: Any, layers: int) -> None:
+    """Let a config describe a model of the first layers only."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = list(config.layer_types)[:layers]
+
+
+def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: Tokenizer, model: Any) -> Any:
     """The recipe's teacher, if it has one. ValueError for one with another vocabulary."""
     if recipe.teacher is None:
         return None

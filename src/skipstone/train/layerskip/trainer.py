@@ -21,8 +21,7 @@ from skipstone.decoding.settings import TRAINED_EXITS
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.dropout import forwards_replaced
-from skipstone.train.layerskip.layout import BatchLayout, layout_of
+from skipstone.train.layerskip.dropout import BatchLayout, forwards_replaced, layout_of
 from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
@@ -106,10 +105,8 @@ class LayerSkipTrainer(Trainer):
         steps = self.args.max_steps  # T, of the whole run
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
-        seed, chunk = self.args.seed, self.args.loss_chunk
-        self.objective = LayerSkipObjective(
-            self._decoder, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids
-        )
+        sizes, teaching = (steps, self.args.seed, self.args.loss_chunk), (self._teacher, self._distillation_ids)
+        self.objective = LayerSkipObjective(self._decoder, self.recipe, *sizes, *teaching)
         if self.started != (now := layout_of(self.args.deciding())):
             self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
@@ -138,9 +135,8 @@ class LayerSkipTrainer(Trainer):
         """The layout that the run started with, if this process can resume it with as many rows per step; else the present
         layout. The fingerprint gets the run's layout."""
         now = layout_of(self.args.deciding())
-        saved = {} if last is None else checkpoint.fingerprint_of(last)
         try:
-            started = layout_of(saved["training"])
+            started = layout_of(checkpoint.fingerprint_of(last)["training"])
         except (KeyError, TypeError):
             return now
         splits = self.recipe.dropout.by_layer == "constant" and now.rows % started.rows  # layer 0 keeps a row in every pass
@@ -149,11 +145,8 @@ class LayerSkipTrainer(Trainer):
         own = {"per_device_train_batch_size": started.rows, "gradient_accumulation_steps": started.passes}
         self.fingerprint["training"] |= {**own, "world_size": started.processes}
         if started.processes != now.processes and (name := _own_dropout(self.model)):
-            warnings.warn(
-                f"the model draws random numbers of its own ({name}), which are others on another number of processes: the run "
-                "goes on, but not as it would have",
-                stacklevel=2,
-            )
+            reason = f"the model draws random numbers of its own ({name}), which are others on another number of processes"
+            warnings.warn(f"{reason}: the run goes on, but not as it would have", stacklevel=2)
         return started
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -185,10 +178,8 @@ class LayerSkipTrainer(Trainer):
             return
         run = Path(str(self.args.output_dir))
         last = checkpoint.latest_good(run, self.fingerprint)
-        raise ValueError(
-            f"{problem} at step {self.state.global_step}: lower the learning rate, or look at the data; "
-            + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
-        )
+        before = f"{run / last.name} is from before" if last else "no checkpoint was written yet"
+        raise ValueError(f"{problem} at step {self.state.global_step}: lower the learning rate, or look at the data; {before}")
 
     def _mean(self, value: Tensor) -> float:
         """The mean over the processes."""
@@ -304,10 +295,8 @@ class LayerSkipTrainer(Trainer):
             if self.args.should_save:
                 checkpoint.clear(run)
             last = checkpoint.latest_good(run, self.fingerprint)
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {run}: {error}; "
-                + (f"the last good one is {last.name}" if last else "there is none yet")
-            ) from error
+            before = f"the last good one is {last.name}" if last else "there is none yet"
+            raise OSError(f"the checkpoint of step {step} could not be written to {run}: {error}; {before}") from error
         finally:
             self._saving = None
 
@@ -322,10 +311,8 @@ class LayerSkipTrainer(Trainer):
         content = json.loads((folder / LOSS_MEANS).read_text(encoding="utf-8"))
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
-        device, parts = self.args.device, content["parts"]
-        self._loss_means = LossMeans(
-            {name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()}
-        )
+        parts = content["parts"].items()
+        self._loss_means = LossMeans({name: (torch.tensor(sum_, device=self.args.device), n) for name, (sum_, n) in parts})
 
 
 def check(model: PreTrainedModel | DecoderModel, args: LayerSkipArguments) -> LayerSkipRecipe:
@@ -393,7 +380,7 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """ValueError for the state of another set of optimisers."""
         if len(state_dict.get("parts", ())) != len(self.parts):
-            raise ValueError("the saved state is not of Muon with AdamW: was the run started with another optimiser?")
+            raise ValueError("the saved state is not that of Muon with AdamW: was the run started with another optimiser?")
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
@@ -418,10 +405,7 @@ def muon_with_adamw(
         raise ValueError("muon_learning_rate is set, but no matrix inside the layers is trained: leave it out")
     muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay)
     rest = [p for p in trained if id(p) not in inside]
-    groups = [
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # empty with adapters of layers
+    parts = ([p for p in rest if p.ndim > 1], decay), ([p for p in rest if p.ndim <= 1], 0.0)
+    groups = [{"params": own, "weight_decay": rate_of} for own, rate_of in parts if own]  # adapters of layers leave none
     adamw = [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)] if groups else []
     return CombinedOptimizer(muon, *adamw)
