@@ -1,4 +1,4 @@
-"""What is proposed, and what became of it: Draft -> Verdict on the device -> RowVerdict and Step on the host.
+"""Drafts and their results: Draft -> Verdict on the device -> RowVerdict and Step on the host.
 
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """
@@ -16,19 +16,19 @@ from skipstone.engines.partial_forward import PartialForward
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens proposed for one step, one row of nodes per batch row.
+    """Tokens proposed for one step: n nodes for every row of the batch.
 
-    tokens: [B, n] int64. valid: [B, n] bool, False where a row proposed fewer.
-    parents: [B, n] int64, the index of the node's parent, -1 for the root (the last committed token); None is a chain.
-    q: [B, n, V] float, the processed distribution each token was drawn from; None means every q is one-hot
-        (a deterministic drafter, or one whose draws are coupled to the target's).
-    stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
-    candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
-    exit_layer: [B, n] int64, the layer that each token was drafted at, or one number for all of them; for reports only.
+    tokens: [B, n] int64. valid: [B, n] bool, False for padding.
+    parents: [B, n] int64, the index of the node's parent, -1 for the root (the last committed token); None for a chain.
+    q: [B, n, V] float, the processed distribution that each token was drawn from. None means every q is one-hot (the drafter is
+        deterministic or coupled to the target's noise).
+    stochastic: [B, n] bool, only with q: False means that the node's q is one-hot and `q` is ignored.
+    candidate: [B, n] bool, False for nodes that are scored but must not be accepted (Lookahead's window).
+    exit_layer: [B, n] int64, the layer that each token was drafted at, or one number for all; for reports only.
     confidence: [B, n] float, the drafter's probability of each token.
-    draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
-    levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
-    Law: no two siblings that may be accepted carry the same token.
+    draft_steps: [B] int64, number of drafter passes per row; None means one per token that may be accepted.
+    levels: maximum number of nodes on a path of a tree; None means all nodes.
+    Siblings that may be accepted must have different tokens.
     """
 
     tokens: Tensor
@@ -45,7 +45,7 @@ class Draft:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, forward: PartialForward | None = None) -> "Draft":
-        """No proposal: the step is plain decoding."""
+        """A draft without tokens, for a plain step."""
         return cls(*_nothing(rows, device), forward)
 
     @property
@@ -54,7 +54,7 @@ class Draft:
 
     @property
     def offered(self) -> Tensor:
-        """[B, n] bool: the nodes that may be accepted."""
+        """Nodes [B, n] bool that may be accepted."""
         return self.valid if self.candidate is None else self.valid & self.candidate
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Draft:
 
 @cache
 def _nothing(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(tokens [B, 0] int64, valid [B, 0] bool), made once."""
+    """(tokens [B, 0] int64, valid [B, 0] bool)."""
     with torch.inference_mode(False):
         tokens = torch.empty((rows, 0), dtype=torch.long, device=device)
         return tokens, tokens.bool()
@@ -87,12 +87,12 @@ def _nothing(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Verdict:
-    """What the target says of a draft.
+    """The accepted part of a draft and the target's next token.
 
-    path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
-    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token; NO_TOKEN where there is none.
+    path: [B, n] int64, the accepted nodes in order; a row's entries after the first `accepted` are padding.
+    tokens: [B, n+1] int64, the accepted tokens and then the recovered or bonus token; NO_TOKEN if no token can be chosen.
     accepted: [B] int64. overruled: [B, n] bool, tokens accepted against the target's own choice (AdaSD), or None.
-    notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
+    notes: [B, k] int64, a method's own figures, which reach the host in the same transfer.
     """
 
     path: Tensor
@@ -103,17 +103,17 @@ class Verdict:
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
-        more = [one for one in (self.overruled, self.notes) if one is not None]
-        if not draft.width and not more and draft.draft_steps is None:
+        optional = [tensor for tensor in (self.overruled, self.notes) if tensor is not None]
+        if not draft.width and not optional and draft.draft_steps is None:
             return [RowVerdict([], tokens, "bonus", 0, 0) for tokens in self.tokens.tolist()]
-        accepted, path, tokens, told, *rest = _together([self.accepted[:, None], self.path, self.tokens], draft, more)
+        accepted, path, tokens, host_drafts, *rest = _read_with_draft(
+            [self.accepted[:, None], self.path, self.tokens], draft, optional
+        )
         overruled = None if self.overruled is None else rest[0]
         notes = None if self.notes is None else rest[-1]
         verdicts = []
         for row, (count,) in enumerate(accepted):
-            mine = told[row]
-            nodes = path[row][:count]
-            verdict = mine.verdict(nodes, tokens[row][: count + 1])
+            verdict = host_drafts[row].verdict(path[row][:count], tokens[row][: count + 1])
             if overruled is not None:
                 verdict.against = overruled[row]
                 verdict.overruled = sum(overruled[row])
@@ -125,9 +125,9 @@ class Verdict:
 
 @dataclass(slots=True)
 class GreedyVerdict:
-    """A verdict where every row is greedy: along a draft the target's picks decide, and the host walks it by itself.
+    """A verdict for greedy rows only: the host walks the draft along the target's picks.
 
-    picks: [B, n+1] int64, the target's pick after every node, the root's first; NO_TOKEN as in `Verdict`. notes: as there.
+    picks: [B, n+1] int64, the target's pick after the root and every node; NO_TOKEN and notes as in `Verdict`.
     """
 
     draft: Draft
@@ -136,19 +136,19 @@ class GreedyVerdict:
 
     @property
     def accepted(self) -> Tensor:
-        """[B] int64, how many tokens of a chain are accepted."""
-        assert self.draft.parents is None, "of a tree only the host knows"
+        """[B] int64, the number of accepted tokens of a chain."""
+        assert self.draft.parents is None, "trees are walked on the host"
         return ((self.draft.tokens == self.picks[:, :-1]) & self.draft.offered).long().cumprod(1).sum(1)
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
         if not draft.width and self.notes is None:
             return [RowVerdict([], picks, "bonus", 0, 0) for picks in self.picks.tolist()]
-        picks, told, *notes = _together([self.picks], draft, [] if self.notes is None else [self.notes])
+        picks, host_drafts, *notes = _read_with_draft([self.picks], draft, [] if self.notes is None else [self.notes])
         verdicts = []
-        for row, (mine, drafted) in enumerate(zip(picks, told, strict=True)):
-            path = drafted.walk(mine)
-            verdict = drafted.verdict(path, [*(drafted.tokens[node] for node in path), mine[path[-1] + 1 if path else 0]])
+        for row, (picked, drafted) in enumerate(zip(picks, host_drafts, strict=True)):
+            path = drafted.walk(picked)
+            verdict = drafted.verdict(path, [*(drafted.tokens[node] for node in path), picked[path[-1] + 1 if path else 0]])
             if notes:
                 verdict.notes = notes[0][row]
             verdicts.append(verdict)
@@ -157,7 +157,8 @@ class GreedyVerdict:
 
 @dataclass(slots=True)
 class _HostDraft:
-    """A row's draft on the host. offered: the nodes that may be accepted, as 0 and 1. parents: None for a chain."""
+    """A row's draft on the host. offered: per node 1 if it may be accepted, else 0. parents: None for a chain. scored: number
+    of scored nodes."""
 
     tokens: list[int]
     offered: list[int]
@@ -166,7 +167,7 @@ class _HostDraft:
     draft_steps: int | None
 
     def walk(self, picks: list[int]) -> list[int]:
-        """The nodes that the target's picks accept. picks: after the root and every node."""
+        """The accepted nodes. picks: the target's, after the root and every node."""
         if self.parents is None:
             count = 0
             while count < len(self.tokens) and self.offered[count] and self.tokens[count] == picks[count]:
@@ -180,42 +181,43 @@ class _HostDraft:
             node = child
         return path
 
-    def verdict(self, path: list[int], kept: list[int]) -> "RowVerdict":
-        """What became of it. path: accepted nodes. kept: their tokens and the target's own."""
+    def verdict(self, path: list[int], tokens: list[int]) -> "RowVerdict":
+        """The row's verdict. path: accepted nodes. tokens: theirs and the target's own."""
         if self.parents is None:
-            more = len(path) < len(self.tokens) and bool(self.offered[len(path)])
+            has_rejected = len(path) < len(self.tokens) and bool(self.offered[len(path)])
         else:
             last = path[-1] if path else -1
-            more = any(offered and parent == last for parent, offered in zip(self.parents, self.offered, strict=True))
+            has_rejected = any(offered and parent == last for parent, offered in zip(self.parents, self.offered, strict=True))
         drafted = sum(self.offered)
         steps = drafted if self.draft_steps is None else self.draft_steps
-        return RowVerdict(path, kept, "recovered" if more else "bonus", drafted, 0, self.scored, steps)
+        return RowVerdict(path, tokens, "recovered" if has_rejected else "bonus", drafted, 0, self.scored, steps)
 
 
-def _together(before: list[Tensor], draft: Draft, behind: list[Tensor]) -> list[Any]:
-    """Tensors [B, k] and a draft between them on the host, in one transfer: lists of rows, the draft's as `_HostDraft`."""
+def _read_with_draft(before: list[Tensor], draft: Draft, after: list[Tensor]) -> list[Any]:
+    """Read tensors [B, k] and a draft in one transfer. Returns the lists of `before`, a `_HostDraft` per row, those of
+    `after`."""
     parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
     parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
-    found = iter(host_transfer.read(*before, *(part for part in parts if part is not None), *behind))
-    first = [next(found) for _ in before]
-    tokens, valid, parents, offered, steps = (None if part is None else next(found) for part in parts)
+    lists = iter(host_transfer.read(*before, *(part for part in parts if part is not None), *after))
+    first = [next(lists) for _ in before]
+    tokens, valid, parents, offered, steps = (None if part is None else next(lists) for part in parts)
     assert tokens is not None
     assert valid is not None
     rows = []
     for row, scored in enumerate(valid):
-        above, passes = None if parents is None else parents[row], None if steps is None else steps[row][0]
-        rows.append(_HostDraft(tokens[row], scored if offered is None else offered[row], above, sum(scored), passes))
-    return [*first, rows, *found]
+        row_parents, row_steps = None if parents is None else parents[row], None if steps is None else steps[row][0]
+        rows.append(_HostDraft(tokens[row], scored if offered is None else offered[row], row_parents, sum(scored), row_steps))
+    return [*first, rows, *lists]
 
 
 @dataclass(slots=True)
 class RowVerdict:
     """One row's verdict on the host.
 
-    path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
-    drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
-    by the stopping rules. is_broken: it was cut before NO_TOKEN. notes: those of the verdict. against: 1 for what was accepted
-    against the target's choice.
+    path: accepted nodes. tokens: committed tokens, the accepted ones first. final: origin of the token after the accepted ones.
+    drafted: number of draft tokens that could be accepted. overruled: number accepted against the target's choice, and against:
+    1 for each of them. nodes: number of scored draft tokens. draft_steps: number of drafter passes. finished: set by the
+    stopping rules. is_broken: it was cut before NO_TOKEN. notes: those of the verdict.
     """
 
     path: list[int]
@@ -230,10 +232,10 @@ class RowVerdict:
     notes: list[int] = field(default_factory=list)
     against: list[int] = field(default_factory=list)
 
-    def cut(self, kept: int) -> None:
-        """Keep the first `kept` tokens only."""
-        self.tokens = self.tokens[:kept]
-        self.path = self.path[:kept]
+    def cut(self, count: int) -> None:
+        """Keep only the first `count` tokens."""
+        self.tokens = self.tokens[:count]
+        self.path = self.path[:count]
         self.overruled = sum(self.against[: len(self.path)])
 
     @property
@@ -244,9 +246,11 @@ class RowVerdict:
 
 @dataclass(slots=True)
 class TokenRecord:
-    """What `record=True` keeps of one token: probabilities under p and q, the target's entropy in nats (after processors,
-    before warpers, at temperature 1), and where it came from. p and entropy are None for drafts that the verification never
-    reached; q is None for tokens that were not drafted."""
+    """Figures of one token for `record=True`.
+
+    p, q: the target's and the drafter's probability of it. entropy: the target's, in nats, at temperature 1 after processors
+    and before warpers. p and entropy are None for a draft that the verification did not reach. q is None for a token that was
+    not drafted."""
 
     token: int
     p: float | None
@@ -258,14 +262,13 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the loop, all rows. Lists have one entry per row; a row that took no part has empty lists and zeros.
+    """One step of the loop over all rows. Lists have one entry per row; an inactive row has empty lists and zeros.
 
-    origin says for each token whether it is the "prefill"'s, an accepted "draft", the "recovered" or the "bonus" token.
-    draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
-    prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. drafter: what
-    drafted, where the session had the choice, and reason: why. finished: rows that ended in this step. errors: of these, the
-    rows that failed, and why.
-    Seconds are wall-clock; on CUDA those of searching, drafting and scoring are device time, and other is what is left of the
+    origin: for each token "prefill", "draft" (accepted), "recovered" or "bonus". drafted: number of tokens submitted.
+    draft_steps: number of drafter passes. verified_nodes: number of scored nodes, leaves included. prefill: the step ran a part
+    of a prompt. probe: a plain step to measure plain decoding. drafter, reason: the drafter that `auto` chose, and why.
+    finished: rows that ended in this step. errors: failed rows among them -> reason.
+    Seconds are wall-clock. On CUDA, those of searching, drafting and scoring are device time, and other is the rest of the
     step. seconds_search: spent for later steps (`Drafter.run_background_work`).
     """
 

@@ -1,4 +1,4 @@
-"""The only decoding loop of the project. Where a text ends is decided in stopping.py.
+"""The only decoding loop of the project. `stopping.py` decides where a text ends.
 
 prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
 """
@@ -28,16 +28,16 @@ FORBIDDEN = (
     "no token is left to choose from: the logits processors forbid every one, or the scores are not finite after them; let "
     "them allow a token"
 )
-NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
+INACTIVE = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
-"""Called before the commit of every step; adds to the Step what its caller wants kept."""
+"""Called before the commit of every step. It may add records to the Step."""
 
 
 class StageTimer:
-    """Splits one step into its stages and the rest, without a synchronisation of its own.
+    """Measures the stages of one step without synchronising with the device.
 
-    On CUDA the stages are timed by events, which have passed once the step's one transfer to the host has returned.
+    On CUDA it uses events. They have passed when the step's one transfer to the host returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,14 +47,14 @@ class StageTimer:
         self.mark()
 
     def mark(self) -> None:
-        """End a stage (the first mark, made at construction, begins one)."""
+        """End a stage and begin the next."""
         self.times.append(time.perf_counter())
         if self.stream is not None:
             self.events.append(torch.cuda.Event(enable_timing=True))
             self.events[-1].record(self.stream)
 
     def stop(self) -> list[float]:
-        """Seconds of every stage, then of the rest of the step up to now."""
+        """Seconds of every stage, and last of the rest of the step so far."""
         total = time.perf_counter() - self.times[0]
         if self.stream is None:
             stages = [b - a for a, b in pairwise(self.times)]
@@ -64,10 +64,10 @@ class StageTimer:
 
 
 class DecodingLoop:
-    """Rows of a session under the loop. `admit` and `release` may be called between two steps.
+    """Decodes the rows of a session step by step. `admit` and `release` may be called between two steps.
 
-    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. takes_turns: while some rows run
-    their prompts, the others decode in every second step, and on a CPU prompts are run one by one; else they wait.
+    chunk: number of prompt tokens that a row runs in one step. takes_turns: while prompts run, other rows decode in every
+    second step, and a CPU runs prompts one by one. If False, other rows wait.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class DecodingLoop:
         self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
         if takes_turns and session.model.device.type == "cpu":
             session.prompts.max_tokens_per_pass = CPU_TOKENS_PER_PASS
-        self._prefilled = False  # in the latest step
-        self._recording = 0.0  # seconds that the recorder took in it
+        self._prefilled = False  # whether the latest step was a prefill
+        self._recorder_seconds = 0.0  # time of the recorder in the latest step
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
-        """Start a request on a free row. known: as in `Session.admit`."""
+        """Start a request in a free row. known: as in `Session.admit`."""
         with self.session.model.lock:
             self.session.admit(row, request, known)
         self.rows[row] = RunningRequest(request)
 
     def release(self, row: int) -> RunningRequest | None:
-        """Take a row out, finished or not. Returns what it has generated."""
+        """Free a row, finished or not. Returns its request with the tokens so far."""
         with self.session.model.lock:
             state, self.rows[row] = self.rows[row], None
             self.session.release(row)
@@ -101,23 +101,23 @@ class DecodingLoop:
 
     @torch.inference_mode()
     def step(self) -> Step:
-        """One turn of the loop over all rows; finished rows are released and named in `Step.finished`.
+        """One step over all rows. It releases finished rows and lists them in `Step.finished`.
 
-        Several decoders of one model, in several threads, take turns step by step."""
+        Decoders of one model in several threads alternate step by step."""
         session = self.session
-        others_turn = self.takes_turns and self._prefilled and any(session.alive)
-        self._prefilled = session.prefilling and not others_turn
+        must_decode = self.takes_turns and self._prefilled and any(session.alive)
+        self._prefilled = session.prefilling and not must_decode
         has_own_threads = session.model.engine.own_threads and session.drafter.own_threads
         with session.model.lock, SingleTorchThread() if has_own_threads else nullcontext():
             return self._prefill() if self._prefilled else self._decode()
 
     def _prefill(self) -> Step:
-        """One chunk of the waiting prompts, and the first token of those that it completes."""
+        """Run one chunk of the waiting prompts, and choose the first token of those that are complete."""
         session, started = self.session, time.perf_counter()
         scores, ready = session.prefill(self.chunk)
         draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
-            verdicts = [NOTHING] * session.rows
+            verdicts = [INACTIVE] * session.rows
             step = self._step(verdicts, draft)
         else:
             verdicts = self._settle(draft, session.verify(draft, scores), ready)
@@ -126,7 +126,7 @@ class DecodingLoop:
             step = self._step(verdicts, draft, scores)
             session.commit(None, verdicts)
         step.prefill = True
-        step.seconds_score = time.perf_counter() - started  # a chunk that completes no prompt is not waited for
+        step.seconds_score = time.perf_counter() - started  # on an accelerator nothing waits for an incomplete prompt
         session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
@@ -135,8 +135,8 @@ class DecodingLoop:
         clock = StageTimer(session.model.device)
         session.drafter.run_background_work()
         clock.mark()
-        room = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
-        draft = session.drafter.propose_draft(room)
+        limits = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
+        draft = session.drafter.propose_draft(limits)
         clock.mark()
         scores = session.score(draft)
         clock.mark()
@@ -145,19 +145,18 @@ class DecodingLoop:
         step = self._step(verdicts, draft, scores)
         session.commit(draft, verdicts)
         step.seconds_search, step.seconds_draft, step.seconds_score, other = clock.stop()
-        step.seconds_other = max(0.0, other - self._recording)  # what is kept of a step is no cost of decoding
+        step.seconds_other = max(0.0, other - self._recorder_seconds)  # recording is no cost of decoding
         session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
     def _settle(self, draft: Draft, verdict: Verdict | GreedyVerdict, live: list[int]) -> list[RowVerdict]:
-        """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
-        verdicts, taking_part = verdict.tolist(draft), set(live)
-        for row, mine in enumerate(verdicts):
-            state = self.rows[row]
-            if state is None or row not in taking_part:
-                verdicts[row] = NOTHING
+        """The verdicts on the host, cut by the stopping rules. live: active rows."""
+        verdicts, active = verdict.tolist(draft), set(live)
+        for row, running in enumerate(self.rows):
+            if running is None or row not in active:
+                verdicts[row] = INACTIVE
             else:
-                state.take(mine)
+                running.take(verdicts[row])
         return verdicts
 
     def _step(self, verdicts: list[RowVerdict], draft: Draft, scores: Scores | None = None) -> Step:
@@ -168,21 +167,21 @@ class DecodingLoop:
             if verdict.finished:
                 step.finished.append(row)
                 if verdict.is_broken:
-                    step.errors[row] = self._why(row, verdict, scores)
+                    step.errors[row] = self._failure(row, verdict, scores)
         if self.recorder is not None and scores is not None:
             began = time.perf_counter()
             self.recorder(step, draft, scores, verdicts)
-            self._recording = time.perf_counter() - began
+            self._recorder_seconds = time.perf_counter() - began
         return step
 
-    def _why(self, row: int, verdict: RowVerdict, scores: Scores | None) -> str:
-        """Why there was no token to choose for a row."""
-        assert scores is not None, "a row fails by its scores"
+    def _failure(self, row: int, verdict: RowVerdict, scores: Scores | None) -> str:
+        """The message for a row without a token to choose."""
+        running = self.rows[row]
+        assert scores is not None, "only scores make a row fail"
+        assert running is not None
         node = verdict.path[-1] if verdict.path else -1
         raw = scores.at(torch.full_like(self.session.view.root, node))[row]
-        state = self.rows[row]
-        assert state is not None
-        place = f"after {len(state.request.prompt)} tokens of prompt and {len(state.tokens)} new ones"
+        place = f"after {len(running.request.prompt)} tokens of prompt and {len(running.tokens)} new ones"
         return f"{BROKEN if int(greedy_token(raw)) == NO_TOKEN else FORBIDDEN} ({place})"
 
     def _retire(self, step: Step, verdicts: list[RowVerdict]) -> Step:
@@ -200,6 +199,6 @@ Decoder = DecodingLoop
 
 
 def run(decoder: DecodingLoop) -> Iterator[Step]:
-    """Turn the loop until no row is alive. Closing the generator early leaves model and session as they are."""
+    """The steps of a decoder until no row has work left. Closing the generator early is safe."""
     while decoder.busy:
         yield decoder.step()

@@ -1,4 +1,4 @@
-"""Records probabilities of single tokens, raw logits and processed scores of every step."""
+"""Records probabilities of tokens, raw logits and processed scores of every step."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from skipstone.decoding.verify import entropy, one_hot_where
 
 @dataclass
 class OutputRecorder:
-    """A recorder of the loop. record: per-token figures, rejected drafts included. logits, scores: [k, V] per row and step.
+    """A recorder of the loop. record: figures of every token, rejected drafts included. logits, scores: [k, V] per row and
+    step.
 
-    scores are log p for sampled rows (up to a constant HF's warped scores) and processed logits for greedy ones.
+    scores: log p for sampled rows (transformers' warped scores plus a constant), processed logits for greedy rows.
     """
 
     record: bool = False
@@ -31,8 +32,8 @@ class OutputRecorder:
             step.scores = self._committed(scores, verdicts, processed=True)
 
     def _committed(self, scores: Scores, verdicts: list[RowVerdict], processed: bool) -> list[Tensor]:
-        """[k, V] per row: what each of the k committed tokens was chosen from."""
-        kept: list[list[Tensor]] = [[] for _ in verdicts]
+        """[k, V] per row: the logits or scores of each of the k committed tokens."""
+        values_by_row: list[list[Tensor]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
             node, path, reached = _at(verdicts, place, scores.logits.device)
             values = scores.at(node)
@@ -41,13 +42,13 @@ class OutputRecorder:
                 values = p if scores.sampler.greedy else scores.sampler.warped(p, path, reached).log()
             for row, verdict in enumerate(verdicts):
                 if place < len(verdict.tokens):
-                    kept[row].append(values[row])
+                    values_by_row[row].append(values[row])
         empty = scores.logits.new_empty((0, scores.logits.shape[2]))
-        return [torch.stack(rows) if rows else empty for rows in kept]
+        return [torch.stack(row_values) if row_values else empty for row_values in values_by_row]
 
     def _records(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> list[list[TokenRecord]]:
-        """Per row: the committed tokens, then the drafts that were not accepted: first those rejected at the final token's
-        place, with the target's p, then those that the verification never reached."""
+        """Per row: the committed tokens, the drafts rejected at the final token's place with the target's p, and the drafts
+        that the verification did not reach."""
         records: list[list[TokenRecord]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
             node, path, reached = _at(verdicts, place, scores.logits.device)
@@ -57,22 +58,22 @@ class OutputRecorder:
             for row, verdict in enumerate(verdicts):
                 if not reached[row]:
                     continue
-                own = place < len(verdict.path)
-                source = verdict.path[place] if own else None
-                records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], own))
+                is_accepted = place < len(verdict.path)
+                source = verdict.path[place] if is_accepted else None
+                records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], is_accepted))
                 if place == len(verdict.tokens) - 1:
-                    judged = [] if own else _children(draft, row, int(node[row]))
-                    for lost in judged:
-                        token = int(draft.tokens[row, lost])
-                        records[row].append(_token(draft, row, lost, token, p[row], spread[row], False))
-                    for lost in sorted(set(_valid(draft, row)) - set(judged) - set(verdict.path)):
-                        token = int(draft.tokens[row, lost])
-                        records[row].append(_token(draft, row, lost, token, None, None, False))
+                    rejected = [] if is_accepted else _children(draft, row, int(node[row]))
+                    for child in rejected:
+                        token = int(draft.tokens[row, child])
+                        records[row].append(_token(draft, row, child, token, p[row], spread[row], False))
+                    for unreached in sorted(set(_valid(draft, row)) - set(rejected) - set(verdict.path)):
+                        token = int(draft.tokens[row, unreached])
+                        records[row].append(_token(draft, row, unreached, token, None, None, False))
         return records
 
 
 def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor, list[bool]]:
-    """(node that the committed token number `place` follows [B], tokens before it [B, place], rows that have such a token)."""
+    """Where the committed token number `place` was chosen: (node before it [B], tokens before it [B, place], rows with it)."""
     nodes = [v.path[place - 1] if 0 < place <= len(v.path) else -1 for v in verdicts]
     path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
     before = torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)

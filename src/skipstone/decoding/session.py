@@ -1,6 +1,6 @@
-"""The rows of a batch while they decode: their cache, sampler and last tokens, and one drafter.
+"""The rows of a batch while they decode: KV cache, sampler, last tokens and one drafter.
 
-A row is a slot: `admit` a request, `prefill` its prompt, take part in steps, `release`.
+A row is a slot for one request at a time: `admit`, `prefill`, steps, `release`.
 """
 
 from torch import Tensor
@@ -16,12 +16,12 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 
 Stores = list[tuple[ModelRunner, KVCache]]
-"""Keys and values, each with the model that they are of."""
+"""KV caches with their models."""
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
 def refuse_ids(model: ModelRunner, low: int, high: int) -> None:
-    """ValueError where the lowest or the highest of some token ids has no embedding."""
+    """ValueError if a token id has no embedding. low, high: the lowest and the highest id."""
     size = model.embeddings
     if low < 0 or high >= size:
         wrong = low if low < 0 else high
@@ -29,11 +29,10 @@ def refuse_ids(model: ModelRunner, low: int, high: int) -> None:
 
 
 class Session:
-    """Scores, verifies and commits what its drafter proposes.
+    """Scores, verifies and commits the drafts of its drafter.
 
-    model: the target. rows: batch size. capacity: most tokens a row may hold. depth: layers of the target that count, None for
-    all (early_exit stops sooner). accepts_all: accept every draft token, whatever the target says (AdaDecode without
-    verification; lossy).
+    model: the target. rows: batch size. capacity: maximum number of tokens in a row. depth: number of target layers to run,
+    None for all (early_exit runs fewer). accepts_all: accept every draft token unverified (lossy AdaDecode).
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Session:
 
     @property
     def stores(self) -> Stores:
-        """All keys and values that it keeps, with their models."""
+        """All KV caches, the drafter's included, with their models."""
         return [(self.model, self.store), *self.drafter.caches]
 
     @property
@@ -65,11 +64,12 @@ class Session:
         return bool(self.prompts.waiting)
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
-        """Give a free row to a request. known: tokens at the beginning of its prompt, fewer than all, whose keys and values the
-        row still has from the request before. ValueError, before anything changed, for a request that cannot be decoded."""
+        """Give a free row to a request. ValueError, before anything changes, for a request that cannot be decoded.
+
+        known: number of first prompt tokens that the row still has in its cache from an earlier request; not all of them."""
         assert not self.alive[row], f"row {row} is taken"
         assert row not in self.prompts.waiting, f"row {row} is taken"
-        assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt is run in any case"
+        assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt must run"
         self.validate_request(request)
         self.store.length[row] = known
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
@@ -78,25 +78,26 @@ class Session:
 
     def validate_request(self, request: Request) -> None:
         """ValueError for a request that cannot be decoded."""
-        length, most = len(request.prompt), request.max_new_tokens
+        length, max_new_tokens = len(request.prompt), request.max_new_tokens
         if length < 1:
             raise ValueError("the prompt is empty: there is no token to start from")
-        if most < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, found {most}")
-        needed = f"prompt of {length} tokens + max_new_tokens={most} is more than the"
-        if length + most > self.model.max_positions:
-            raise ValueError(f"{needed} model's {self.model.max_positions} positions ({self.model.max_positions_source})")
-        if length + most > self.capacity:
-            raise ValueError(
-                f"{needed} {self.capacity} tokens a row of this session was made for; start it with a larger capacity"
-            )
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+        total, too_long = (
+            length + max_new_tokens,
+            f"prompt of {length} tokens + max_new_tokens={max_new_tokens} is more than the",
+        )
+        if total > self.model.max_positions:
+            raise ValueError(f"{too_long} model's {self.model.max_positions} positions ({self.model.max_positions_source})")
+        if total > self.capacity:
+            raise ValueError(f"{too_long} {self.capacity} tokens of a row of this session; start it with a larger capacity")
         if request.prediction and not self.drafter.takes_predictions:
             raise ValueError(NO_PREDICTIONS)
         refuse_ids(self.model, int(request.prompt.min()), int(request.prompt.max()))
         self.drafter.validate_request(request)
 
     def release(self, row: int) -> None:
-        """Free a row. Its slots stay as they are until the next request overwrites them."""
+        """Free a row. Its keys and values stay until the next request overwrites them."""
         self.alive[row] = False
         self.prompts.remove(row)
         self.store.length[row] = 0
@@ -104,35 +105,35 @@ class Session:
         self.drafter.remove_request(row)
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        """Run up to `chunk` prompt tokens of the row that has waited longest, and of waiting rows behind it.
+        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it.
 
-        Returns (scores [B, 1, V], rows whose prompt is done), (None, []) while no prompt is.
+        Returns (scores [B, 1, V], rows that have finished their prompt), or (None, []) if no row has.
         """
         self.drafter.prefill_tokens(chunk)
-        found = self.prompts.run(chunk)
-        if not found.done:
+        output = self.prompts.run(chunk)
+        if not output.done:
             return None, []
-        for row in found.done:
+        for row in output.done:
             self.alive[row] = True
-        logits = full = self.model.logits(found.last[:, None])
-        if len(found.rows) < self.rows:
+        logits = full = self.model.logits(output.last[:, None])
+        if len(output.rows) < self.rows:
             full = logits.new_zeros((self.rows, *logits.shape[1:]))
-            full[found.rows.start : found.rows.stop] = logits
-        live = [row in found.done for row in range(self.rows)]
-        return Scores(self.sampler, list(self.store.length), live, logits=full), found.done
+            full[output.rows.start : output.rows.stop] = logits
+        live = [row in output.done for row in range(self.rows)]
+        return Scores(self.sampler, list(self.store.length), live, logits=full), output.done
 
     def score(self, draft: Draft) -> Scores:
-        """The one scoring pass, the same for every method."""
-        assert draft.forward is not None, "a draft to be scored carries its forward"
+        """Run a draft through the target. The pass is the same for every method."""
+        assert draft.forward is not None, "a draft needs its forward to be scored"
         draft.forward.advance(draft.forward.top)
         scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.forward)
         picks_only = self.sampler.picks_only and not self.drafter.needs_logits(draft)
-        _ = scores.best if picks_only else scores.logits  # in the time of scoring
+        _ = scores.best if picks_only else scores.logits  # computed now, so that its time counts as scoring
         return scores
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others. The drafter sees what
-        became of its draft."""
+        """Apply the acceptance rule: `leviathan` to drafts drawn at random, `match` to all others. Show the drafter the
+        result."""
         verdict = self._verdict(draft, scores)
         verdict.notes = self.drafter.observe_scores(draft, scores, verdict)
         return verdict
@@ -151,10 +152,10 @@ class Session:
         return verify.leviathan(draft, p, scores.position, noise, waived)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Take over what was decided: move lengths, compact tree paths, remember the last token. Nothing is cloned.
+        """Commit the accepted tokens: move lengths, compact tree paths, set the last tokens. Nothing is cloned.
 
-        draft: None for the token that ends a prefill. verdicts: per row, cut by the stopping rules; without tokens for rows
-        that took no part.
+        draft: None for the token that ends a prefill. verdicts: one per row, cut by the stopping rules; an inactive row's has
+        no tokens.
         """
         view = self.view
         for row, verdict in enumerate(verdicts):
@@ -172,7 +173,7 @@ class Session:
         self.drafter.observe_commits(draft, verdicts)
 
     def check(self, row: int, tokens: Tensor, tolerance: float = 1e-4) -> None:
-        """Assert the invariant of a row against a forward over its committed tokens [T] from scratch (for tests)."""
+        """Assert that a row's cache equals that of a new forward over its committed tokens [T] (for tests)."""
         assert self.store.length[row] == len(tokens) - 1, "the last committed token is not in the store yet"
         fresh = Session(self.model, 1, len(tokens) + 1, depth=self.store.layers)
         fresh.admit(0, Request(tokens, 1))

@@ -13,8 +13,8 @@ from skipstone.engines.greedy_tokens import NO_TOKEN
 class RunningRequest:
     """A request while it runs, with its new tokens on the host.
 
-    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens.
-    is_doubted: the latest step found no token to choose next to a draft, which may be the reason. The next one drafts nothing.
+    is_stopped: the last token ends the text. False if the text has only reached max_new_tokens.
+    is_doubted: the latest step had a draft and no token to choose. The draft may be the cause, so the next step drafts nothing.
     """
 
     request: Request
@@ -24,12 +24,13 @@ class RunningRequest:
 
     @property
     def room(self) -> int:
-        """Most draft tokens of the next step: the token that verification adds must fit too."""
+        """Maximum number of draft tokens in the next step. Verification adds one more token."""
         return 0 if self.is_doubted else self.request.max_new_tokens - len(self.tokens) - 1
 
     def take(self, verdict: RowVerdict) -> None:
-        """Append the new tokens up to the first that ends the row, and cut the verdict there. Where there is no token to choose
-        the verdict is cut before it: without a draft the row has failed, so every method fails at the same place."""
+        """Append the new tokens up to the first that ends the row, and cut the verdict there.
+
+        NO_TOKEN cuts the verdict before it. The row fails only if it had no draft, so every method fails at the same place."""
         self.is_doubted = False
         for count, token in enumerate(verdict.tokens, 1):
             if token == NO_TOKEN:

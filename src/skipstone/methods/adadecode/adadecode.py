@@ -253,14 +253,14 @@ class AdaDecodeDrafter(Drafter):
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
             forward.advance(layer, None if climbing == self.view.alive else climbing)
-            path, wanted = forward.tokens[:, 1:], climbing if self.sampler.processed else None
+            path, active = forward.tokens[:, 1:], climbing if self.sampler.processed else None
             picked, scores = forward.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
                 transform = self.heads.transform(index)
                 picked, confidence = self.model.engine.score_exit(forward.hidden[:, -1], transform, self.shortlist)  # [B] each
             else:
                 logits = self.heads.logits(self.model, index, forward.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
-                scores = self.sampler.process(logits, path, wanted)
+                scores = self.sampler.process(logits, path, active)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
             rows = (confidence > self.method.confidence_threshold) & on_device(climbing, confidence.device, torch.bool)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
@@ -269,7 +269,7 @@ class AdaDecodeDrafter(Drafter):
                 doubts = self._doubts(forward, index, layer, climbing)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
-                drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted, self.coupled)
+                drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, active, self.coupled)
                 sweep.take(layer, predicts, *drawn, confidence, rows)
                 climbing = [asked and not sure for asked, sure in zip(climbing, predicts, strict=True)]
                 if not any(climbing):

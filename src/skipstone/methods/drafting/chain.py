@@ -164,8 +164,8 @@ class ChainDrafter(Drafter):
         path = forward.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
             logits = self.next_logits(chain, forward)
-            wanted = chain.open_rows() if self.sampler.processed else None
-            token, q, scores = self.propose(logits, position + place, path, wanted)
+            active = chain.open_rows() if self.sampler.processed else None
+            token, q, scores = self.propose(logits, position + place, path, active)
             confidence, sure = self.observe(scores)
             nobody = False
             if not host_transfer.is_on_host(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
@@ -205,13 +205,13 @@ class ChainDrafter(Drafter):
         raise NotImplementedError
 
     def propose(
-        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None
+        self, logits: Tensor, position: Tensor, path: Tensor, active: Sequence[bool] | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(tokens [B]; q [B, V] that they were drawn from, None where they are deterministic; processed logits [B, V]).
 
         Arguments as in `Sampler.propose`.
         """
-        return self.sampler.propose(logits, position, path, wanted, self.coupled)
+        return self.sampler.propose(logits, position, path, active, self.coupled)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool sure enough to draft on, None for all)."""

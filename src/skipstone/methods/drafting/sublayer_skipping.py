@@ -61,9 +61,9 @@ class SkippingDrafter(ChainDrafter):
         return forward.sketched_logits(self.skip)
 
     def propose(
-        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None
+        self, logits: Tensor, position: Tensor, path: Tensor, active: Sequence[bool] | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, wanted)
+        ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, active)
         self._ranked.append(ranked)
         self._possible.append(possible)
         return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), None, scores
