@@ -1,14 +1,13 @@
 """AdaDecode: Accelerating LLM Decoding with Adaptive Layer Parallelism
 (Wei et al., ICML 2025, arXiv 2506.03700), section 2 and Algorithm 1.
 
-A token goes up the layers stage by stage. Where the light head of a candidate layer is sure of the next token, that token
-starts at once, and the earlier token waits at that layer. A later token that comes by takes the waiting ones along. When the
-newest token reaches the top, all tokens have, and all early predictions are verified at once.
+A token climbs the layers from exit to exit. If the head of an exit is confident of the next token, that token starts at
+layer 0, and the current one waits at the exit. The next token takes all waiting tokens along. When the newest token reaches the
+top, one pass verifies all early predictions.
 
-Deviations: the threshold is asked of the head's most probable token before anything is drawn (Eq. 1, read literally, asks it of
-the drawn token, which biases sampling); a depth's list is emptied when it is run (Algorithm 1 as printed never does); with
-`num_speculative_tokens` early predictions the newest token goes to the top untested; a deeper head may stop further predictions
-(`recheck`, ours, off).
+Deviations: the threshold applies to the head's most probable token, before the draw (by Eq. 1 it applies to the drawn token,
+which biases sampling). A depth's list is emptied when it runs (never in Algorithm 1 as printed). After `num_speculative_tokens`
+predictions the newest token climbs to the top without tests. Deeper heads may stop predicting (`recheck`, ours, off).
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from skipstone.policy.draft_length import MAX_DRAFTS
 
 @dataclass(frozen=True)
 class AdaDecode(ShortlistMethod):
-    """AdaDecode: light heads at middle layers predict early."""
+    """AdaDecode: small heads at middle layers predict tokens early."""
 
     name: ClassVar[str] = "adadecode"
     positional: ClassVar[str] = "lets tokens wait at different layers"
@@ -80,7 +79,7 @@ class AdaDecode(ShortlistMethod):
         self.shortlist(model)
 
     def heads_for(self, model: ModelRunner) -> ExitHeads:
-        """The heads of a model. ValueError where they are another's, OSError where there are none."""
+        """The heads for a model. ValueError for another model's heads; OSError if there are none."""
         if self.heads == ORIGINAL:
             return original_heads(model, self.exit_layers)
         if isinstance(self.heads, ExitHeads):
@@ -97,7 +96,7 @@ class AdaDecode(ShortlistMethod):
         return heads
 
     def shortlist(self, drafter: ModelRunner) -> Tensor | None:
-        """As in `ShortlistMethod`; where no vocabulary is asked for, that of the heads."""
+        """As in `ShortlistMethod`. Without `draft_vocabulary` it is the heads' own shortlist."""
         return self.heads_for(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -111,22 +110,22 @@ class AdaDecode(ShortlistMethod):
         return AdaDecodeDrafter(self, model, rows)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Each head drafts chains whose length `auto` decides."""
-        heads, shortlist, found = self.heads_for(model), self.shortlist(model), dict[str, Candidate]()
+        """One candidate per head. It drafts chains, and `auto` decides their length."""
+        heads, shortlist, candidates = self.heads_for(model), self.shortlist(model), dict[str, Candidate]()
         for number, layer in enumerate(heads.card.layers):
             if not self.exit_layers or layer in self.exit_layers:
                 drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
-                found[f"adadecode, head {layer}"] = of_layers(drafter, self, model, layer)
-        return found
+                candidates[f"adadecode, head {layer}"] = of_layers(drafter, self, model, layer)
+        return candidates
 
 
 @dataclass
 class LayerSweep:
-    """The way of every row's newest token up the candidate layers, and the tokens that heads predicted on it.
+    """Results of one climb of every row's newest token: at most one prediction per row.
 
-    layers: of every row, the layer at which its next token was predicted, 0 where it was not. token: [B] int64, q: [B, V] or
-    None, confidence: [B] float; they mean nothing for rows without a prediction. doubted: rows in which a deeper head is sure
-    that an earlier prediction is wrong (`recheck`); they predict no further.
+    layers: per row, the layer that predicted its next token, 0 if none did. token: [B] int64, q: [B, V] or None, confidence:
+    [B] float; arbitrary for rows without a prediction. doubted: rows in which a deeper head contradicts an earlier prediction
+    (`recheck`). They predict no further token.
     """
 
     layers: list[int]
@@ -136,8 +135,8 @@ class LayerSweep:
     doubted: list[bool] = field(default_factory=list)
 
     def take(self, layer: int, predicts: list[bool], token: Tensor, q: Tensor | None, confidence: Tensor, rows: Tensor) -> None:
-        """Take over the predictions of a layer's head for some rows: `predicts` on the host, `rows` [B] bool on the device."""
-        self.layers = [layer if here else before for here, before in zip(predicts, self.layers, strict=True)]
+        """Add the predictions of a layer's head for some rows: `predicts` on the host, `rows` [B] bool on the device."""
+        self.layers = [layer if predicted else before for predicted, before in zip(predicts, self.layers, strict=True)]
         self.token = torch.where(rows, token, self.token)
         self.confidence = confidence if self.confidence is None else torch.where(rows, confidence, self.confidence)
         if q is not None:
@@ -145,20 +144,20 @@ class LayerSweep:
 
 
 class AdaDecodeDrafter(Drafter):
-    """Drafts at mixed depths; the scoring pass brings everything to the top. Every row predicts on its own, and waits until all
-    rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
+    """Drafts tokens that wait at different layers. The scoring pass runs all of them to the top.
+
+    Each row has its own predictions, and sweeps are common to all rows. A row stops drafting when no head is confident."""
 
     def __init__(self, method: AdaDecode, model: ModelRunner, rows: int) -> None:
         self.model, self.method, self.shortlist = model, method, method.shortlist(model)
         self.coupled = method.rejection_sample_method == "coupled"
         self.heads = heads = method.heads_for(model)
         self.own_threads = heads.card.kind != "full"  # torch computes the product of a full head
-        wanted = method.exit_layers or heads.card.layers
-        self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]  # (head, its layer)
-        layers = [layer for _, layer in self.exits]
+        layers = [layer for layer in heads.card.layers if not method.exit_layers or layer in method.exit_layers]
+        self.exits = [(heads.card.layers.index(layer), layer) for layer in layers]  # (number of the head, its layer)
         self.tallies = method_states.method_state(method, model, rows, heads, lambda: AdaDecodeCounts(layers))
         # of this step
-        self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
+        self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # per row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
 
     @property
@@ -173,12 +172,12 @@ class AdaDecodeDrafter(Drafter):
 
     @property
     def _picks_at_exits(self) -> bool:
-        """Whether the engine itself says what an exit's head picks, and how likely that is."""
+        """Whether the engine computes a head's likeliest token and its probability itself."""
         model = self.model
         return self.sampler.picks_only and self.heads.linear and model.engine.supports_chains and model.uses_engine_argmax
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
+        """Algorithm 1 up to the verification: each sweep predicts one more token."""
         chain = DraftChain(
             [min(self.method.num_speculative_tokens, allowed) for allowed in limits], self.view.alive, self.model.device
         )
@@ -186,10 +185,10 @@ class AdaDecodeDrafter(Drafter):
         self._predicted_at, self._passes = [[] for _ in range(self.view.rows)], forward.passes
         position = forward.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
-        layers, exits_left = self._draft_at_once(chain, forward)
+        layers, exits = self._draft_at_first_exit(chain, forward)
         for place in range(len(layers), chain.width):
-            sweep = self._sweep(forward, position + place, open_rows, self.exits if exits_left is None else exits_left)
-            exits_left = None
+            sweep = self._sweep(forward, position + place, open_rows, exits)
+            exits = self.exits
             if not any(sweep.layers):
                 break
             layers.append(sweep.layers)
@@ -201,29 +200,27 @@ class AdaDecodeDrafter(Drafter):
             draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
 
-    def _draft_at_once(
-        self, chain: DraftChain, forward: PartialForward
-    ) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
-        """What the first exit's head is sure of in one engine call, token after token, where one row is greedy.
+    def _draft_at_first_exit(self, chain: DraftChain, forward: PartialForward) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """For one greedy row: all tokens that the first exit predicts in succession, in one engine call.
 
-        Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
+        Returns (the layers of every place, as in LayerSweep; the exits that the newest token has not reached).
         """
         if self.view.rows > 1 or self.method.recheck or not self._picks_at_exits:
-            return [], None
+            return [], self.exits
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
-        found = forward.draft_greedily(
+        drafts = forward.draft_greedily(
             layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, True
         )
-        if found is None:
-            return [], None
-        assert found.confidence is not None, "thresholds were given"
-        count = found.counts[0]
-        for token, confidence in zip(found.tokens.unbind(1), found.confidence.unbind(1), strict=True):
+        if drafts is None:
+            return [], self.exits
+        assert drafts.confidence is not None, "thresholds were given"
+        count = drafts.counts[0]
+        for token, confidence in zip(drafts.tokens.unbind(1), drafts.confidence.unbind(1), strict=True):
             chain.add(token, None, confidence)
-        ended = count == chain.width or (count and int(found.tokens[0, -1]) in self.sampler.eos[0])
-        for sure in [True] * count + [False] * (not ended):
-            self.tallies.tested(layer, [sure], stopped=False)
+        ended = count == chain.width or (count and int(drafts.tokens[0, -1]) in self.sampler.eos[0])
+        for predicted in [True] * count + [False] * (not ended):
+            self.tallies.tested(layer, [predicted], stopped=False)
         self._predicted_at[0] += [layer] * count
         return [[layer]] * count, [] if ended else self.exits[1:]
 
@@ -236,19 +233,22 @@ class AdaDecodeDrafter(Drafter):
             if layer:
                 self._predicted_at[row].append(layer)
             else:
-                forward.depth[row, -1] = forward.top  # there is no token in this column, so no layer is run
+                forward.depth[row, -1] = forward.top  # the column has no token in this row, so no layer needs to run
         unfinished = self.sampler.unfinished(sweep.token)
-        goes_on = [True] * self.view.rows if unfinished is None else unfinished.tolist()
+        open_rows = [True] * self.view.rows if unfinished is None else unfinished.tolist()
         return [
-            layer > 0 and unended and not doubted and len(chain) < max_drafts
-            for layer, unended, doubted, max_drafts in zip(sweep.layers, goes_on, sweep.doubted, chain.max_drafts, strict=True)
+            layer > 0 and is_open and not doubted and len(chain) < max_drafts
+            for layer, is_open, doubted, max_drafts in zip(
+                sweep.layers, open_rows, sweep.doubted, chain.max_drafts, strict=True
+            )
         ]
 
     def _sweep(
         self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
     ) -> LayerSweep:
-        """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
-        a head is sure of the next token. exits: (number of the head, its layer)."""
+        """Run the newest token of every open row up to the first exit that predicts the next token, with all waiting tokens.
+
+        exits: (number of the head, its layer)."""
         sweep = LayerSweep([0] * self.view.rows, forward.tokens[:, -1], doubted=[False] * self.view.rows)
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
@@ -263,37 +263,37 @@ class AdaDecodeDrafter(Drafter):
                 scores = self.sampler.process(logits, path, active)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
             rows = (confidence > self.method.confidence_threshold) & on_device(climbing, confidence.device, torch.bool)
-            predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
-            self.tallies.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
+            predicts = rows.tolist()  # an accelerator synchronises here, because the next layers depend on it
+            self.tallies.tested(layer, [predicted for predicted, tested in zip(predicts, climbing, strict=True) if tested])
             if self.method.recheck:
-                doubts = self._doubts(forward, index, layer, climbing)
+                doubts = self._find_doubts(forward, index, layer, climbing)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
                 drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, active, self.coupled)
                 sweep.take(layer, predicts, *drawn, confidence, rows)
-                climbing = [asked and not sure for asked, sure in zip(climbing, predicts, strict=True)]
+                climbing = [climbs and not predicted for climbs, predicted in zip(climbing, predicts, strict=True)]
                 if not any(climbing):
                     break
         return sweep
 
-    def _doubts(self, forward: PartialForward, index: int, layer: int, rows: list[bool]) -> list[bool]:
-        """Rows in which this head is sure of another token than a shallower head predicted, for a prediction whose
-        predecessor has come up to this layer."""
+    def _find_doubts(self, forward: PartialForward, index: int, layer: int, rows: list[bool]) -> list[bool]:
+        """Rows in which this head contradicts a prediction of a shallower head with confidence.
+
+        It tests predictions that follow a token at this layer."""
         doubts: list[Tensor] = []  # one [B] bool per place
         for place in range(forward.width - 1):
-            here = [
+            tested = [
                 climbs and forward.depth[row, place] == layer and self._predicted_at[row][place] < layer
                 for row, climbs in enumerate(rows)
             ]
-            if any(here):
+            if any(tested):
                 hidden = forward.hidden[:, place : place + 1]  # [B, 1, d]
                 logits = self.heads.logits(self.model, index, hidden, self.shortlist)[:, 0]  # [B, V]
-                scores = self.sampler.process(logits, forward.tokens[:, 1 : place + 1], here)
+                scores = self.sampler.process(logits, forward.tokens[:, 1 : place + 1], tested)
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != forward.tokens[:, place + 1]
-                doubts.append(
-                    (confidence > self.method.confidence_threshold) & differs & on_device(here, differs.device, torch.bool)
-                )
+                is_confident = confidence > self.method.confidence_threshold
+                doubts.append(is_confident & differs & on_device(tested, differs.device, torch.bool))
         return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.view.rows
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -15,7 +15,7 @@ from skipstone.methods.drafting.replay import replay_hidden_states
 
 
 class HeadChainDrafter(ChainDrafter):
-    """Drafts with the first layers of the target and an exit head. number: of the head."""
+    """Drafts with the first layers of the target and exit head number `number`."""
 
     def __init__(
         self, heads: ExitHeads, number: int, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
@@ -40,6 +40,6 @@ class HeadChainDrafter(ChainDrafter):
         return chain.draft(forward, exit_layer=self.exit_layer)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """One pass of the first layers and the head over the tokens."""
+        """Run the tokens through the first layers and the head in one pass."""
         states = replay_hidden_states(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
         return self.heads.logits(self.model, self.number, states, self.shortlist)[0]

@@ -1,4 +1,4 @@
-"""What AdaDecode has seen on a model across requests: how often every exit predicts and is right, and which passes it made."""
+"""AdaDecode's statistics on a model across requests: predictions of every exit, and passes."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,8 +9,8 @@ from skipstone.utils.limits import SMALL_STATE_BYTES
 
 @dataclass
 class ExitCounts:
-    """Of one exit. tests: how often it was asked. predicted: how often it was sure. accepted, rejected: what became of those
-    predictions; those behind a rejected one are neither."""
+    """Counts of one exit. tests: tokens tested. predicted: tests above the threshold. accepted, rejected: verified predictions;
+    predictions after a rejected one count as neither."""
 
     tests: int = 0
     predicted: int = 0
@@ -19,8 +19,8 @@ class ExitCounts:
 
 
 class AdaDecodeCounts:
-    """Counts of all steps. exits: layer -> of its exit. tests: of all exits, of one row or several. stops: for how many of them
-    the layers were stopped on the way up. passes: (from layer, to layer, tokens) -> how often."""
+    """Counts of all steps. exits: layer -> counts of its exit. tests: number of tests, each of one or several rows. stops:
+    number of tests between two passes. passes: (from layer, to layer, tokens) -> number of passes."""
 
     def __init__(self, layers: list[int]) -> None:
         self.exits = {layer: ExitCounts() for layer in layers}
@@ -32,31 +32,31 @@ class AdaDecodeCounts:
         return SMALL_STATE_BYTES
 
     def tested(self, layer: int, predicted: list[bool], stopped: bool = True) -> None:
-        """Take over one test, one entry for each row that was asked. stopped: whether the layers were stopped for it."""
+        """Count one test. predicted: for each tested row whether it predicts. stopped: whether the test ended a pass."""
         self.tests += 1
         self.stops += stopped
         self.exits[layer].tests += len(predicted)
         self.exits[layer].predicted += sum(predicted)
 
     def record(self, exits: list[list[int]], verdicts: list[RowVerdict], passes: list[tuple[int, int, int]]) -> None:
-        """Take over what became of a step. exits: of every row, the layers that its drafts were predicted at."""
-        for of_row, verdict in zip(exits, verdicts, strict=True):
-            for layer in of_row[: len(verdict.path)]:
+        """Count the results of a step. exits: per row, the layers that predicted its drafts."""
+        for layers, verdict in zip(exits, verdicts, strict=True):
+            for layer in layers[: len(verdict.path)]:
                 self.exits[layer].accepted += 1
-            if verdict.tokens and not verdict.finished and len(verdict.path) < len(of_row):
-                self.exits[of_row[len(verdict.path)]].rejected += 1
-        for one in passes:
-            self.passes[one] = self.passes.get(one, 0) + 1
+            if verdict.tokens and not verdict.finished and len(verdict.path) < len(layers):
+                self.exits[layers[len(verdict.path)]].rejected += 1
+        for key in passes:
+            self.passes[key] = self.passes.get(key, 0) + 1
         self.steps += 1
         self.drafted_steps += any(exits)
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON values. passes: "from layer, to layer, tokens" -> how often."""
+        """Plain JSON values. passes: "from layer, to layer, tokens" -> number."""
         return {
             "steps": self.steps,
             "drafted_steps": self.drafted_steps,
             "tests": self.tests,
             "stops": self.stops,
             "exits": {str(layer): asdict(tally) for layer, tally in self.exits.items()},
-            "passes": {"{}, {}, {}".format(*one): count for one, count in sorted(self.passes.items())},
+            "passes": {"{}, {}, {}".format(*key): count for key, count in sorted(self.passes.items())},
         }

@@ -1,7 +1,7 @@
-"""Light LM heads at middle layers, which AdaDecode predicts with (section 2.1), and their files.
+"""AdaDecode's exit heads, small LM heads at middle layers (section 2.1), and their files.
 
-A head reads the state h after its layer, put through the model's final norm, and predicts with softmax(E* T h). E* is the
-model's own LM head; T is one small matrix per layer.
+A head normalises the state h after its layer with the model's final norm and predicts softmax(E* T h). E* is the model's own LM
+head; T is one small matrix per layer.
 """
 
 import copy
@@ -34,12 +34,12 @@ Kind = Literal["square", "low_rank", "full", "original"]
 
 
 class HeadsCard(SettingsPart):
-    """What a folder of heads is for, and how it was made.
+    """Description of a folder of heads, stored with it.
 
-    model: fingerprint of the weights; name: what the model was called. layers: E of every head, those that ran before it.
-    kind: "square" T (d x d, the paper's), "low_rank" T = I + B A, "full" V x d heads of their own, "original": none at all.
-    vocabulary: tokens that the heads predict, those of their shortlist; None for all. hidden_size: d, what the LM head reads.
-    norm: what is done to a state first: the model's "final" norm. training, metrics: for people.
+    model: fingerprint of the weights; name: the model's. layers: for each head, the number of layers before it. kind: "square":
+    T of d x d, as in the paper; "low_rank": T = I + B A; "full": a separate LM head of V x d; "original": no parameters.
+    vocabulary: size of the heads' shortlist; None for all tokens. hidden_size: d, the input size of the LM head. norm: the norm
+    before a head, always the model's "final" one. training, metrics: for readers.
     """
 
     version: int = VERSION
@@ -57,7 +57,7 @@ class HeadsCard(SettingsPart):
 
 
 class LowRank(nn.Module):
-    """T = I + B A, A: [r, d] random, B: [d, r] zero at first."""
+    """T = I + B A. A: [r, d], initially random. B: [d, r], initially zero."""
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class LowRank(nn.Module):
 
 
 class ExitHeads(nn.Module):
-    """One head for each of `card.layers`. A new T is the identity, a new full head zero until `start_from` copies E*.
+    """One head for each of `card.layers`. A new T is the identity. A new full head is zero until `start_from` copies E*.
 
-    shortlist: [S] int64, ascending, the ids that the heads predict; None for all.
+    shortlist: [S] int64, ascending ids that the heads predict; None for all.
     """
 
     shortlist: Tensor | None
@@ -91,17 +91,17 @@ class ExitHeads(nn.Module):
         )
 
     def states(self, index: int, normed: Tensor) -> Tensor:
-        """T h of head number `index`; h where the head has no T. normed: [..., d]. Returns [..., d]."""
+        """T h of head number `index`, or h if it has no T. normed: [..., d]. Returns [..., d]."""
         return normed if self.card.kind in ("full", ORIGINAL) else self.heads[index](normed)
 
     @property
     def linear(self) -> bool:
-        """Whether a head is E* behind one matrix or none, which `transform` gives, and nobody makes more of it."""
-        own = all(getattr(type(self), name) is getattr(ExitHeads, name) for name in ("logits", "read", "states"))
-        return own and self.card.kind in ("square", ORIGINAL) and all(map(_plain, self.heads))
+        """Whether every head is E* after at most one matrix (`transform`), without hooks and overridden methods."""
+        inherited = all(getattr(type(self), name) is getattr(ExitHeads, name) for name in ("logits", "read", "states"))
+        return inherited and self.card.kind in ("square", ORIGINAL) and all(map(_is_plain, self.heads))
 
     def transform(self, index: int) -> Tensor | None:
-        """T [d, d] of head number `index`; None where it is the identity."""
+        """T [d, d] of head number `index`; None for the identity."""
         return None if self.card.kind == ORIGINAL else self.heads[index].weight  # type: ignore[return-value]
 
     def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
@@ -110,46 +110,48 @@ class ExitHeads(nn.Module):
         return self.read(model, index, model.normed(hidden), shortlist)
 
     def read(self, model: ModelRunner, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
-        """The same from states that went through the final norm already."""
+        """`logits` from normed states."""
         return model.project(*self.projected(index, normed), shortlist)
 
     def projected(self, index: int, normed: Tensor) -> tuple[Tensor, nn.Module | None]:
-        """(states, head) of head number `index`: what is projected to logits, [..., d], and its own LM head, or None where the
-        model's is meant. normed: [..., d]. Heads in training may have a finer dtype than the model."""
-        own = self.heads[index] if self.card.kind == "full" else None
+        """The inputs of `ModelRunner.project` for head number `index`: (states [..., d], its own LM head or None for the
+        model's).
+
+        normed: [..., d]. Heads in training may have a finer dtype than the model."""
+        lm_head = self.heads[index] if self.card.kind == "full" else None
         states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))  # [..., d]
-        return states if own is not None else states.to(normed.dtype), own
+        return states if lm_head is not None else states.to(normed.dtype), lm_head
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights; None where there are none."""
-        return next((one.dtype for one in self.parameters()), None)
+        """The dtype of the weights; None if there are none."""
+        return next((weight.dtype for weight in self.parameters()), None)
 
     def start_from(self, model: ModelRunner) -> None:
-        """Begin full heads as copies of the model's own."""
+        """Initialise full heads as copies of the model's LM head."""
         if self.card.kind == "full":
             with torch.no_grad():
                 for head in self.heads:
                     head.weight.copy_(model.head.weight)  # type: ignore[operator, union-attr]
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a folder of heads, whole or not at all. dtype: of the weights in it, theirs where None."""
-        # the shortlist's ids are no weights: half precision would round them
-        cast = {name: dtype if one.is_floating_point() else None for name, one in self.state_dict().items()}
-        weights = {name: one.detach().to("cpu", cast[name]).contiguous() for name, one in self.state_dict().items()}
+        """Write a folder of heads atomically. dtype: of the stored weights, None for their own."""
+        state = self.state_dict()
+        dtypes = {name: dtype if tensor.is_floating_point() else None for name, tensor in state.items()}  # ids stay int64
+        weights = {name: tensor.detach().to("cpu", dtypes[name]).contiguous() for name, tensor in state.items()}
         try:
-            with hidden_folder(folder) as made:
-                save_file(weights, made / WEIGHTS, metadata={"format": "pt"})
-                write_json(made / CARD, self.card.model_dump(mode="json"))
-                install(made, folder, (WEIGHTS, CARD))
+            with hidden_folder(folder) as hidden:
+                save_file(weights, hidden / WEIGHTS, metadata={"format": "pt"})
+                write_json(hidden / CARD, self.card.model_dump(mode="json"))
+                install(hidden, folder, (WEIGHTS, CARD))
         except SafetensorError as error:
             raise OSError(f"the heads could not be written to {folder}: {error}") from error
 
 
-def _plain(head: nn.Module) -> bool:
-    """Whether a module is a matrix or nothing, without hooks or a forward of its own."""
-    watched = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    return type(head) in (nn.Linear, nn.Identity) and not watched
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a module is a matrix or the identity, without hooks and with its class's forward."""
+    changed = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    return type(head) in (nn.Linear, nn.Identity) and not changed
 
 
 def _head(card: HeadsCard) -> nn.Module:
@@ -168,38 +170,37 @@ def _head(card: HeadsCard) -> nn.Module:
 
 
 def usual_layers(depth: int) -> tuple[int, ...]:
-    """The paper's candidates, 8, 16 and 24 of 32: L/4, L/2 and 3L/4."""
+    """The paper's exits, L/4, L/2 and 3L/4 (8, 16 and 24 of 32 layers)."""
     return tuple(sorted({max(1, round(depth * quarter / 4)) for quarter in (1, 2, 3)} - {depth}))
 
 
 def original_heads(model: ModelRunner, layers: tuple[int, ...] = ()) -> ExitHeads:
     """The model's own LM head at middle layers (the ablation of Table 3)."""
     chosen = layers or usual_layers(model.depth)
-    heads = _once(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
+    heads = _cached(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
     heads.card = heads.card.model_copy(update={"model": model.fingerprint})  # the LM head may have changed
     return heads
 
 
 def heads_fitting(heads: ExitHeads, model: ModelRunner) -> ExitHeads:
-    """Heads on a model's device and in its dtype, a copy where they are not. ValueError for another model's."""
+    """Heads on a model's device and in its dtype, copied if necessary. ValueError for another model's heads."""
     _check_model(heads.card, model, "heads=")
     weight = next(heads.parameters(), None)
     if weight is None or (weight.device, weight.dtype) == (model.device, model.dtype):
         return heads
     version = model_version(heads).weights
-    place = str(model.device), str(model.dtype), heads
-    made = _FITTED.get(
-        model.model, place, lambda: (version, _ready(copy.deepcopy(heads), model)), lambda known: known[0] == version
-    )
-    return made[1]
+    key = str(model.device), str(model.dtype), heads
+    return _FITTED.get(
+        model.model, key, lambda: (version, _ready(copy.deepcopy(heads), model)), lambda cached: cached[0] == version
+    )[1]
 
 
 def _ready(heads: ExitHeads, model: ModelRunner) -> ExitHeads:
     return heads.to(model.device, model.dtype).eval().requires_grad_(False)
 
 
-def _once(model: ModelRunner, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
-    """Heads that are made once for a model, where it is now."""
+def _cached(model: ModelRunner, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
+    """Heads from the cache of a model on its present device and in its present dtype."""
     return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
@@ -211,7 +212,7 @@ def new_card(
     name: str = "",
     vocabulary: int | None = None,
 ) -> HeadsCard:
-    """The card of new heads for a model. ValueError for layers that it does not have between its first and its last."""
+    """The card of new heads for a model. ValueError as in `check_layers`."""
     check_layers(layers, model.depth)
     vocab, size = model.head.weight.shape
     return HeadsCard(
@@ -233,17 +234,16 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
 
 
 def load_heads(source: str | Path, model: ModelRunner) -> ExitHeads:
-    """Heads of a model, on its device and in its dtype, from a folder, the hub (ORG/NAME or ORG/NAME@REVISION), or by a name of
-    HEADS.
+    """Heads of a model, on its device and in its dtype. They are cached until their file changes.
 
-    OSError where nothing is found; ValueError for files that are damaged or no heads, and for another model's heads. A file is
-    read again only when it was written anew.
+    source: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a name of HEADS. OSError if there is no such source;
+    ValueError for damaged files, files without heads and another model's heads.
     """
     if not isinstance(source, (str, Path)):
         raise ValueError(f"heads must be a folder, a hub id or one of {', '.join(HEADS)}, found {source!r}")
-    place = None if source in HEADS else Path(source).expanduser() / WEIGHTS
-    written = place.stat().st_mtime_ns if place is not None and place.is_file() else None
-    return _once(model, (str(source), written, model.fingerprint), lambda: _read(source, model))
+    file = None if source in HEADS else Path(source).expanduser() / WEIGHTS
+    modified = file.stat().st_mtime_ns if file is not None and file.is_file() else None
+    return _cached(model, (str(source), modified, model.fingerprint), lambda: _read(source, model))
 
 
 def _read(source: str | Path, model: ModelRunner) -> ExitHeads:
@@ -254,8 +254,7 @@ def _read(source: str | Path, model: ModelRunner) -> ExitHeads:
 
 
 def read_heads(folder: Path) -> ExitHeads:
-    """The heads in a folder, for whichever model they are. OSError where there are none; ValueError for files that are damaged
-    or do not fit one another."""
+    """The heads in a folder, of any model. OSError if there are none; ValueError for files that are damaged or do not match."""
     return _with_weights(_read_card(folder, folder), folder, folder)
 
 
@@ -266,7 +265,7 @@ def _with_weights(card: HeadsCard, folder: Path, source: str | Path) -> ExitHead
         heads.load_state_dict(weights)
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
-    if not all(bool(one.isfinite().all()) for one in weights.values()):
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
     if "shortlist" in weights and weights["shortlist"].dtype is not torch.int64:
         raise ValueError(f"{source}: the shortlist in {WEIGHTS} must be int64, found {weights['shortlist'].dtype}")
@@ -279,15 +278,15 @@ def _with_weights(card: HeadsCard, folder: Path, source: str | Path) -> ExitHead
 
 
 def bundled_name_for(model: ModelRunner) -> str | None:
-    """The name of the bundled heads of a model; None where there are none."""
+    """The name of the bundled heads of a model; None if there are none."""
     return _bundled().get(model.fingerprint)
 
 
 @cache
 def _bundled() -> dict[str, str]:
-    """Fingerprint of a model -> the first of the bundled heads that are of it."""
-    found = {name: folder for name, folder in HEADS.items() if (folder / CARD).is_file()}
-    return {_read_card(folder, name).model: name for name, folder in reversed(found.items())}
+    """Fingerprint of a model -> name of its first bundled heads."""
+    bundled = {name: folder for name, folder in HEADS.items() if (folder / CARD).is_file()}
+    return {_read_card(folder, name).model: name for name, folder in reversed(bundled.items())}
 
 
 def _folder_of(source: str | Path) -> Path:

@@ -1,17 +1,15 @@
 """AdaSD: Adaptive Speculative Decoding for Efficient Language Model Inference
 (Lu, Hong & Liu, 2025, arXiv 2512.11280), section 4, appendices A and B.
 
-Two thresholds set themselves. A draft model drafts until the entropy of its newest token is above the mean entropy of the
-drafts that were rejected so far. The target accepts a draft token where its distribution is near the draft model's: their
-Jensen-Shannon distance is below the middle between the mean of the accepted drafts and the mean of the rejected ones.
+Two thresholds adapt to the text. Generation: a draft model drafts until a token's entropy exceeds the mean entropy of the
+drafts rejected so far. Verification: the target accepts a draft if the Jensen-Shannon distance of the two distributions is
+below the middle between the mean distances of accepted and of rejected drafts.
 
-The second threshold accepts tokens that the target would not have chosen, so the text may change (`lossless` is False).
-`relaxed=False` leaves it out and is exact (the paper's Gen-Only); `adaptive_length=False` leaves the first one out
-(Verify-Only).
+Verification by distance may change the text (`lossless` is False). `relaxed=False` disables it and is exact (the paper's
+Gen-Only). `adaptive_length=False` disables the first threshold (Verify-Only).
 
-Our reading, where the paper is silent: tokens that are not near are judged by the ordinary rule; there is no threshold before
-there is data; the means are a request's own; entropy and distance are of processed logits at temperature 1, before top-k and
-the other warpers.
+Our reading where the paper is silent: the ordinary rule decides on drafts above the second threshold. Without data there is no
+threshold. Each request has its own means. Entropy and distance are of processed logits at temperature 1, before the warpers.
 """
 
 import weakref
@@ -37,14 +35,14 @@ from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter
 from skipstone.models.generation_config import OWN_FIELD
 
 MAX_WINDOW = 20
-"""Most drafts a step with the generation threshold (appendix A)."""
+"""Maximum number of drafts a step with the generation threshold (appendix A)."""
 FIXED_WINDOW = 5
-"""Drafts a step without it (section 5.3)."""
+"""Number of drafts a step without it (section 5.3)."""
 
 
 @dataclass(frozen=True)
 class AdaSD(DraftModelMethod):
-    """AdaSD: a draft model with two thresholds that set themselves."""
+    """AdaSD: a draft model with two adaptive thresholds."""
 
     name: ClassVar[str] = "adasd"
     aliases: ClassVar[dict[str, str]] = DraftModelMethod.aliases | {
@@ -65,17 +63,17 @@ class AdaSD(DraftModelMethod):
 
     @property
     def window(self) -> int:
-        """Most drafts a step."""
+        """Maximum number of drafts a step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return MAX_WINDOW if self.adaptive_length else FIXED_WINDOW
 
     @classmethod
     def renamed(cls, *sources: Mapping[str, Any]) -> dict[str, Any]:
-        """As in `Method`. `max_window` counts with adaptive_length only, and `fixed_window` without it only."""
+        """As in `Method`. `max_window` needs adaptive_length, `fixed_window` its absence; otherwise they are ignored."""
         adaptive = {key: value for source in sources for key, value in source.items()}.get("adaptive_length", True)
         ignored = "fixed_window" if adaptive else "max_window"
-        return super().renamed(*({key: value for key, value in one.items() if key != ignored} for one in sources))
+        return super().renamed(*({key: value for key, value in source.items() if key != ignored} for source in sources))
 
     def check(self, model: ModelRunner) -> None:
         if self.variant is not None and not self.relaxed:
@@ -83,7 +81,7 @@ class AdaSD(DraftModelMethod):
         super().check(model)
 
     def _key(self) -> "tuple[AdaSD, Any]":
-        """What the ledger of all requests is kept under; it must not keep a draft model alive."""
+        """The key of this method's counts. It must not keep a draft model alive."""
         if isinstance(self.draft_model, PreTrainedModel):
             return replace(self, draft_model=None), weakref.ref(self.draft_model)
         return self, "by name"
@@ -94,18 +92,18 @@ class AdaSD(DraftModelMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         key, draft_model = self._key()
-        ledger = method_states.method_state(key, model, rows, draft_model, lambda: AdaSDCounts(model.device))
-        return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, ledger)
+        counts = method_states.method_state(key, model, rows, draft_model, lambda: AdaSDCounts(model.device))
+        return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, counts)
 
 
 class AdaSDDrafter(DraftModelDrafter):
-    """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
+    """Drafts and verifies by adaptive thresholds of every row. counts: of all requests, for reports."""
 
     def __init__(
-        self, method: AdaSD, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int, ledger: AdaSDCounts
+        self, method: AdaSD, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int, counts: AdaSDCounts
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, method.window, None)
-        self.method, self.ledger = method, ledger
+        self.method, self.counts = method, counts
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)
         # of this step
@@ -120,19 +118,19 @@ class AdaSDDrafter(DraftModelDrafter):
         self.verification.reset(row)
 
     def one_call(self) -> None:
-        """Its rule is asked token by token."""
+        """None: its stop rule needs every token's distribution."""
 
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
+        """Generation: draft until a token's entropy is above the threshold or the window is full."""
         self._draft_distributions, self._draft_entropies, self._distances = [], [], None
         self._entropy_limit = self.generation.value
         return super().propose_draft(limits, stop_rule)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Notes distribution and entropy; a row drafts on while its entropy is within the limit."""
+        """Keep distribution and entropy. A row drafts on while its entropy is within the limit."""
         distribution, entropy = spread(scores)
         if self.method.relaxed:
             self._draft_distributions.append(distribution)
@@ -140,7 +138,7 @@ class AdaSDDrafter(DraftModelDrafter):
         return None, entropy <= self._entropy_limit if self.method.adaptive_length else None
 
     def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
-        """Verification: draft tokens [B, n] bool where the two distributions are near; the target's own choice is waived."""
+        """Verification: draft tokens [B, n] bool with similar distributions, which are accepted unconditionally."""
         if not self.method.relaxed or not draft.width:
             return None
         q, entropies = torch.stack(self._draft_distributions, 1), torch.stack(self._draft_entropies, 1)  # [B, n, V], [B, n]
@@ -148,7 +146,7 @@ class AdaSDDrafter(DraftModelDrafter):
         return self._distances < self.verification.value[:, None]
 
     def _processed_target_logits(self, draft: Draft, scores: Scores) -> Tensor:
-        """The target's logits before every draft token, [B, n, V], after the same processors as the draft model's."""
+        """The target's processed logits before every draft token, [B, n, V]."""
         raw = scores.logits[:, :-1]
         if not self.sampler.processed:
             return raw
@@ -160,20 +158,20 @@ class AdaSDDrafter(DraftModelDrafter):
         return torch.stack(places, 1)
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
-        """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
+        """Update the thresholds with the accepted tokens and the first rejected one. Later tokens do not count."""
         if not draft.width:
             return
         place, end = torch.arange(draft.width, device=draft.tokens.device, dtype=torch.int64), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
         if self._distances is not None:
             threshold = self.verification.value
-            self.ledger.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
+            self.counts.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
             self.verification.add(self._distances, accepted, rejected)
         entropies, threshold = torch.stack(self._draft_entropies, 1), self.generation.value  # [B, n], [B]
-        self.ledger.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
+        self.counts.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
         self.generation.add(entropies, rejected)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().observe_commits(draft, verdicts)
         if draft is not None:
-            self.ledger.add(verdicts)
+            self.counts.add(verdicts)

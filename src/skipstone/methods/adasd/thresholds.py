@@ -1,7 +1,7 @@
 """AdaSD's two thresholds (arXiv 2512.11280, sections 4.3 and 4.4, appendix B).
 
-Each is made of running means over the draft tokens of a request that were accepted or rejected. Every row of a batch has its
-own. Tensors in, tensors out: nothing waits for the device.
+Both come from running means over the accepted and rejected draft tokens of a request. Every row has its own. Everything stays
+on the device without synchronisation.
 """
 
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from skipstone.decoding.draft import RowVerdict
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
 MEANS = tuple(f"{what}_{of}" for what in ("entropy", "distance") for of in ("accepted", "rejected", "threshold"))
-"""Names of the means that a report has."""
+"""Names of the means in a report."""
 Variant = Literal["A", "B", "C"]
 
 
@@ -25,18 +25,18 @@ class RunningMean:
         self.count = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def add(self, values: Tensor, where: Tensor) -> None:
-        """values: [B, n]; where: [B, n] bool, the values that count."""
+        """Add values [B, n]. where: [B, n] bool, the values that count."""
         self.total = self.total + torch.where(where, values.double(), 0.0).sum(1)
         self.count = self.count + where.sum(1)
 
     def reset(self, row: int) -> None:
-        """Forget what was counted for a row."""
+        """Reset a row to zero values."""
         others = torch.arange(len(self.count), device=self.count.device, dtype=torch.int64) != row
         self.total, self.count = self.total * others, self.count * others
 
     @property
     def value(self) -> Tensor:
-        """[B] float64, 0 where nothing was counted."""
+        """[B] float64, 0 for rows without values."""
         return self.total / self.count.clamp(min=1)
 
 
@@ -45,54 +45,54 @@ class GenerationThreshold(RunningMean):
 
     @property
     def value(self) -> Tensor:
-        """[B] float64; infinite where nothing was rejected yet."""
+        """[B] float64; infinite for rows without a rejected token."""
         return torch.where(self.count > 0, super().value, float("inf"))
 
 
 class VerificationThreshold:
-    """tau_v: the middle between the mean Jensen-Shannon distances of accepted and of rejected draft tokens. A draft token whose
-    distance is below it is accepted, whatever the target would have chosen.
+    """tau_v: the middle between the mean Jensen-Shannon distances of accepted and of rejected draft tokens.
 
-    variant: of appendix B. "A": the mean of the accepted tokens alone. "B": the mean over all tokens. "C": the two means,
-    weighted by the numbers of drafts that held an accepted and a rejected token.
+    Draft tokens with a smaller distance are accepted unconditionally. variant, of appendix B: "A", the mean of the accepted
+    tokens alone; "B", the mean over all tokens; "C", the two means weighted by the numbers of drafts with an accepted and with
+    a rejected token.
     """
 
     def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:
         self.variant = variant
         self.accepted, self.rejected = RunningMean(rows, device), RunningMean(rows, device)
-        # [B] each: drafts that held an accepted token, drafts that held a rejected one
+        # numbers of drafts with an accepted token and with a rejected token, [B] each
         self._drafts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
 
     @property
     def value(self) -> Tensor:
-        """[B] float64 in [0, 1]; 0, which no distance is below, until there is an accepted and a rejected one."""
+        """[B] float64 in [0, 1]. It is 0, and waives nothing, until a row has an accepted and a rejected token."""
         accepted, rejected = self.accepted, self.rejected
         weights: tuple[Tensor | float, Tensor | float] = (0.5, 0.5)
         if self.variant == "A":
             weights = (1.0, 0.0)
         elif self.variant is not None:
-            counts = [one.double() for one in ((accepted.count, rejected.count) if self.variant == "B" else self._drafts)]
-            total = (counts[0] + counts[1]).clamp(min=1)
+            counts = (accepted.count, rejected.count) if self.variant == "B" else self._drafts
+            total = (counts[0] + counts[1]).clamp(min=1).double()
             weights = (counts[0] / total, counts[1] / total)
         mean = weights[0] * accepted.value + weights[1] * rejected.value
         return torch.where((accepted.count > 0) & (rejected.count > 0), mean, 0.0)
 
     def add(self, distances: Tensor, accepted: Tensor, rejected: Tensor) -> None:
-        """One draft a row. distances: [B, n]; accepted, rejected: [B, n] bool, neither where a token was not reached."""
+        """Add a draft of every row. distances: [B, n]; accepted, rejected: [B, n] bool, both False for unreached tokens."""
         self.accepted.add(distances, accepted)
         self.rejected.add(distances, rejected)
-        self._drafts = [old + which.any(1) for old, which in zip(self._drafts, (accepted, rejected), strict=True)]
+        self._drafts = [self._drafts[0] + accepted.any(1), self._drafts[1] + rejected.any(1)]
 
     def reset(self, row: int) -> None:
-        """A new request starts on a row."""
+        """Reset a row for a new request."""
         others = torch.arange(len(self.accepted.count), device=self.accepted.count.device, dtype=torch.int64) != row
-        self._drafts = [old * others for old in self._drafts]
+        self._drafts = [count * others for count in self._drafts]
         self.accepted.reset(row)
         self.rejected.reset(row)
 
 
 class AdaSDCounts:
-    """Counts and means over all requests, for reports. It stays on the device until `report` reads it."""
+    """Counts and means over all requests, for reports. Means stay on the device until `report` reads them."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps = self.drafted = self.accepted = self.overruled = 0
@@ -103,7 +103,7 @@ class AdaSDCounts:
         return SMALL_STATE_BYTES
 
     def add(self, verdicts: list[RowVerdict]) -> None:
-        """One step, row by row."""
+        """Count one step."""
         drafting = [verdict for verdict in verdicts if verdict.drafted]
         self.steps += len(drafting)
         self.drafted += sum(verdict.drafted for verdict in drafting)
@@ -113,12 +113,12 @@ class AdaSDCounts:
     def add_means(
         self, what: str, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor, known: Tensor
     ) -> None:
-        """One step. what: "entropy" or "distance". values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B]; known: [B]
-        bool, rows that had a threshold."""
+        """Count one step. what: "entropy" or "distance". values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B];
+        known: [B] bool, rows with a threshold."""
         for name, where in (("accepted", accepted), ("rejected", rejected)):
             self._means[f"{what}_{name}"].add(values.reshape(1, -1), where.reshape(1, -1))
-        judged = known & (accepted | rejected).any(1)
-        self._means[f"{what}_threshold"].add(threshold.reshape(1, -1), judged.reshape(1, -1))
+        applied = known & (accepted | rejected).any(1)
+        self._means[f"{what}_threshold"].add(threshold.reshape(1, -1), applied.reshape(1, -1))
 
     def report(self) -> dict[str, Any]:
         """Counts, and means as {"sum", "count"}, so that several can be pooled."""

@@ -1,6 +1,6 @@
-"""What several methods share.
+"""Code that several methods share.
 
-chain: the loop that drafts token by token. confidence: when to stop drafting. draft_model: drafting with a second model.
-sublayer_skipping: drafting without some sublayers. lookups: drafts that are known beforehand. method_states: what methods learn
-from request to request. replay: what a part of the target would have said. layer_sets: sets of sublayers, and their files.
+chain: drafts token by token. confidence: decides when to stop drafting. draft_model: drafts with a second model.
+sublayer_skipping: drafts without some sublayers. lookups: drafts from known texts. method_states: what methods learn across
+requests. replay: evaluates a part of the target on committed tokens. layer_sets: sets of skipped sublayers, and their files.
 """

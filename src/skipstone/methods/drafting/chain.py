@@ -1,4 +1,4 @@
-"""Drafting a chain token by token: the one loop of all methods that draft autoregressively.
+"""The loop that drafts a chain token by token, for all methods that draft autoregressively.
 
 Shapes: B rows, k tokens drafted so far, V vocabulary.
 """
@@ -24,14 +24,14 @@ from skipstone.methods.drafting.confidence import ConfidenceRule, SurvivalRule, 
 from skipstone.models.passes import SkipSet
 
 CHECK_EVERY = 4
-"""Drafted tokens between two checks of whether every row has stopped. On an accelerator each check waits for the device."""
+"""Number of drafted tokens between two checks whether every row has stopped. Each check synchronises with an accelerator."""
 
 
 class DraftChain:
     """A chain under construction.
 
-    max_drafts: most draft tokens per row. alive: rows taking part. A row leaves the chain at its limit or when `stop` says so;
-    a token once drawn is always submitted.
+    max_drafts: maximum number of draft tokens per row. alive: active rows. A row stops at its limit or by `stop`. Its drawn
+    tokens are always submitted.
     """
 
     def __init__(self, max_drafts: list[int], alive: list[bool], device: torch.device) -> None:
@@ -39,8 +39,8 @@ class DraftChain:
         self.width = max(self.max_drafts)
         self._all_valid_below = min((count for count, live in zip(max_drafts, alive, strict=True) if live), default=0)
         self._limits = on_device(self.max_drafts, device)  # [B]
-        self._going: Tensor | None = None  # [B] bool, rows that have not stopped; None while all go on
-        self._tokens: list[Tensor] = []  # one [B] per place, and so are the next three
+        self._going: Tensor | None = None  # [B] bool, rows that have not stopped; None for all
+        self._tokens: list[Tensor] = []  # one [B] per place, like the next three
         self._valid: list[Tensor | None] = []
         self._q: list[Tensor | None] = []
         self._confidence: list[Tensor] = []
@@ -50,22 +50,22 @@ class DraftChain:
 
     @property
     def full(self) -> bool:
-        """Whether no row has room for another token."""
+        """Whether every row has reached its limit."""
         return len(self) == self.width
 
     @property
     def ragged(self) -> bool:
-        """Whether some row may lack a token that others have."""
+        """Whether rows may have different numbers of tokens."""
         return any(column is not None for column in self._valid)
 
     @property
     def newest(self) -> tuple[Tensor, Tensor | None]:
-        """The newest token of every row, as a forward takes it: (tokens [B, 1], valid [B, 1] bool or None for all)."""
+        """The newest token of every row: (tokens [B, 1], valid [B, 1] bool or None for all)."""
         valid = self._valid[-1]
         return self._tokens[-1][:, None], None if valid is None else valid[:, None]
 
     def add(self, token: Tensor, q: Tensor | None, confidence: Tensor | None = None) -> None:
-        """Take a drawn token [B], the distribution q [B, V] that it was drawn from, and its confidence [B]."""
+        """Add a drawn token [B], the distribution q [B, V] that it was drawn from, and its confidence [B]."""
         place = len(self)
         valid = self._limits > place if place >= self._all_valid_below else None
         if self._going is not None:
@@ -78,9 +78,9 @@ class DraftChain:
 
     @property
     def going(self) -> Tensor:
-        """Rows [B] bool that have not stopped and have room for another token."""
-        room = self._limits > len(self)
-        return room if self._going is None else room & self._going
+        """Rows [B] bool that have neither stopped nor reached their limit."""
+        below_limit = self._limits > len(self)
+        return below_limit if self._going is None else below_limit & self._going
 
     def open_rows(self) -> list[bool]:
         """Rows that will draft one more token, on the host."""
@@ -88,16 +88,16 @@ class DraftChain:
         return [len(self) < max_drafts and goes for max_drafts, goes in zip(self.max_drafts, going, strict=True)]
 
     def stop(self, *may_go_on: Tensor | None, look: bool = False) -> bool:
-        """Stop the rows that one of `may_go_on` ([B] bool, None for all rows) does not let draft on. Returns whether all have
-        stopped, as far as that is known.
+        """Stop the rows that any of `may_go_on` excludes ([B] bool, None for all rows). Returns whether all are known to have
+        stopped.
 
-        To ask an accelerator is to wait for it. If `look` is set, it is asked after every CHECK_EVERY tokens, otherwise never.
-        Until then rows that have stopped draft tokens that are not valid.
+        A check synchronises with an accelerator, so there it happens only with `look`, after every CHECK_EVERY tokens. Until
+        then, stopped rows draft invalid tokens.
         """
-        reasons = [rows for rows in may_go_on if rows is not None]
-        if not reasons:
+        conditions = [rows for rows in may_go_on if rows is not None]
+        if not conditions:
             return False
-        going = functools.reduce(operator.and_, reasons)  # [B]
+        going = functools.reduce(operator.and_, conditions)  # [B]
         readable = host_transfer.is_on_host(going)
         if readable and bool(going.all()):
             return False
@@ -107,12 +107,12 @@ class DraftChain:
         return look and len(self) % CHECK_EVERY == 0 and not any(self.open_rows())
 
     def draft(self, forward: PartialForward, exit_layer: int | None = None) -> Draft:
-        """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""
+        """The finished chain. exit_layer: the layer that its tokens were drafted at, for reports."""
         if not self._tokens:
             return Draft.empty(forward.rows, forward.device, forward)
         tokens = torch.stack(self._tokens, 1)  # [B, n]
-        everyone = torch.ones_like(self._tokens[0], dtype=torch.bool)
-        valid = torch.stack([everyone if column is None else column for column in self._valid], 1)  # [B, n]
+        all_rows = torch.ones_like(self._tokens[0], dtype=torch.bool)
+        valid = torch.stack([all_rows if column is None else column for column in self._valid], 1)  # [B, n]
         if forward.valid is not None:
             valid = valid & forward.valid[:, :1]
         drawn_from = [column for column in self._q if column is not None]
@@ -124,24 +124,23 @@ class DraftChain:
 class ChainDrafter(Drafter):
     """Drafts token by token.
 
-    A subclass says where the logits of the newest token come from (`next_logits`), and where it differs: how a token is
-    proposed from them (`propose`), what is observed of them (`observe`), and what reads a drafted token (`append`, `finish`).
+    A subclass computes the logits after the newest token (`next_logits`). It may change how a token is drawn (`propose`), how
+    confidence is computed (`observe`) and what reads a drafted token (`append`, `finish`).
 
-    max_drafts: most draft tokens of a row in a step; `self.max_drafts` has one for every row. threshold: confidence below which
-    a row stops drafting.
+    max_drafts: maximum number of draft tokens per row and step; `self.max_drafts` has one per row. threshold: confidence below
+    which a row stops drafting.
     """
 
-    looks = True  # whether an accelerator is asked now and then if every row has stopped
-    transform: Tensor | None = None  # [d', d'], what states go through before the LM head; None for nothing
-    shortlist: Tensor | None = None  # [S], the ids that drafts are picked from; None for all
-    drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, where these draft
+    looks = True  # whether to check on an accelerator, from time to time, if every row has stopped
+    transform: Tensor | None = None  # [d', d'], applied to states before the LM head
+    shortlist: Tensor | None = None  # [S], the ids that may be drafted; None for all
+    drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, if these draft
 
     def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, coupled: bool) -> None:
         self.model, self.coupled = model, coupled
         self.max_drafts = [max_drafts] * rows
-        self.confidence = self.rule = ConfidenceRule(
-            threshold, rows, model.device, max_drafts
-        )  # the method's, and that of this step
+        self.confidence = ConfidenceRule(threshold, rows, model.device, max_drafts)
+        self.rule = self.confidence  # of this step
 
     @property
     def sampler(self) -> Sampler:
@@ -151,8 +150,8 @@ class ChainDrafter(Drafter):
         self.confidence.reset(row)
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """Logits, a token, what was observed; again, until no row drafts on."""
-        view, max_drafts = self.view, [min(own, allowed) for own, allowed in zip(self.max_drafts, limits, strict=True)]
+        """Draft token by token until every row has stopped."""
+        view, max_drafts = self.view, list(map(min, self.max_drafts, limits))
         self.rule, looks = self.confidence, self.looks or stop_rule is not None
         if stop_rule is not None:
             self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
@@ -166,26 +165,26 @@ class ChainDrafter(Drafter):
             logits = self.next_logits(chain, forward)
             active = chain.open_rows() if self.sampler.processed else None
             token, q, scores = self.propose(logits, position + place, path, active)
-            confidence, sure = self.observe(scores)
-            nobody = False
-            if not host_transfer.is_on_host(token) or NO_TOKEN in token.tolist():  # nothing to choose from ends a draft
-                nobody, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
+            confidence, confident = self.observe(scores)
+            all_stopped = False
+            if not host_transfer.is_on_host(token) or NO_TOKEN in token.tolist():  # a row without a token to choose stops
+                all_stopped, token = chain.stop(token != NO_TOKEN), token.clamp_min(0)
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
             path = self.append(chain, forward)
-            if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=looks):
+            if all_stopped or chain.full or chain.stop(confident, self.sampler.unfinished(token), look=looks):
                 break
             if self.rule.joint and chain.stop(self.rule.together(chain.going), look=looks):
                 break
         return self.finish(chain, forward)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
-        """What drafts a greedy chain that an engine may compute in one call: (first so many layers, but for these sublayers).
-        None where this drafter does more with a draft than to take its likeliest token."""
+        """(number of first layers, skipped sublayers) that draft a greedy chain in one engine call; None if that is
+        impossible."""
         return None
 
     def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
-        """The greedy chain in one call of the engine; None where this drafter or the engine wants it token by token."""
+        """The greedy chain in one engine call; None if it must be drafted token by token."""
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
@@ -201,30 +200,28 @@ class ChainDrafter(Drafter):
         return Draft(chain.tokens, valid, forward, confidence=chain.confidence, exit_layer=exit_layer)
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
-        """Raw logits [B, V] float32 of what follows the newest token."""
+        """Raw logits [B, V] float32 after the newest token."""
         raise NotImplementedError
 
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, active: Sequence[bool] | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(tokens [B]; q [B, V] that they were drawn from, None where they are deterministic; processed logits [B, V]).
-
-        Arguments as in `Sampler.propose`.
-        """
+        """Draw a token. Arguments and results as in `Sampler.propose`."""
         return self.sampler.propose(logits, position, path, active, self.coupled)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool sure enough to draft on, None for all)."""
+        """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool with enough confidence to draft on, None for
+        all)."""
         confidence = self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
     def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
-        """Hand the newest token to what drafts, the target's own forward. Returns all tokens drafted so far, [B, k]."""
+        """Append the newest token to the drafting forward (here the target's). Returns all tokens drafted so far, [B, k]."""
         forward.append(*chain.newest)
         return forward.tokens[:, 1:]
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
-        """The draft, its tokens in the forward that the target scores."""
+        """The draft. Its tokens are in the forward that the target scores."""
         return chain.draft(forward)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -1,4 +1,4 @@
-"""Drafts of a second, smaller model: how it is chosen and checked, its KV cache, and the chains that it drafts."""
+"""Drafting with a second, smaller model: its choice and checks, its KV cache and its chains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ _LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
 class DraftModel(ModelRunner):
-    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to.
-    options: of its engine."""
+    """A model that drafts for a target. vocabulary_size: the target's, to which its logits are cut or padded. options: of its
+    engine."""
 
     def __init__(self, model: PreTrainedModel, vocabulary_size: int, options: EngineOptions | None = None) -> None:
         options = options or EngineOptions()
@@ -44,17 +44,18 @@ class DraftModel(ModelRunner):
 
     @property
     def uses_engine_argmax(self) -> bool:
-        """Whether its likeliest token is the target's too: nothing is cut off, and what is added is never likely."""
+        """Whether the argmax needs no change for the target's vocabulary: no logits are cut off."""
         return self._missing >= 0
 
     @property
     def num_draftable_tokens(self) -> int:
-        """As in `ModelRunner`, but none that the target has no logits of."""
+        """As in `ModelRunner`, at most the size of the target's vocabulary."""
         return min(super().num_draftable_tokens, self._vocabulary_size)
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
-        """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
-        different sizes; the padding is cut off, or added with a probability of 0."""
+        """Logits over the target's vocabulary, [B, n, V] float32.
+
+        Models with one tokenizer may pad their embeddings to different sizes. Padding is cut off, or added as -inf."""
         logits = super().project(normed, head, shortlist)
         if self._missing <= 0:
             return logits[..., : self._vocabulary_size]
@@ -77,8 +78,7 @@ def _vocabulary_of(model: Any) -> dict[str, int] | None:
 
 
 def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
-    """ValueError for settings that name no draft model, device, dtype or quantisation, or that would change a model given as an
-    object."""
+    """ValueError for invalid settings, and for settings that would change a model given as an object."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
     if device is not None and not isinstance(device, str):
@@ -103,11 +103,11 @@ def draft_model_for(
     dtype: str | None = None,
     quantize: str | None = None,
 ) -> DraftModel:
-    """The draft model for a target, loaded once; its engine is set up as was asked of it, and where nothing was, of the target.
-    given: its name, a model object, or None for the bundled one of the target's vocabulary. device, dtype, quantize: of a model
-    that is given by its name; None for the target's.
+    """The draft model for a target, loaded once. Its engine options default to the target's.
 
-    OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
+    given: a name, a model object, or None for the bundled model with the target's vocabulary. device, dtype, quantize: of a
+    model given by name; None for the target's. OSError if there is no model of that name; ValueError if none is bundled or the
+    vocabularies differ.
     """
     _check_choice(device, dtype, quantize, given)
     if isinstance(given, PreTrainedModel):
@@ -132,12 +132,12 @@ def _loaded(given: str | None, target: ModelRunner, device: str | None, dtype: s
         raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
-    attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # nobody else has this model
+    attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # no other code holds this model
     return _checked(model, str(name), target)
 
 
 def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftModel:
-    """The model as a draft model. ValueError if it cannot draft for the target, or if skipstone cannot decode it."""
+    """The model as a draft model. ValueError if it does not fit the target or skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"the draft model {name} for {name_of(target.model)} has no LM head ({type(model).__name__}): load it with "
@@ -151,33 +151,33 @@ def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftMod
 
 
 def _bundled_name(target: ModelRunner) -> str | None:
-    """The name of the bundled draft model of a target's vocabulary; None where there is none."""
-    own = _vocabulary_of(target.model)
-    return next((name for name, folder in DRAFTS.items() if own is not None and own == vocabulary(str(folder))), None)
+    """The name of the bundled draft model with the target's vocabulary; None if there is none."""
+    tokens = _vocabulary_of(target.model)
+    return next((name for name, folder in DRAFTS.items() if tokens is not None and tokens == vocabulary(str(folder))), None)
 
 
 def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) -> None:
-    """ValueError if an id is another token in each of the two models. Without both tokenizers only the sizes are compared."""
-    own, targets = _vocabulary_of(model), _vocabulary_of(target.model)
+    """ValueError if an id means different tokens in the two models. If a tokenizer is missing, only the sizes are compared."""
+    draft_ids, target_ids = _vocabulary_of(model), _vocabulary_of(target.model)
     head: Any = model.get_output_embeddings()
-    own_size, target_size = int(head.weight.shape[0]), int(target.head.weight.shape[0])
+    draft_size, target_size = int(head.weight.shape[0]), int(target.head.weight.shape[0])
     pair = f"the draft model {name} and the target {name_of(target.model)}"
-    if own is not None and targets is not None:
-        if own != targets:
-            differ = sum(own.get(token) != number for token, number in targets.items())
+    if draft_ids is not None and target_ids is not None:
+        if draft_ids != target_ids:
+            differ = sum(draft_ids.get(token) != number for token, number in target_ids.items())
             raise ValueError(
-                f"{pair} have different vocabularies ({len(own)} and {len(targets)} tokens, {differ} of the target's mean "
-                "other or none): a draft's tokens must be the target's"
+                f"{pair} have different vocabularies ({len(draft_ids)} and {len(target_ids)} tokens, {differ} of the target's "
+                "mean other or none): a draft's tokens must be the target's"
             )
-        if (fewer := min(own_size, target_size)) <= max(own.values()):
-            raise ValueError(f"{pair}: {fewer} logits are too few for their {max(own.values()) + 1} tokens")
-    elif own_size != target_size:
-        raise ValueError(f"{pair} have vocabularies of different sizes, {own_size} and {target_size}")
+        if (fewer := min(draft_size, target_size)) <= max(draft_ids.values()):
+            raise ValueError(f"{pair}: {fewer} logits are too few for their {max(draft_ids.values()) + 1} tokens")
+    elif draft_size != target_size:
+        raise ValueError(f"{pair} have vocabularies of different sizes, {draft_size} and {target_size}")
 
 
 @dataclass(frozen=True)
 class DraftModelMethod(ShortlistMethod):
-    """What methods with a draft model share: which one, where it lies, and the ordinary acceptance rule."""
+    """Common settings of methods with a draft model."""
 
     by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
     aliases: ClassVar[dict[str, str]] = {"model": "draft_model", "assistant_model": "draft_model"}
@@ -207,20 +207,19 @@ class DraftModelMethod(ShortlistMethod):
         self.shortlist(self.draft_model_for(model))
 
     def draft_model_for(self, target: ModelRunner) -> DraftModel:
-        """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
+        """The draft model for a target. OSError if there is none of that name; ValueError if the two do not fit."""
         return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype, self.draft_quantize)
 
 
 class DraftModelDrafter(ChainDrafter):
-    """Drafts with a draft model, which has keys and values of its own for what was committed.
+    """Drafts with a draft model, which has its own KV cache of the committed tokens.
 
-    After a step the draft model's store lacks the last committed token, or two of them: where a whole draft was accepted, the
-    last of it never went through the draft model. Steps without drafts let it fall behind further; it catches up when it drafts
-    next.
+    After a step the draft model's cache lacks the last committed token. If a whole draft was accepted, it lacks two, because
+    the draft model never read its last draft. It falls further behind in steps without drafts, and catches up before the next
+    draft.
 
-    store: keys and values of the draft model. prompts: on their way into it. text: every row's tokens so far. last_id: the
-    highest token id that the draft model has. The target may have more, which mean nothing; the draft model reads this one in
-    their place.
+    store: KV cache of the draft model. prompts: prompts that it still reads. text: all tokens of every row. last_id: highest
+    token id of the draft model. Higher ids of the target are padding; the draft model reads `last_id` instead of them.
     """
 
     def __init__(
@@ -243,10 +242,10 @@ class DraftModelDrafter(ChainDrafter):
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
-        self._ahead: PartialForward | None = None  # what the draft model reads: committed tokens, then draft tokens
-        self._committed = 0  # columns of it that hold committed tokens
-        self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
-        self._path: Tensor | None = None  # [B, width], draft tokens where the target is
+        self._forward: PartialForward | None = None  # of the draft model: committed tokens, then draft tokens
+        self._committed = 0  # number of its columns with committed tokens
+        self._read: list[int] | None = None  # number of draft tokens read by the draft model per row; None for its whole width
+        self._path: Tensor | None = None  # [B, width], draft tokens on the target's device
 
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
@@ -272,7 +271,7 @@ class DraftModelDrafter(ChainDrafter):
         self.store.length[row] = 0
 
     def prefill_tokens(self, chunk: int) -> None:
-        if self.prompts.waiting:  # a row that caught up between two chunks has read other rows' prompts as well
+        if self.prompts.waiting:  # it may be empty: `_read_tokens` runs all waiting prompts
             self.prompts.run(chunk)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
@@ -282,24 +281,24 @@ class DraftModelDrafter(ChainDrafter):
         """Logits of the draft model after the newest token. It never reads the last token of a chain."""
         device = self.draft_model.device
         if not len(chain):
-            self._ahead = self._ahead or self._start_catching_up(chain.max_drafts)
+            self._forward = self._forward or self._start_draft_forward(chain.max_drafts)
             self._path = forward.tokens.new_empty((self.view.rows, chain.width))
         else:
-            assert self._ahead is not None
+            assert self._forward is not None
             tokens, valid = chain.newest
             tokens = to_device(tokens.clamp(max=self.last_id), device)
-            self._ahead.append(tokens, None if valid is None else to_device(valid, device))
-        return to_device(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
+            self._forward.append(tokens, None if valid is None else to_device(valid, device))
+        return to_device(self._forward.exit_logits(self.draft_model.depth), self.model.device)
 
     def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
         if self.one_call() is None or not self.sampler.picks_only or not any(max_drafts):
             return None
-        self._ahead = self._start_catching_up(
+        self._forward = self._start_draft_forward(
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         )
         thresholds = self.rule.thresholds if self.rule.active else None
-        chain = self._ahead.draft_with_all_layers(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
+        chain = self._forward.draft_with_all_layers(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]
@@ -310,25 +309,25 @@ class DraftModelDrafter(ChainDrafter):
         confidence = None if chain.confidence is None else to_device(chain.confidence, self.model.device)
         return Draft(tokens, valid, forward, confidence=confidence)
 
-    def _start_catching_up(self, max_drafts: list[int]) -> PartialForward:
-        """A forward over the one or two committed tokens that were not read yet, with room for `max_drafts` tokens a row."""
+    def _start_draft_forward(self, max_drafts: list[int]) -> PartialForward:
+        """A forward of the draft model over its unread committed tokens (one or two), with space for `max_drafts` more."""
         lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
         for row in live:
             if len(self.text[row]) - lengths[row] > 2:
                 self._read_tokens(row, self.text[row][lengths[row] : -1])  # all but its last token
-        lacking = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
-        for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
-            lengths[row] = len(self.text[row]) - lacking
-        tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.view.alive, strict=True)]
-        columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
-        room = [count + lacking - 1 for count in max_drafts]
-        ahead = PartialForward(self.draft_model, self.store, columns[:, 0], self.view.alive, room, self.draft_shortlist)
-        if lacking > 1:
-            ahead.append(columns[:, 1:])
-        return ahead
+        unread = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
+        for row in live:  # if another row has two unread tokens, a row with one reads the token before it again
+            lengths[row] = len(self.text[row]) - unread
+        tokens = [text[-unread:] if alive else [0] * unread for text, alive in zip(self.text, self.view.alive, strict=True)]
+        columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, unread]
+        counts = [count + unread - 1 for count in max_drafts]
+        forward = PartialForward(self.draft_model, self.store, columns[:, 0], self.view.alive, counts, self.draft_shortlist)
+        if unread > 1:
+            forward.append(columns[:, 1:])
+        return forward
 
     def _read_tokens(self, row: int, tokens: list[int]) -> None:
-        """Run the draft model over tokens of a row that follow those in its KV cache."""
+        """Run the draft model over the next tokens of a row."""
         self.prompts.add(row, on_device(tokens, self.draft_model.device).clamp_(max=self.last_id))
         while self.prompts.waiting:
             self.prompts.run(PREFILL_CHUNK)
@@ -339,40 +338,40 @@ class DraftModelDrafter(ChainDrafter):
         return self._path[:, : len(chain)]
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
-        """The target reads all tokens of the draft at once."""
+        """Append all tokens of the draft to the target's forward."""
         draft = chain.draft(forward)
         if draft.width:
             forward.append(draft.tokens, draft.valid if chain.ragged else None)
         return draft
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Lengths of the draft model's store move as well; nothing is run."""
+        """Move the lengths of the draft model's cache."""
         super().observe_commits(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             if verdict.tokens:
-                if self._ahead is not None:
-                    read = self._ahead.width - self._committed if self._read is None else self._read[row]
+                if self._forward is not None:
+                    read = self._forward.width - self._committed if self._read is None else self._read[row]
                     self.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
                 self.text[row] += verdict.tokens
-        self._ahead = self._read = None
+        self._forward = self._read = None
 
-    def tokens_to_replay(self, row: int, wanted: int) -> int:
-        return max(len(self.text[row]) - 1 - self.store.length[row], wanted)
+    def tokens_to_replay(self, row: int, count: int) -> int:
+        return max(len(self.text[row]) - 1 - self.store.length[row], count)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """Logits of the draft model at the last tokens, in one pass over the tokens that it has not read."""
-        store, wanted, text, device = self.store, len(tokens) - 1, self.text[row], self.draft_model.device
-        if len(text) - 1 - store.length[row] < wanted:
+        store, count, text, device = self.store, len(tokens) - 1, self.text[row], self.draft_model.device
+        if len(text) - 1 - store.length[row] < count:
             return None
-        if before := text[store.length[row] : -1 - wanted]:
+        if before := text[store.length[row] : -1 - count]:
             self._read_tokens(row, before)
         self.prompts.remove(row)
-        known, end = store.length[row], len(text) - 1
-        read = on_device([text[known:end]], device).clamp_(max=self.last_id)  # [1, wanted]
+        begin, end = store.length[row], len(text) - 1
+        ids = on_device([text[begin:end]], device).clamp_(max=self.last_id)  # [1, count]
         store.reserve(end)
-        positions = torch.arange(known, end, device=device, dtype=torch.int64)[None]
-        at = Pass(positions, positions, None, slice(row, row + 1), end, known)
-        hidden = self.draft_model.embed(read, positions)
+        positions = torch.arange(begin, end, device=device, dtype=torch.int64)[None]
+        at = Pass(positions, positions, None, slice(row, row + 1), end, begin)
+        hidden = self.draft_model.embed(ids, positions)
         states = self.draft_model.run(hidden, at, store, range(self.draft_model.depth))
         store.length[row] = end
         return self.draft_model.logits(states, self.draft_shortlist)[0].to(self.model.device)

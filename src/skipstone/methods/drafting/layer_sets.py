@@ -1,7 +1,6 @@
-"""Layer sets: the sublayers that drafting leaves out, their costs and speed-up, and their files.
+"""Layer sets: the sublayers that drafting skips, their costs and speed-up, and their files.
 
-A layer set says for every attention and MLP whether it is skipped. The first and the last layer always run. All costs are in
-plain steps, the time of a step of plain decoding.
+The first and the last layer always run. All costs are in plain steps (the time of one step of plain decoding).
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ MAX_DRAFTS = 25  # drafts of the longest step whose speed-up is computed
 
 @dataclass(frozen=True)
 class LayerSetSpace:
-    """All layer sets of a model of `layers` layers. ValueError for fewer than 4, where too little would be left."""
+    """All layer sets of a model of `layers` layers. ValueError for fewer than 4 layers."""
 
     layers: int
 
@@ -40,18 +39,18 @@ class LayerSetSpace:
 
     @classmethod
     def of(cls, model: ModelRunner) -> Self:
-        """All layer sets of a model. ValueError if its sublayers cannot be left out."""
+        """All layer sets of a model. ValueError if its sublayers cannot be skipped."""
         if reason := model.family.unskippable:
             raise ValueError(f"no sublayer of this {model.config.model_type} model can be skipped: it {reason}")
         return cls(model.depth)
 
     @property
     def size(self) -> int:
-        """Sublayers that may be skipped, n."""
+        """Number of sublayers that may be skipped, n."""
         return 2 * (self.layers - 2)
 
     def count(self, ratio: float) -> int:
-        """Number of sublayers that a skip ratio leaves out (of those that may be skipped, as in SWIFT's code)."""
+        """Number of skipped sublayers for a skip ratio (relative to `size`, as in SWIFT's code)."""
         return round(ratio * self.size)
 
     def uniform(self, count: int) -> LayerMask:
@@ -69,12 +68,12 @@ class LayerSetSpace:
         return skipped
 
     def to_skip_set(self, skipped: LayerMask) -> SkipSet:
-        """The set as layer numbers."""
+        """The layer numbers of a mask."""
         attention, mlp = (np.flatnonzero(half) + 1 for half in np.split(skipped, 2))
         return SkipSet(frozenset(attention.tolist()), frozenset(mlp.tolist()))
 
     def from_skip_set(self, skip: SkipSet) -> LayerMask:
-        """The mask of layer numbers. ValueError for layers that do not exist or may not be skipped."""
+        """The mask of layer numbers. ValueError for layers that do not exist or must run."""
         skipped, middle = np.zeros(self.size, dtype=bool), self.layers - 2
         for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
             if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
@@ -92,8 +91,8 @@ class LayerSetSpace:
 
 @dataclass(frozen=True)
 class SkipCosts:
-    """Costs in plain steps. attention, mlp: saved by leaving out one such sublayer. layer: saved in addition if both of a layer
-    are left out. scoring: of a pass over 1, 2, ... tokens, as many as are ever scored."""
+    """Costs in plain steps. attention, mlp: saved by skipping one such sublayer. layer: saved in addition by skipping both
+    sublayers of a layer. scoring: scoring passes over 1, 2, ... tokens."""
 
     attention: float
     mlp: float
@@ -106,20 +105,19 @@ class SkipCosts:
         return float(self.drafts(attention.sum(), mlp.sum(), (attention & mlp).sum()))
 
     def drafts(self, attentions: Any, mlps: Any, both: Any) -> Any:
-        """The same by how many attentions and MLPs are left out, and both of how many layers: numbers, or arrays [a]."""
+        """The same by numbers of skipped attentions, MLPs and layers with both skipped: numbers or arrays [a]."""
         return np.maximum(1 - self.attention * attentions - self.mlp * mlps - self.layer * both, 1e-3)
 
     @cached_property
     def passes(self) -> NDArray[np.float64]:
-        """The scoring passes of steps of 1, 2, ... drafts, at most MAX_DRAFTS of them."""
+        """Costs of scoring 1, 2, ... drafts, at most MAX_DRAFTS."""
         return np.array(self.scoring[1 : MAX_DRAFTS + 1])
 
 
 def expected_speedup(matchness: Any, draft: Any, costs: SkipCosts, max_drafts: int = MAX_DRAFTS) -> Any:
-    """The speed-up with the best number of drafts. It is below 1 if no number pays.
+    """The speed-up with the best number of drafts, below 1 if none pays.
 
-    matchness: probability that a draft is right. draft: cost of a draft. Numbers, or arrays [a]. max_drafts: at most
-    MAX_DRAFTS.
+    matchness: probability that a draft is accepted. draft: cost of a draft. Numbers or arrays [a]. max_drafts <= MAX_DRAFTS.
     """
     acceptance: Any = np.clip(matchness, 0, 1)[..., None]  # [a, 1]
     draft_step: Any = np.asarray(draft, dtype=float)[..., None]
@@ -138,7 +136,7 @@ class SearchObjective:
     max_drafts: int = MAX_DRAFTS
 
     def __call__(self, matchness: float, skipped: LayerMask) -> float:
-        """The value of a set of that matchness."""
+        """The value of a set with this matchness."""
         return float(self.of_many(matchness, self.costs.draft(skipped)))
 
     def of_many(self, matchness: Any, draft: Any) -> Any:
@@ -151,8 +149,8 @@ PROFILE = "profile.json"  # file of a repository on the hub: its profile
 
 
 class LayerSetProfile(SettingsPart):
-    """A layer set's file. model: fingerprint of the weights. name: of the model. attention, mlp: layers, counted from 0, whose
-    sublayer drafting leaves out. about: notes on the search."""
+    """A layer set's file. model: fingerprint of the weights. name: of the model. attention, mlp: layers with a skipped
+    attention or MLP, counted from 0. about: notes on the search."""
 
     version: int = PROFILE_VERSION
     model: str
@@ -169,15 +167,15 @@ class LayerSetProfile(SettingsPart):
 def save_profile(
     path: Path, model: Any, about: dict[str, Any], attention: Sequence[int], mlp: Sequence[int], name: str = ""
 ) -> None:
-    """Writes the profile of a model atomically. Other arguments are those of `LayerSetProfile`."""
+    """Write the profile of a model atomically. Other arguments: as in `LayerSetProfile`."""
     key = fingerprint(model)
     profile = LayerSetProfile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
     write_json(path, profile.model_dump(mode="json"))
 
 
 def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
-    """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError if there is none;
-    ValueError for another file, and for another model's profile."""
+    """The profile of a model, from a file or the hub (ORG/NAME or ORG/NAME@REVISION). OSError if there is none; ValueError for
+    other files and for another model's profile."""
     if not isinstance(source, (str, Path)):
         raise ValueError(f"profile must be the name of a file, found {source!r}")
     profile = read_profile(_file_of(source), source)
@@ -187,12 +185,12 @@ def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
 
 
 def read_profile(path: Path, source: object = None) -> LayerSetProfile:
-    """The profile in a file, of any model. source: the user's name for it. Errors as in `load_profile`."""
+    """The profile in a file, of any model. source: the user's name for the file. Errors as in `load_profile`."""
     return read_json(path, LayerSetProfile, PROFILE_VERSION, "a layer set", source)
 
 
 def _file_of(source: str | Path) -> Path:
-    """A local file, or else a file of the hub, unless the name is that of a file (.json)."""
+    """The local file, or a file of the hub if there is none and the name does not end in .json."""
     path = Path(source).expanduser()
-    found = None if path.exists() or path.suffix == ".json" else hub_name(source)
-    return path if found is None or "/" not in found.repo else fetch(str(source), PROFILE) / PROFILE
+    hub = None if path.exists() or path.suffix == ".json" else hub_name(source)
+    return path if hub is None or "/" not in hub.repo else fetch(str(source), PROFILE) / PROFILE

@@ -1,4 +1,4 @@
-"""Drafts that are looked up on the host: no model drafts them, so they cost nothing but their verification."""
+"""Drafts that are looked up on the host. No model runs for them, so they cost only their verification."""
 
 import random
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from skipstone.engines.host_transfer import on_device
 class RowDraft:
     """The draft of one row, a tree of tokens.
 
-    parents: of every token, the number of an earlier one, -1 for the last committed token. candidate: False for tokens that
-    are scored and never accepted.
+    parents: for every token, the number of its parent, -1 for the last committed token. candidate: False for tokens that are
+    scored and never accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -25,14 +25,14 @@ class RowDraft:
     candidate: list[bool] = field(default_factory=list)
 
     def add(self, token: int, parent: int, candidate: bool = True) -> int:
-        """A further token. Returns its number."""
+        """Add a token. Returns its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.candidate.append(candidate)
         return len(self.tokens) - 1
 
     def chain(self, tokens: Iterable[int]) -> "RowDraft":
-        """Add tokens one after the other, behind the last committed one."""
+        """Add a chain of tokens after the last committed one."""
         parent = -1
         for token in tokens:
             parent = self.add(token, parent)
@@ -40,13 +40,13 @@ class RowDraft:
 
 
 def tokens_of_prompt(request: Request, count: int) -> list[int]:
-    """The first guesses of a row that has nothing better: so many tokens of its prompt, drawn by its own seed."""
-    words, dice = request.prompt.tolist(), random.Random(request.sampling.seed)
-    return [dice.choice(words) for _ in range(count)]
+    """`count` random tokens of a row's prompt as first guesses. The row's seed determines them."""
+    tokens, rng = request.prompt.tolist(), random.Random(request.sampling.seed)
+    return [rng.choice(tokens) for _ in range(count)]
 
 
 class LookupDrafter(Drafter):
-    """Knows every row's text on the host. scratch_slots: as in `Requirements`."""
+    """Base class of drafters that keep every row's text on the host. scratch_slots: as in `Requirements`."""
 
     def __init__(self, rows: int, scratch_slots: int = 0) -> None:
         self.requirements = Requirements(scratch_slots)
@@ -60,14 +60,14 @@ class LookupDrafter(Drafter):
             self.text[row] += verdict.tokens
 
     def as_draft(self, rows: list[RowDraft], tree: bool = False, levels: int | None = None) -> Draft:
-        """The drafts of all rows as one. tree: False where every row's draft is a chain. levels: most nodes on one path."""
+        """The drafts of all rows as one `Draft`. tree: False if all are chains. levels: maximum number of nodes on a path."""
         view, width = self.view, max(len(row.tokens) for row in rows)
         device = view.root.device
         if not width:
             return Draft.empty(view.rows, device, view.start_forward([0] * view.rows))
 
         def padded(values: list[list[int]], fill: int) -> Tensor:  # [B, width]
-            return on_device([one + [fill] * (width - len(one)) for one in values], device)
+            return on_device([row + [fill] * (width - len(row)) for row in values], device)
 
         tokens = padded([row.tokens for row in rows], 0)
         valid = padded([[1] * len(row.tokens) for row in rows], 0).bool()

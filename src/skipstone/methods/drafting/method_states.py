@@ -1,4 +1,4 @@
-"""State that methods keep across requests, for as long as the model lives."""
+"""State that methods keep across requests, as long as the model exists."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -10,7 +10,7 @@ from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
 
 
 class MethodState(Protocol):
-    """What a method has learnt on one model. steps: number of steps that it has learnt from."""
+    """What a method has learnt on one model, from `steps` steps."""
 
     steps: int
 
@@ -26,24 +26,26 @@ class MethodState(Protocol):
 
 S = TypeVar("S", bound=MethodState)
 _STATES: PerModelCache[Any] = PerModelCache(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
-"""Every other setting has a state of its own, and a server's clients may ask for many."""
+"""Limited, because every combination of settings has a state, and clients of a server may choose many."""
 
 
 def method_state(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
-    """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
-    more: what else tells two states apart."""
+    """The state of a method on a model, for its present device, dtype and engine and a batch of `rows` rows.
+
+    more: distinguishes further states."""
     engine = model.engine.name, model.engine.quantize
     return _STATES.get(model.model, (_unguarded(method), rows, str(model.device), str(model.dtype), engine, more), make)
 
 
 def _unguarded(method: Method) -> Method:
-    """A method with a guard learns as it does without."""
+    """The method without its guard, which shares its state."""
     return method.unguarded if isinstance(method, DraftingMethod) else method
 
 
 def method_report(method: Method, more: Any, model: Any) -> dict[str, Any]:
-    """The report of the method's state with the most steps on a model; empty before its first request.
+    """The report of the method's state with most steps on a model; empty before its first request.
+
     more: as in `method_state`, None for any."""
-    found = _STATES.known(unwrapped(model)).items()
-    states = [state for key, state in found if key[0] == _unguarded(method) and (more is None or key[-1] == more)]
+    known = _STATES.known(unwrapped(model)).items()
+    states = [state for key, state in known if key[0] == _unguarded(method) and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}

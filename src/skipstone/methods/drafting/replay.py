@@ -14,9 +14,10 @@ from skipstone.models.passes import Pass, SkipSet, Tree
 def replay_hidden_states(
     store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
 ) -> Tensor:
-    """Hidden states [1, n, d] behind n committed tokens, the latest of a row that are in the store, in one pass of the first
-    `layers` layers of a model, some sublayers left out (SWIFT, Eq. 3). The pass reads the target's keys and values before these
-    tokens and writes its own behind everything that is committed."""
+    """Hidden states [1, n, d] after the last n committed tokens of a row in the cache (SWIFT, Eq. 3).
+
+    One pass of the first `layers` layers of a model, without the sublayers in `skip`. It reads the target's keys and values
+    before these tokens, and writes its own after all committed slots."""
     end, width, device = store.length[row], len(tokens), model.device
     store.reserve(end + width)
     positions = torch.arange(end - width, end, device=device, dtype=torch.int64)[None]  # [1, n]

@@ -1,7 +1,7 @@
-"""The tokens that drafts are picked from. The LM head of a small model with a large vocabulary is a large part of what a draft
-costs, and most of what is said is said with few of its tokens (FR-Spec, Zhao et al., ACL 2025, arXiv 2502.14856, section 3).
+"""Shortlists: drafting with a part of the vocabulary (FR-Spec, Zhao et al., ACL 2025, arXiv 2502.14856, section 3).
 
-The target verifies with its whole vocabulary: a shortlist changes speed and no text of a lossless method.
+The LM head of a small model with a large vocabulary takes much of a draft step, and texts consist mostly of few tokens. The
+target verifies with its whole vocabulary, so a shortlist changes no text of a lossless method.
 """
 
 import json
@@ -17,58 +17,56 @@ from skipstone.decoding.settings import setting, whole_number
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.per_model_cache import PerModelCache
 
-_MADE: PerModelCache[Tensor | None] = PerModelCache()
+_SHORTLISTS: PerModelCache[Tensor | None] = PerModelCache()
 
 
 def vocabulary_setting() -> Any:
     """The field `draft_vocabulary` of a method."""
     return setting(
-        None,
-        "tokens that drafts are picked from: the first so many ids, or a JSON file with a list of ids; none: all.",
-        kw_only=True,
+        None, "tokens that may be drafted: a number of first ids, or a JSON file with a list of ids; none: all.", kw_only=True
     )
 
 
 class ShortlistMethod(DraftingMethod):
-    """A method whose drafts an LM head picks, from all tokens or from some. Its fields have the one below."""
+    """A method that drafts with an LM head. Subclasses must have the field below."""
 
     draft_vocabulary: int | str | None
 
     def shortlist(self, drafter: ModelRunner) -> Tensor | None:
-        """[S] int64, the ids that a model's drafts are picked from, ascending, each once; None for all that it may draft.
-        ValueError for a number of ids that it does not have and for a file that holds no list of its ids, OSError for a file
-        that cannot be read."""
-        wanted: Any = self.draft_vocabulary
-        if wanted is None:
+        """The ids [S] int64 that a model may draft, ascending and unique; None for all.
+
+        ValueError for more ids than the model has or a file without a list of its ids; OSError for an unreadable file."""
+        vocabulary: Any = self.draft_vocabulary
+        if vocabulary is None:
             return None
-        size = drafter.num_draftable_tokens
-        if isinstance(wanted, (str, Path)):
-            file = Path(wanted).expanduser()
-            about = file.stat()
-            key = str(file), about.st_mtime_ns, about.st_size, size, str(drafter.device)  # it may be written anew
-            return _MADE.get(drafter.model, key, lambda: _made(read_ids(file, size), drafter))
-        whole_number("draft_vocabulary", wanted, 1)
-        if wanted > size:
-            raise ValueError(f"draft_vocabulary must be at most {size}, the ids that can be drafted, found {wanted}")
-        return _MADE.get(drafter.model, (wanted, size, str(drafter.device)), lambda: _made(range(wanted), drafter))
+        size, device = drafter.num_draftable_tokens, str(drafter.device)
+        if isinstance(vocabulary, (str, Path)):
+            file = Path(vocabulary).expanduser()
+            stat = file.stat()
+            key = str(file), stat.st_mtime_ns, stat.st_size, size, device  # the file may change
+            return _SHORTLISTS.get(drafter.model, key, lambda: _make_shortlist(read_ids(file, size), drafter))
+        whole_number("draft_vocabulary", vocabulary, 1)
+        if vocabulary > size:
+            raise ValueError(f"draft_vocabulary must be at most {size}, the ids that can be drafted, found {vocabulary}")
+        return _SHORTLISTS.get(drafter.model, (vocabulary, size, device), lambda: _make_shortlist(range(vocabulary), drafter))
 
 
-def _made(ids: Iterable[int], drafter: ModelRunner) -> Tensor | None:
-    listed = sorted(set(ids))
-    whole = len(listed) == drafter.head.weight.shape[0]
-    return None if whole else torch.tensor(listed, dtype=torch.int64, device=drafter.device)
+def _make_shortlist(ids: Iterable[int], drafter: ModelRunner) -> Tensor | None:
+    unique = sorted(set(ids))
+    has_all = len(unique) == drafter.head.weight.shape[0]
+    return None if has_all else torch.tensor(unique, dtype=torch.int64, device=drafter.device)
 
 
 def read_ids(file: Path, size: int, setting: str = "draft_vocabulary") -> list[int]:
-    """The token ids that a file lists, each from 0 to size - 1. setting: what the file is given as, for messages.
+    """The token ids in a JSON file, from 0 to size - 1. setting: name of the setting, for messages.
 
-    ValueError for a file that holds no such list, OSError for one that cannot be read."""
+    ValueError for a file without such a list; OSError for an unreadable file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        ids = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{setting}: {file} is no JSON: {error}") from error
-    if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise ValueError(f"{setting}: {file} must hold a list of token ids, such as [0, 1, 17]")
-    if beyond := [one for one in found if not 0 <= one < size]:
-        raise ValueError(f"{setting}: {file} must name ids from 0 to {size - 1}, found {beyond[0]}")
-    return found
+    if invalid := [token for token in ids if not 0 <= token < size]:
+        raise ValueError(f"{setting}: {file} must name ids from 0 to {size - 1}, found {invalid[0]}")
+    return ids

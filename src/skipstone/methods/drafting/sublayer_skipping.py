@@ -18,15 +18,14 @@ from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.models.passes import SkipSet
 
 Ranked = tuple[Tensor, Tensor]
-"""(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
+"""(the k best tokens of every place [B, n, k], the chain's own first; which of them are possible [B, n, k] bool)."""
 
 
 class SkippingDrafter(ChainDrafter):
-    """Drafts chains with the sublayers that a skip set keeps. Drafts are coupled to the target's noise, deterministic given the
-    seed, so that match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting
-    left there.
+    """Drafts chains with the target without the sublayers of a skip set.
 
-    skip: what drafting leaves out. max_drafts: drafts a step. threshold: of confidence. ranks: tokens that are noted of every
+    Drafts are coupled to the target's noise, so `match` verifies chains and trees. Scoring runs them from layer 0 again and
+    overwrites the keys and values of drafting. skip: sublayers to leave out. ranks: number of best tokens to keep for each
     place.
     """
 
@@ -39,7 +38,7 @@ class SkippingDrafter(ChainDrafter):
         self._possible: list[Tensor] = []
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """A chain of what `self.skip` leaves."""
+        """A chain drafted without the sublayers in `self.skip`."""
         self._ranked, self._possible = [], []
         if not any(limits):
             return Draft.empty(self.view.rows, self.view.root.device, self.view.start_forward(limits))
@@ -49,7 +48,7 @@ class SkippingDrafter(ChainDrafter):
         return [layers_used(name, skip=self.skip, drafting_model=self.drafting_model)]
 
     def chain(self, limits: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:
-        """A chain of a skip set, and the tokens that were considered at each of its places; None for an empty chain."""
+        """A chain drafted with a skip set, and the best tokens of each place (None for an empty chain)."""
         self.skip = skip
         draft = SkippingDrafter.propose_draft(self, limits)
         return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
@@ -69,16 +68,16 @@ class SkippingDrafter(ChainDrafter):
         return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), None, scores
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""
+        """As in `ChainDrafter`. For a tree, which needs confidences, they are computed without a threshold, too."""
         confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """One pass over the tokens, without the skip set."""
+        """Run the tokens through the layers without the skipped sublayers, in one pass."""
         model = self.drafting_model or self.model
         states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.model.depth, self.replayed_skip())
         return model.logits(states, self.shortlist)[0]
 
     def replayed_skip(self) -> SkipSet:
-        """The skip set that the next replay is of."""
+        """The skip set of the next replay."""
         return self.skip

@@ -11,8 +11,9 @@ from skipstone.models.passes import SkipSet
 
 
 class SwiftChainDrafter(SkippingDrafter):
-    """Drafts with a layer set that SWIFT's optimisation finds. While it searches, each replay evaluates a candidate set. What
-    is learnt of a candidate counts as the drafter's if it becomes the set in use."""
+    """Drafts with the best layer set of SWIFT's optimisation. While that searches, each replay evaluates a candidate set.
+
+    Such a replay counts as one of this drafter only if the candidate becomes the set in use."""
 
     def __init__(
         self, optimisation: LayerSetOptimisation, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None

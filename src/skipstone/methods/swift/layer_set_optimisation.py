@@ -1,4 +1,4 @@
-"""SWIFT's layer set optimisation (section 4.1): the set that drafts, and the end of the search for a better one."""
+"""SWIFT's layer set optimisation (section 4.1): the set in use, and when the search for a better one ends."""
 
 from collections import deque
 from typing import Any
@@ -10,15 +10,16 @@ from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.models.passes import SkipSet
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
-HISTORY = 500  # changes of the layer set that are kept
-NUMBER_BYTES = 64  # of a number of a search, in a list
+HISTORY = 500  # maximum number of stored changes of the layer set
+NUMBER_BYTES = 64  # assumed size of a number in the history
 
 
 class LayerSetOptimisation:
-    """Section 4.1.2, across requests. Sets are evaluated until the stopping rule holds, and the best one so far drafts.
+    """Section 4.1.2, across requests: evaluates sets until the stopping rule holds. The best one so far drafts.
 
-    profile: a known set, so nothing is searched. skipped, skip: the set in use, as a mask and as a SkipSet. matchness: its
-    estimate, None if unknown. evaluations: their number so far. searching: whether the search goes on. steps: that drafted.
+    profile: a fixed set instead of a search. skipped, skip: the set in use, as a mask and as a SkipSet. matchness: its
+    estimate, None if unknown. evaluations: number so far. searching: whether the search continues. steps: number of steps with
+    drafts.
     """
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:
@@ -37,11 +38,11 @@ class LayerSetOptimisation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the history: some numbers for each sublayer and change."""
+        """Approximate size of the history: a number for each sublayer and change."""
         return SMALL_STATE_BYTES + HISTORY * self.space.size * NUMBER_BYTES
 
     def _use(self, skipped: LayerMask) -> None:
-        """Makes a set the one that drafts."""
+        """Draft with a set from now on."""
         self.skipped, self.skip = skipped, self.space.to_skip_set(skipped)
         self.matchness = self.search.estimate(skipped)
         self.history.append({"evaluation": self.evaluations, "matchness": self.matchness, **self._places()})
@@ -51,7 +52,7 @@ class LayerSetOptimisation:
         return self.search.propose() if self.searching else None
 
     def evaluated(self, skipped: LayerMask, matchness: float, positions: int) -> None:
-        """Learns from one evaluation (Eq. 4), chooses the set that drafts, and ends the search by the stopping rule."""
+        """Record one evaluation (Eq. 4), choose the set in use, and apply the stopping rule."""
         search = self.search
         search.observe(skipped, matchness, positions)
         self.evaluations, self.since_better, self.steps_left = self.evaluations + 1, self.since_better + 1, self.steps_left - 1

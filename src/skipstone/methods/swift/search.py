@@ -1,8 +1,8 @@
-"""Searches for the sublayers that a draft model may leave out, pure and seeded.
+"""Seeded searches for the best sublayers to skip in drafting.
 
-A search is told the matchness of the sets that it proposes: the share of tokens that the remaining model chooses as the whole
-one does (SWIFT, arXiv 2410.06916, Eq. 4). The worth of a set is its matchness, or the speed-up that this and the costs allow
-(`SearchObjective`). A search keeps the number of skipped sublayers, but for `resize`.
+A search proposes sets and observes their matchness, the share of tokens that the reduced model predicts like the whole one
+(SWIFT, arXiv 2410.06916, Eq. 4). `SearchObjective` defines the value of a set: its matchness or its expected speed-up. Only
+`resize` changes the number of skipped sublayers.
 """
 
 import math
@@ -17,10 +17,10 @@ from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, Sear
 
 @dataclass
 class LayerSetSearch:
-    """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
-    this one keeps; None is the uniform one. interval: proposals, of which SwiftSearch makes one by Bayesian optimisation.
+    """Base class of searches for sets of `count` sublayers. By itself it searches nothing and uses the first set.
 
-    adaptive: it learns.
+    first: the first set, None for the uniform one. interval: SwiftSearch makes one of so many proposals by Bayesian
+    optimisation. adaptive: whether it learns.
     """
 
     space: LayerSetSpace
@@ -39,14 +39,14 @@ class LayerSetSearch:
         self.forget()
 
     def forget(self) -> None:
-        """Forget everything that was observed."""
+        """Forget all observations."""
 
     def propose(self) -> LayerMask:
-        """The next set to try."""
+        """The next set to evaluate."""
         raise NotImplementedError
 
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
-        """Take over the matchness of a set over so many positions."""
+        """Record a set's matchness over a number of positions."""
         self.observations += 1
 
     def best(self) -> LayerMask:
@@ -54,20 +54,20 @@ class LayerSetSearch:
         return self.space.uniform(self.count) if self.first is None else self.first
 
     def estimate(self, skipped: LayerMask) -> float | None:
-        """What is known of a set's matchness; None where nothing is."""
+        """The estimated matchness of a set; None without observations."""
         return None
 
     def resize(self, count: int) -> None:
-        """Go on with sets of another size."""
+        """Search sets of another size from now on."""
         self.count = count
         self.forget()
 
 
 class RandomSearch(LayerSetSearch):
-    """Random sets; every fourth proposal looks again at the set that may be the best, so that luck is found out."""
+    """Random sets. Every fourth proposal evaluates the most promising set again, to reject sets that were only lucky."""
 
     adaptive: ClassVar[bool] = True
-    AGAIN: ClassVar[int] = 4  # proposals, one of which is of a set that was seen
+    AGAIN: ClassVar[int] = 4  # one of so many proposals repeats a set
 
     def forget(self) -> None:
         self.seen: dict[bytes, tuple[LayerMask, float, int]] = {}  # (set, positions that matched, positions)
@@ -95,7 +95,7 @@ class RandomSearch(LayerSetSearch):
         return self.seen.get(skipped.tobytes(), (skipped, 0.0, 0))[1:]
 
     def _extreme(self, sign: int) -> LayerMask:
-        """The set whose worth is best one standard error above (+1) or below (-1) its mean."""
+        """The set with the best upper (+1) or lower (-1) bound of its value, one standard error from the mean."""
         sets, matched, total = zip(*self.seen.values(), strict=True)
         mean = np.array(matched) / np.array(total)  # [a]
         drafts = np.array([self.objective.costs.draft(skipped) for skipped in sets])
@@ -103,16 +103,16 @@ class RandomSearch(LayerSetSearch):
 
 
 class SwiftSearch(RandomSearch):
-    """The paper's (Eq. 2): random sets, and in every `interval`-th step (beta) the upper confidence bound of a Gaussian process
-    over what was seen. The set with the highest score so far drafts (section 4.1.2): none is measured again on purpose.
+    """The paper's search (Eq. 2): random sets, and in every `interval`-th step (beta) Bayesian optimisation.
 
-    Bound and noise are those of the released code.
+    That maximises the upper confidence bound of a Gaussian process. The set with the highest observed value drafts (section
+    4.1.2); no set is evaluated again on purpose. Bound and noise are those of the released code.
     """
 
-    KAPPA: ClassVar[float] = 2.5  # standard deviations of the upper confidence bound
-    NOISE: ClassVar[float] = 1e-2  # variance of an observation, in variances of all
-    POINTS: ClassVar[int] = 200  # latest sets that the Gaussian process knows
-    CANDIDATES: ClassVar[int] = 256  # sets that the bound is taken of
+    KAPPA: ClassVar[float] = 2.5  # upper confidence bound, in standard deviations
+    NOISE: ClassVar[float] = 1e-2  # variance of an observation, relative to the variance of all
+    POINTS: ClassVar[int] = 200  # number of latest sets in the Gaussian process
+    CANDIDATES: ClassVar[int] = 256  # number of sets to compare by the bound
 
     def propose(self) -> LayerMask:
         if not self.seen:
@@ -122,7 +122,7 @@ class SwiftSearch(RandomSearch):
         return self.space.random(self.count, self.rng)
 
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
-        """Of a set that was measured before the higher score counts."""
+        """As in `LayerSetSearch`. The highest matchness of a set counts."""
         LayerSetSearch.observe(self, skipped, matchness, positions)
         known = self.estimate(skipped) or 0.0
         self.seen[skipped.tobytes()] = (skipped, max(known, matchness) * positions, positions)
@@ -130,10 +130,10 @@ class SwiftSearch(RandomSearch):
     def best(self) -> LayerMask:
         if not self.seen:
             return super().best()
-        return max(self.seen.values(), key=lambda one: self.objective(one[1] / one[2], one[0]))[0]
+        return max(self.seen.values(), key=lambda seen: self.objective(seen[1] / seen[2], seen[0]))[0]
 
     def _by_gaussian_process(self) -> LayerMask:
-        """Among random sets and neighbours of the best one."""
+        """The set with the highest bound among random sets and neighbours of the best one."""
         seen = list(self.seen.values())[-self.POINTS :]
         known = np.stack([skipped for skipped, _, _ in seen]).astype(float)  # [a, n]
         values = np.array([self.objective(matched / total, skipped) for skipped, matched, total in seen])
@@ -141,43 +141,42 @@ class SwiftSearch(RandomSearch):
         candidates = [
             self._neighbour(best) if number % 2 else self.space.random(self.count, rng) for number in range(self.CANDIDATES)
         ]
-        asked = np.stack(candidates).astype(float)  # [b, n]
+        queries = np.stack(candidates).astype(float)  # [b, n]
         scale = values.std() or 1.0
         inverse = np.linalg.inv(self._kernel(known, known) + self.NOISE * np.eye(len(known)))
-        cross = self._kernel(asked, known)  # [b, a]
+        cross = self._kernel(queries, known)  # [b, a]
         mean = cross @ inverse @ ((values - values.mean()) / scale)
         variance = np.maximum(1 - np.einsum("ij,jk,ik->i", cross, inverse, cross), 0)
         return candidates[int(np.argmax(mean + self.KAPPA * np.sqrt(variance)))]
 
     def _kernel(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-        """exp(-h / l), h the number of sublayers that differ, l an eighth of all. a: [i, n], b: [j, n]. Returns [i, j]."""
+        """exp(-h / l): h is the number of different sublayers, l = n / 8. a: [i, n], b: [j, n]. Returns [i, j]."""
         differ = a.sum(1)[:, None] + b.sum(1)[None] - 2 * a @ b.T
         return np.exp(-differ / (self.space.size / 8))
 
     def _neighbour(self, skipped: LayerMask) -> LayerMask:
-        """One sublayer exchanged for another."""
-        near = skipped.copy()
-        near[self.rng.choice(np.flatnonzero(skipped))] = False
-        near[self.rng.choice(np.flatnonzero(~skipped))] = True
-        return near
+        """A set with one sublayer exchanged for another."""
+        neighbour = skipped.copy()
+        neighbour[self.rng.choice(np.flatnonzero(skipped))] = False
+        neighbour[self.rng.choice(np.flatnonzero(~skipped))] = True
+        return neighbour
 
 
 class LinearThompson(LayerSetSearch):
-    """Thompson sampling on a Bayesian linear model: every skipped sublayer takes something from matchness.
+    """Thompson sampling on a Bayesian linear model: every skipped sublayer reduces matchness by its own amount.
 
-    The best set of a draw follows from sorting, for only the number of attentions among the skipped sublayers decides what a
-    set costs (but for layers left out whole). The posterior is kept as its mean and a square root of its covariance; both are
-    updated in O(n^2) (Potter's square-root filter).
+    A set's cost depends almost only on its number of attentions, so sorting finds the best set of a draw. The posterior is a
+    mean and a square root of the covariance, both updated in O(n^2) (Potter's square-root filter).
     """
 
     adaptive: ClassVar[bool] = True
-    FORGET: ClassVar[float] = 0.998  # weight that an observation keeps when the next one comes
-    LOSS: ClassVar[float] = 0.5  # matchness that all skipped sublayers together are thought to take at first
-    LEVEL: ClassVar[float] = 0.3  # prior standard deviation of the matchness of all sets
-    SPREAD: ClassVar[float] = 0.15  # prior standard deviation of what one set takes more or less than another
+    FORGET: ClassVar[float] = 0.998  # factor on an observation's weight with every later observation
+    LOSS: ClassVar[float] = 0.5  # prior mean of the matchness lost by all skipped sublayers together
+    LEVEL: ClassVar[float] = 0.3  # prior standard deviation of the matchness that all sets share
+    SPREAD: ClassVar[float] = 0.15  # prior standard deviation of the loss between sets
 
     def forget(self) -> None:
-        size = self.space.size + 1  # the last entry is the matchness where nothing is skipped
+        size = self.space.size + 1  # the last entry is the matchness without skipped sublayers
         self.mean = np.full(size, -self.LOSS / self.count)
         self.mean[-1] = 1.0
         self.root = np.diag(np.append(np.full(size - 1, self.SPREAD / math.sqrt(self.count)), self.LEVEL))
@@ -187,7 +186,7 @@ class LinearThompson(LayerSetSearch):
         return float(np.clip(np.append(skipped, 1.0) @ self.mean, 0, 1)) if self.observations else None
 
     def resize(self, count: int) -> None:
-        self.count = count  # what every sublayer takes stays
+        self.count = count  # the losses of single sublayers stay valid
 
     def propose(self) -> LayerMask:
         if not self.observations:
@@ -203,16 +202,18 @@ class LinearThompson(LayerSetSearch):
         noise = max(matchness * (1 - matchness), 0.02) / positions
         self.root /= math.sqrt(self.FORGET)
         rows = np.sqrt((self.root**2).sum(1))
-        self.root *= np.minimum(1, self._widest / np.maximum(rows, 1e-12))[:, None]  # never wider than the level was
-        seen = self.root.T @ x
-        gain = 1 / (seen @ seen + noise)
-        direction = self.root @ seen
+        self.root *= np.minimum(1, self._widest / np.maximum(rows, 1e-12))[:, None]  # at most the prior's largest deviation
+        projected = self.root.T @ x
+        gain = 1 / (projected @ projected + noise)
+        direction = self.root @ projected
         self.mean = self.mean + direction * (gain * (matchness - x @ self.mean))
-        self.root -= np.outer(direction, seen) * (gain / (1 + math.sqrt(gain * noise)))
+        self.root -= np.outer(direction, projected) * (gain / (1 + math.sqrt(gain * noise)))
 
     def _argmax(self, weights: NDArray[np.float64], count: int) -> tuple[LayerMask, float]:
-        """The best set of a linear model [n + 1], and its worth. For every split between attentions and MLPs it has those that
-        cost least matchness, and the two are taken to fall on the same layers by chance."""
+        """The best set of a linear model [n + 1], and its value.
+
+        For every split between attentions and MLPs it compares the set that loses least matchness. The number of layers with
+        both skipped is taken as that of independent choices."""
         middle = self.space.size // 2
         halves = (weights[:middle], weights[middle:-1])
         order = [np.argsort(-half, kind="stable") for half in halves]
@@ -220,12 +221,12 @@ class LinearThompson(LayerSetSearch):
         attentions = np.arange(max(0, count - middle), min(count, middle) + 1)  # [a], one for every split
         mlps = count - attentions
         matchness = weights[-1] + sums[0][attentions] + sums[1][mlps]
-        worths = self.objective.of_many(matchness, self.objective.costs.drafts(attentions, mlps, attentions * mlps / middle))
-        best = int(np.argmax(worths))
+        values = self.objective.of_many(matchness, self.objective.costs.drafts(attentions, mlps, attentions * mlps / middle))
+        best = int(np.argmax(values))
         skipped = np.zeros(self.space.size, dtype=bool)
         skipped[order[0][: attentions[best]]] = True
         skipped[middle + order[1][: mlps[best]]] = True
-        return skipped, float(worths[best])
+        return skipped, float(values[best])
 
 
 SearchName = Literal["linear_ts", "swift", "random", "uniform"]
@@ -238,5 +239,5 @@ SEARCHES: dict[SearchName, type[LayerSetSearch]] = {
 
 
 def _error(mean: Any, total: Any) -> Any:
-    """Standard error of a share over `total` positions, never quite 0."""
+    """Standard error of a share over `total` positions, always positive."""
     return np.sqrt(np.maximum(mean * (1 - mean), 1 / (4 * total)) / total)

@@ -1,4 +1,4 @@
-"""What a user may set of SWIFT, and which values are refused."""
+"""SWIFT's settings and their checks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from skipstone.methods.swift.search import SearchName
 
 @dataclass(frozen=True)
 class SwiftSettings(ShortlistMethod):
-    """The hyper-parameters of the paper (appendix B.2), and other searches."""
+    """The paper's hyper-parameters (appendix B.2) and a choice of searches."""
 
     name: ClassVar[str] = "swift"
     positional: ClassVar[str] = "leaves sublayers out and verifies trees"

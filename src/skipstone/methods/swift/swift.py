@@ -1,13 +1,13 @@
 """SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration
 (Xia et al., ICLR 2025, arXiv 2410.06916), section 4 and appendix B.
 
-Draft with the target itself, some attention and MLP sublayers left out; verify the chain and its runners-up as one tree. Which
-sublayers is found while decoding: the text that was just written tells how often a layer set would have chosen the same tokens.
-Keys and values of the draft lie at the draft's own slots and are overwritten by verification; nothing is cloned.
+The target drafts without some attention and MLP sublayers, and verifies the chain with its runners-up as one tree. A search
+finds the sublayers while decoding: it evaluates a layer set on the latest text, by the share of tokens that the set predicts
+like the target. Verification overwrites the keys and values of drafting; nothing is cloned.
 
-The search is in search.py, its stopping rule in layer_set_optimisation.py, the tree in tree.py. Deviation: drafts are
-deterministic given the seed (coupled to the target's noise), so the tree is verified by match at every temperature. Whether
-drafting pays is asked by `auto` and `guard=true`, where a layer set drafts chains and evaluations are paid from what was won.
+The search is in search.py, its stopping rule in layer_set_optimisation.py, the tree in tree.py. Deviations: drafts are coupled
+to the target's noise, so `match` verifies the tree at every temperature. With `auto` and `guard=true` the drafts are chains,
+and the budget limits the evaluations.
 """
 
 from collections import deque
@@ -41,20 +41,20 @@ Window = deque[tuple[int, Tensor]]
 
 @dataclass(frozen=True)
 class Swift(SwiftSettings):
-    """SWIFT: the target without sublayers that it finds while decoding drafts."""
+    """SWIFT: the target drafts without some sublayers, which a search finds while decoding."""
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SwiftDrafter(self, model, rows, self.optimisation(model))
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains. `auto` decides their length. Its replays are the evaluations of the search."""
+        """Drafts chains, and `auto` decides their length. `auto`'s replays are the evaluations of the search."""
         optimisation = self.optimisation(model)
         drafter = SwiftChainDrafter(optimisation, model, rows, MAX_DRAFTS, self.shortlist(model))
         layers = model.depth - float(optimisation.skipped.sum()) / 2
         return {"swift": replace(of_layers(drafter, self, model, layers), searches=True)}
 
     def optimisation(self, model: ModelRunner) -> LayerSetOptimisation:
-        """What it has found on a model, across requests."""
+        """The state of the search on a model, across requests."""
         skip = None if self.profile is None else load_profile(self.profile, model.model).skip
         return method_states.method_state(self, model, 1, skip, lambda: LayerSetOptimisation(self, model, skip))
 
@@ -62,15 +62,15 @@ class Swift(SwiftSettings):
         return method_states.method_report(self, None, model)
 
     def save(self, model: PreTrainedModel, path: str | Path) -> None:
-        """Write the layer set that was found on a model into a profile. ValueError before its first request."""
-        if not (found := self.report(model)):
+        """Write the best layer set for a model to a profile. ValueError before the first request."""
+        if not (report := self.report(model)):
             raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")
-        about = {name: found[name] for name in ("matchness", "evaluations", "skip_ratio")}
-        save_profile(Path(path), unwrapped(model), about, **found["skipped"])
+        about = {name: report[name] for name in ("matchness", "evaluations", "skip_ratio")}
+        save_profile(Path(path), unwrapped(model), about, **report["skipped"])
 
 
 class SwiftDrafter(SkippingDrafter):
-    """Drafts with a layer set that is optimised across requests, by what is written."""
+    """Drafts with a layer set that is optimised across requests."""
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: LayerSetOptimisation) -> None:
         max_drafts = method.num_speculative_tokens
@@ -78,11 +78,11 @@ class SwiftDrafter(SkippingDrafter):
         super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)
         self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MOST_LEAVES), method.context_window))
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
-        # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
+        # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, each with the target's own choice
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
-        self._choices: Tensor | None = None  # [B, 1 + n], what the target chose in the step that is going on
-        self._evaluation: tuple[LayerMask, Tensor] | None = None  # a set, and of how many tokens it was right
-        self._turn = 0  # evaluations so far; the rows take turns
+        self._choices: Tensor | None = None  # [B, 1 + n], the target's choices in this step
+        self._evaluation: tuple[LayerMask, Tensor] | None = None  # a set, and its number of correct tokens
+        self._turn = 0  # number of evaluations so far; rows are used round-robin
 
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [layers_used(name, skip=self.optimisation.skip)]
@@ -92,7 +92,7 @@ class SwiftDrafter(SkippingDrafter):
         self.windows[row].clear()
 
     def run_background_work(self) -> None:
-        """An optimisation step (section 4.1.2): the latest tokens of one row evaluate a candidate."""
+        """An optimisation step (section 4.1.2): evaluate a candidate on the latest tokens of one row."""
         rows = [row for row, alive in enumerate(self.view.alive) if alive and len(self.windows[row]) > self.gamma]
         if not rows or (candidate := self.optimisation.candidate()) is None:
             return
@@ -105,7 +105,7 @@ class SwiftDrafter(SkippingDrafter):
         self._evaluation = candidate, (predicted == torch.stack(chosen[1:])).sum().to("cpu", non_blocking=True)
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """Section 4.2: a chain with the layer set, as long as it is confident; then its runners-up, all in one tree."""
+        """Section 4.2: a chain drafted with the layer set while it is confident, and its runners-up, as one tree."""
         chain, ranked = self.chain(limits, self.optimisation.skip)
         if ranked is None:
             return chain
@@ -124,12 +124,12 @@ class SwiftDrafter(SkippingDrafter):
         super().observe_commits(draft, verdicts)
         self._accumulate(verdicts)
         self.optimisation.steps += draft is not None and draft.width > 0
-        if self._evaluation is not None:  # the step's one transfer came after this one, and is done
+        if self._evaluation is not None:  # its transfer is done, because the step's own transfer came later
             (candidate, matched), self._evaluation = self._evaluation, None
             self.optimisation.evaluated(candidate, float(matched.numpy()) / self.gamma, self.gamma)  # Eq. 4
 
     def _accumulate(self, verdicts: list[RowVerdict]) -> None:
-        """Context accumulation: the tokens of a step, and what the target chose at each."""
+        """Context accumulation: add the tokens of a step with the target's choices."""
         choices, self._choices = self._choices, None  # [B, 1 + n]
         for row, verdict in enumerate(verdicts):
             if choices is None:
