@@ -28,7 +28,7 @@ FORBIDDEN = (
     "no token is left to choose from: the logits processors forbid every one, or the scores are not finite after them; let "
     "them allow a token"
 )
-INACTIVE = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
+NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 """Called before the commit of every step. It may add records to the Step."""
@@ -117,7 +117,7 @@ class DecodingLoop:
         scores, ready = session.prefill(self.chunk)
         draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
-            verdicts = [INACTIVE] * session.rows
+            verdicts = [NOTHING] * session.rows
             step = self._step(verdicts, draft)
         else:
             verdicts = self._settle(draft, session.verify(draft, scores), ready)
@@ -154,7 +154,7 @@ class DecodingLoop:
         verdicts, active = verdict.tolist(draft), set(live)
         for row, running in enumerate(self.rows):
             if running is None or row not in active:
-                verdicts[row] = INACTIVE
+                verdicts[row] = NOTHING
             else:
                 running.take(verdicts[row])
         return verdicts
