@@ -406,9 +406,9 @@ def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
                     rude.post("/v1/completions", json=body)
         began = time.monotonic()
         model_thread = nano.server.model_thread
-        while model_thread.admission.num_running and time.monotonic() - began < 5:
+        while model_thread.scheduler.num_running and time.monotonic() - began < 5:
             time.sleep(0.01)
-        assert model_thread.admission.num_running == 0
+        assert model_thread.scheduler.num_running == 0
 
 
 def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(loaded: Any) -> None:
@@ -419,13 +419,13 @@ def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(load
         await server.start()
         body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
         answer, _ = await server.answer(body)
-        assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 2
+        assert server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 2
         server.abandon(answer)
         for _ in range(500):
-            if server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 0:
+            if server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 0:
                 break
             await asyncio.sleep(0.01)
-        assert server.model_thread.admission.num_running + server.model_thread.admission.num_waiting == 0
+        assert server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 0
         assert [choice.finish_reason for choice in answer.choices] == ["cancelled"] * 2
         await server.stop()
 

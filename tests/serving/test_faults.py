@@ -51,7 +51,7 @@ def test_clients_that_go_away_at_any_moment_leave_no_row_taken(nano: InThread) -
     asyncio.run(all_of_them())
     nano.until_idle(LONGEST)
     model_thread = nano.server.model_thread
-    assert model_thread.admission.num_running == model_thread.admission.num_waiting == 0
+    assert model_thread.scheduler.num_running == model_thread.scheduler.num_waiting == 0
     assert not nano.server._queues
 
 
@@ -106,7 +106,7 @@ def test_a_fifth_method_gets_its_turn_though_four_others_are_asked_for_all_the_t
                     await hear(http, {**short, "speculative": method})
 
             others = [asyncio.create_task(again_and_again(method)) for method in methods * 5]
-            while nano.server.model_thread.admission.num_running < 4 * 4:
+            while nano.server.model_thread.scheduler.num_running < 4 * 4:
                 await asyncio.sleep(0.01)
             fifth = await asyncio.wait_for(hear(http, {**short, "speculative": "layerskip exit_layer=10"}), LONGEST)
             over.set()

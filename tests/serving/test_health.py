@@ -17,12 +17,11 @@ from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
-from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.app import make_app
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import FAILED, LENGTH, PendingRequest, RequestEnd
-from skipstone.serving.scheduler import Scheduler
+from skipstone.serving.scheduler import AdmissionLimits, Scheduler
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import dying, families
@@ -104,7 +103,7 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
         model_thread._thread.join(ENOUGH)
         assert set(ended) == set(taken)
         assert len(taken) >= count
-        assert (model_thread.admission.num_running, model_thread.admission.num_waiting) == (0, 0)
+        assert (model_thread.scheduler.num_running, model_thread.scheduler.num_waiting) == (0, 0)
         assert model_thread.stop()
 
 

@@ -18,12 +18,12 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import CANCELLED, FAILED, LENGTH, TIMEOUT, PendingRequest, RequestEnd, StepOutput
 from skipstone.serving.request_parser import Bias, Penalty
+from skipstone.serving.scheduler import AdmissionLimits
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
@@ -142,7 +142,7 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
             pending = PendingRequest(Request(prompt(20, count), 4), method)
             model_thread.submit([pending])
             heard.all_of([pending])
-            groups.update(model_thread.admission.groups.values())
+            groups.update(model_thread.scheduler.groups.values())
         assert len(groups) <= MAX_BATCH_GROUPS
     finally:
         gc.enable()
@@ -197,7 +197,7 @@ def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: A
     def held(thread: ModelThread) -> int:
         scorer = thread.scheduler._scorer
         scored = 0 if scorer is None or scorer._store is None else scorer._store.bytes()
-        return scored + sum(map(held_bytes, thread.admission.groups.values()))
+        return scored + sum(map(held_bytes, thread.scheduler.groups.values()))
 
     limits = AdmissionLimits(2, 256, 32, prefill_chunk_size=32, kv_cache_bytes=limit)
     model_thread, values = measured_thread(held, model, limits, heard)
@@ -220,7 +220,7 @@ def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
     heard, method = Heard(), skipstone.Autoregressive()
 
     def scored(thread: ModelThread) -> int:
-        return sum(bool(pending.prompt_logprobs) for pending in thread.admission.waiting)
+        return sum(bool(pending.prompt_logprobs) for pending in thread.scheduler.waiting)
 
     model_thread, values = measured_thread(scored, ModelRunner(raw), AdmissionLimits(1, 256, 32), heard)
     requests = [
@@ -248,7 +248,7 @@ def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_
     limit = BatchGroup(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
 
     def held(thread: ModelThread) -> int:
-        return sum(map(held_bytes, thread.admission.groups.values()))
+        return sum(map(held_bytes, thread.scheduler.groups.values()))
 
     limits = AdmissionLimits(2, 256, 32, kv_cache_bytes=limit)
     model_thread, values = measured_thread(held, model, limits, heard)
@@ -419,7 +419,7 @@ def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -
     assert heard.tokens[next_one] == written(raw, METHODS[0], next_one.request.prompt, 3)
     model_thread.cancel(endless)  # nothing happens
     assert model_thread.stop()
-    assert (model_thread.admission.num_running, model_thread.admission.num_waiting) == (0, 0)
+    assert (model_thread.scheduler.num_running, model_thread.scheduler.num_waiting) == (0, 0)
 
 
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:

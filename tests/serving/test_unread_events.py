@@ -54,7 +54,7 @@ def test_what_is_not_read_stays_below_the_limit_and_the_client_is_told(
     try:
         with caplog.at_level(logging.WARNING):
             model_thread, end = nano.server.model_thread, time.monotonic() + SLOW
-            while not nano.server.open_streams or model_thread.admission.num_running or model_thread.admission.num_waiting:
+            while not nano.server.open_streams or model_thread.scheduler.num_running or model_thread.scheduler.num_waiting:
                 assert time.monotonic() < end, "its rows are not free"
                 time.sleep(0.01)
             assert nano.http.post("/v1/completions", json={**BODY, "max_tokens": 4}).status_code == 200

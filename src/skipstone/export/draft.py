@@ -102,22 +102,13 @@ def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
     if isinstance(method, SelfSpeculative):
         skip = method.skip_set(model)
         if not skip.attention and not skip.mlp:
-            raise ValueError(
-                f"{method.name} draft_quantize={method.draft_quantize} drafts with all layers in fewer bits, and leaves none "
-                "out: quantise the model with the engine's own tools"
-            )
+            raise ValueError(f"{method.name} drafts with all layers, in fewer bits: quantise the model with the engine's tools")
         return skip
     if isinstance(method, Swift):
         if method.profile is None:
-            raise ValueError(
-                "swift finds its layers while it decodes: name a set that was found before, `swift profile=FILE` "
-                "(`skipstone search MODEL` writes one)"
-            )
+            raise ValueError("swift finds its layers while it decodes: name a set of `skipstone search` by profile=FILE")
         return load_profile(method.profile, model.model).skip
-    raise ValueError(
-        f"{method.name} does not draft with layers of the model alone: an export needs layerskip, early_exit, or "
-        "self_speculative or swift with a layer set"
-    )
+    raise ValueError(f"{method.name} does not draft with layers of the model alone: take layerskip, or a layer set")
 
 
 def _remaining_layers(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
@@ -170,10 +161,7 @@ def cut(model: ModelRunner, layers: tuple[int, ...]) -> Any:
     buffers that are no part of a checkpoint are missing. ValueError as in `refuse` and `shortened`."""
     refuse(model)
     if model.family.post_norm and layers != tuple(range(len(layers))):
-        raise ValueError(
-            f"a layer of this {model.config.model_type} model changes its input even where both of its sublayers are skipped, "
-            "so that a model without it is another one: export its first layers"
-        )
+        raise ValueError("a layer changes its input even where both of its sublayers are skipped: export the first layers")
     config = shortened(model.config, layers)
     with torch.device("meta"):
         draft = type(model.model)(config)
@@ -249,10 +237,7 @@ def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
     ids = torch.randint(0, model.embeddings, (1, NUM_PROBE_TOKENS), generator=generator, dtype=torch.int64, device="cpu")
     theirs = draft(ids, use_cache=False).logits.float()
     if reaches != tuple(own[layer] for layer in kept.layers) or not close(theirs, exit_logits(model, kept, ids)):
-        raise ValueError(
-            f"a {model.config.model_type} model of {kept.described} does not compute what these layers do: its config "
-            "cannot say which layers are left"
-        )
+        raise ValueError(f"a {model.config.model_type} model of {kept.described} does not compute what these layers do")
 
 
 @torch.inference_mode()

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from skipstone.decoding.draft import Step
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.serving.admission import Admission, AdmissionLimits
 from skipstone.serving.errors import RequestError
 from skipstone.serving.pending_request import CANCELLED, FAILED, PendingRequest, RequestEnd, RequestEvent
-from skipstone.serving.scheduler import Scheduler
+from skipstone.serving.scheduler import AdmissionLimits, Scheduler
 
 POST_INTERVAL_SECONDS = 0.010
 """Time between two lists of events, which readers do not notice. Every list costs the interpreter's lock, and the next step of
@@ -33,8 +32,7 @@ class ModelThread:
     """Writes the texts of requests. post: receives the events."""
 
     def __init__(self, model: ModelRunner, limits: AdmissionLimits, post: Post) -> None:
-        self.admission = Admission(model, limits, self._send)
-        self.scheduler = Scheduler(self.admission, self._send)
+        self.scheduler = Scheduler(model, limits, self._send)
         self._post = post
         self._inbox: queue.SimpleQueue[PendingRequest | Callable[[], None]] = queue.SimpleQueue()
         self._events: RequestEvents = []  # not posted yet
@@ -50,12 +48,12 @@ class ModelThread:
 
     def submit(self, requests: list[PendingRequest]) -> None:
         """Take requests, all or none. RequestError if the queue is full or the server stops."""
-        with self.admission.lock:
+        with self.scheduler.lock:
             if not self.is_alive:
                 raise RequestError(503, THREAD_FAILED)
             if self._draining:
                 raise RequestError(503, "the server is shutting down")
-            self.admission.register(requests)
+            self.scheduler.register(requests)
             for pending in requests:  # with the lock, so that a thread that fails finds all requests that were taken
                 pending.arrival_time = time.monotonic()
                 self._inbox.put(pending)
@@ -66,12 +64,12 @@ class ModelThread:
 
     def stop(self, seconds: float = 0.0) -> bool:
         """Take no more requests, give the others some seconds to end, and end the thread. Returns whether all have ended."""
-        with self.admission.lock:
+        with self.scheduler.lock:
             self._draining = True
         end = time.monotonic() + seconds
-        while self.admission.num_open and time.monotonic() < end and self._thread.is_alive():
+        while self.scheduler.num_open and time.monotonic() < end and self._thread.is_alive():
             time.sleep(0.02)
-        all_ended = not self.admission.num_open
+        all_ended = not self.scheduler.num_open
         self._inbox.put(self._end)
         self._thread.join(timeout=30)
         return all_ended
@@ -87,12 +85,12 @@ class ModelThread:
             self._run()
         except BaseException:
             logger.exception("the model's thread has ended by an error: nothing is written any more")
-            with self.admission.lock:
+            with self.scheduler.lock:
                 self.is_alive = False
             self._receive(wait=False, calls=False)
-            for pending in self.admission.requests:
+            for pending in self.scheduler.requests:
                 self._send(pending, RequestEnd(FAILED, THREAD_FAILED))
-            self.admission.num_waiting = 0
+            self.scheduler.num_waiting = 0
             self._post(self._events, self._steps)
 
     def _run(self) -> None:
@@ -102,7 +100,7 @@ class ModelThread:
             self._post_events()
             self._receive(wait=is_idle)
             self._steps.extend(self.scheduler.run_steps())
-        for pending in self.admission.requests:
+        for pending in self.scheduler.requests:
             self._send(pending, RequestEnd(CANCELLED, "the server was stopped", 503))
         self._post_events()
 
@@ -115,14 +113,14 @@ class ModelThread:
                 return
             wait = False
             if isinstance(item, PendingRequest):
-                self.admission.waiting.append(item)
+                self.scheduler.waiting.append(item)
             elif calls:
                 item()
 
     def _send(self, pending: PendingRequest, event: RequestEvent) -> None:
         if isinstance(event, RequestEnd):
-            with self.admission.lock:
-                self.admission.num_open -= 1
+            with self.scheduler.lock:
+                self.scheduler.num_open -= 1
         self._is_urgent |= isinstance(event, RequestEnd) or event.step == 0
         self._events.append((pending, event))
 

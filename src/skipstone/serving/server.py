@@ -13,7 +13,6 @@ from weakref import WeakSet
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import expect_usable_defaults
-from skipstone.serving.admission import RETRY_AFTER_SECONDS, AdmissionLimits, with_room_for
 from skipstone.serving.completions_api import Choice, Completion, Update, Updates
 from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import Grammar, GrammarMemoryError
@@ -24,6 +23,7 @@ from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRe
 from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.request_record import attach_completion
 from skipstone.serving.responses_api import Response, ResponseBody
+from skipstone.serving.scheduler import RETRY_AFTER_SECONDS, AdmissionLimits, with_room_for
 from skipstone.serving.schemas import ChatBody, GenerationBody
 from skipstone.serving.settings import Load, ServerSettings
 from skipstone.serving.tool_call_parser import MARKS, ToolCallParser
@@ -190,8 +190,8 @@ class Server:
         for method, step in steps:
             self.metrics.step(method, step)
         if (model_thread := self._model_thread) is not None:
-            self.metrics.running.set(model_thread.admission.num_running)
-            self.metrics.waiting.set(model_thread.admission.num_waiting)
+            self.metrics.running.set(model_thread.scheduler.num_running)
+            self.metrics.waiting.set(model_thread.scheduler.num_waiting)
         for pending, event in events:
             unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
             if unread is not None:

@@ -64,7 +64,5 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> 
             value: Any = getattr(owner, name, None)
             for one in value if isinstance(value, list | tuple) else [value]:
                 if one is not None and not 0 <= one < size:
-                    raise ValueError(
-                        f"{name} {one} of the {'tokenizer' if owner is tokenizer else 'model'} lies outside the model's "
-                        f"vocabulary: expected 0 to {size - 1}"
-                    )
+                    kind = "tokenizer" if owner is tokenizer else "model"
+                    raise ValueError(f"{name} {one} of the {kind} lies outside its vocabulary: expected 0 to {size - 1}")

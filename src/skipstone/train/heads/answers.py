@@ -105,9 +105,8 @@ class _AnswerWriter:
             every = self._prompt_ids(turn, answered)
             fitting = [ids for ids in every if 0 < len(ids) <= self._max_prompt_tokens]
             if not fitting and not turn:
-                raise ValueError(
-                    f"no prompt leaves room for {self.settings.max_new_tokens} new tokens in the model's positions"
-                )
+                limit = self.settings.max_new_tokens
+                raise ValueError(f"no prompt leaves room for {limit} new tokens in the model's positions")
             missing = [ids for ids in fitting if tuple(ids) not in answered]
             if missing and file is None:
                 return False

@@ -255,10 +255,9 @@ def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: Tokenizer, mod
     same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
     theirs, ours = text_config(teacher).vocab_size, text_config(model).vocab_size
     if not same or theirs != ours:
-        raise ValueError(
-            f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model "
-            f"({theirs} and {ours} logits, tokenizers {'alike' if same else 'different'})"
-        )
+        sizes = f"{theirs} and {ours} logits, tokenizers {'alike' if same else 'different'}"
+        reason = f"its distributions mean nothing to this model ({sizes})"
+        raise ValueError(f"the teacher {recipe.teacher} has another vocabulary: {reason}")
     return teacher
 
 

@@ -107,10 +107,8 @@ class EarlyExitLoss:
             raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
         among = self._among(layers)
         if self.curriculum == "rotational" and self.dilation is not None and self.dilation > len(among):
-            raise ValueError(
-                f"dilation (R) must be at most the {len(among)} {'layers' if self.exit_layers is None else 'exits'}, "
-                f"found {self.dilation}: most steps would train no exit"
-            )
+            counted = f"{len(among)} {'layers' if self.exit_layers is None else 'exits'}"
+            raise ValueError(f"dilation (R) must be at most the {counted}, found {self.dilation}: most steps train no exit")
         if self.exit_layers is not None and not self.trained(layers):
             raise ValueError(
                 f"exit_layers {self.exit_layers} of {layers} layers train nothing but the last layer: name exits below it "
