@@ -1,4 +1,4 @@
-"""What proposes tokens, and what it sees of its session. A session holds one drafter and never asks which."""
+"""The interface of drafters, and their view of a session. A session holds one drafter and never asks which."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ from skipstone.models.passes import SkipSet
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a drafter needs of its session.
+    """What a drafter needs from its session.
 
-    scratch_slots: slots of every row behind its tokens, for the nodes of trees and for evaluations.
+    scratch_slots: number of slots per row after its tokens, for nodes of trees and for evaluations.
     """
 
     scratch_slots: int = 0
 
 
 class SessionView:
-    """The rows of a session: their keys and values, their sampler, and the last committed token of each.
+    """The rows of a session: their KV cache, their sampler and their last committed tokens.
 
-    model: the target. slots: of every row, for committed tokens and scratch. depth: layers of the target that count. last: the
-    last committed token of every row, on the device as `root` [B] int64. It is not in the store yet. alive: rows that decode.
+    model: the target. slots: number per row, for committed tokens and scratch. depth: number of target layers to run. last: the
+    last committed token of every row, which is not in the store yet; on the device as `root` [B] int64. alive: rows that
+    decode.
     """
 
     def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
@@ -46,19 +47,19 @@ class SessionView:
     def start_forward(
         self, max_drafts: list[int], shortlist: Tensor | None = None, drafting_model: ModelRunner | None = None
     ) -> PartialForward:
-        """A new forward that holds the last committed token of every live row.
+        """A new forward with the last committed token of every live row.
 
-        max_drafts: draft tokens of every row that it has room for. shortlist: [S] int64, the ids that drafts are picked from;
-        None for all. drafting_model: the target's layers in fewer bits; None for the target itself.
+        max_drafts: maximum number of draft tokens per row. shortlist: [S] int64, the ids that may be drafted; None for all.
+        drafting_model: the target's layers in fewer bits; None for the target itself.
         """
         return PartialForward(self.model, self.store, self.root, self.alive, max_drafts, shortlist, drafting_model)
 
 
 class Drafter:
-    """Proposes tokens for the rows of a session. Keeps only what the method itself knows of each row.
+    """Proposes tokens for the rows of a session, and keeps the method's own state of each row.
 
-    Only `propose_draft` has to be there; everything else does nothing by default. view: the session's rows. own_threads:
-    nothing that it computes is long enough for several of torch's threads.
+    Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. own_threads: its torch
+    operations are too short for several threads.
     """
 
     requirements = Requirements()
@@ -66,7 +67,7 @@ class Drafter:
     view: SessionView
 
     def bind(self, view: SessionView) -> None:
-        """Draft for the rows of a session from now on."""
+        """Draft for the rows of a session."""
         self.view = view
 
     # ------------------------------------------------------------------------------------------------ requests and rows
@@ -76,81 +77,79 @@ class Drafter:
 
     @property
     def takes_predictions(self) -> bool:
-        """Whether it drafts from what a request predicts."""
+        """Whether it drafts from a request's prediction."""
         return False
 
     def accepted_predictions(self, row: int) -> int:
-        """Tokens of a row's prediction that were drafted and accepted."""
+        """Number of accepted draft tokens from a row's prediction."""
         return 0
 
     def add_request(self, row: int, request: Request) -> None:
-        """A request begins on a row."""
+        """Begin a request in a row."""
 
     def remove_request(self, row: int) -> None:
-        """A row is free again. This may come at any time, also while its prompt is read."""
+        """Free a row. This may happen at any time, also during its prefill."""
 
     def prefill_tokens(self, chunk: int) -> None:
-        """The session runs the next part of its prompts. A drafter that reads prompts itself reads up to `chunk` tokens."""
+        """Read up to `chunk` prompt tokens per row, like the session, if the drafter reads prompts itself."""
 
     # ------------------------------------------------------------------------------------------------ one step
 
     def run_background_work(self) -> None:
-        """Work for later steps, such as SWIFT's search. It is timed apart from drafting."""
+        """Work for later steps, such as SWIFT's search. Its time does not count as drafting."""
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """Propose tokens. limits: most draft tokens of every row, 0 for plain decoding of that row. stop_rule: when to stop a
-        chain, in place of the drafter's own rule."""
+        """Propose tokens. limits: maximum number of draft tokens per row; 0 decodes the row plainly. stop_rule: replaces the
+        drafter's own rule for chains."""
         raise NotImplementedError
 
     def needs_logits(self, draft: Draft) -> bool:
-        """Whether it wants the target's logits in a step whose rows are all greedy. Otherwise the engine picks the tokens."""
+        """Whether it needs the target's logits in greedy steps, where the engine would otherwise return only the argmax."""
         return False
 
     def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
-        """Draft tokens [B, n] bool that are accepted whatever the acceptance rule says. None, always, of a lossless method."""
+        """Draft tokens [B, n] bool to accept against the acceptance rule. A lossless method always returns None."""
         return None
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor | None:
-        """See what the target says of its draft, on the device, before the step's one transfer to the host.
+        """Observe scores and verdict of its draft on the device, before the step's one transfer to the host.
 
-        Returns what it wants to read on the host, [B, k] int64: `RowVerdict.notes` has it in `observe_commits`.
+        Returns figures to include in that transfer, [B, k] int64. `observe_commits` gets them as `RowVerdict.notes`.
         """
         return None
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Tokens were committed. verdicts: of every row. draft: what this drafter proposed for them, None for the token that
-        ends a prefill and for what another drafter proposed."""
+        """Observe committed tokens. verdicts: one per row. draft: this drafter's own; None for the token after a prefill and
+        for another drafter's draft."""
 
     def observe_step(self, step: Step) -> None:
-        """A step has been taken, and its times are known."""
+        """Observe a step with its times."""
 
     # ------------------------------------------------------------------------------------------------ about itself
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """What it would have said of text that is known by now.
+        """Its predictions on committed text (offline evaluation).
 
-        tokens: the n + 1 latest ones of a row. Returns the logits [n, V] behind each of them but the newest, or None where it
-        cannot tell.
+        tokens: the last n + 1 tokens of a row. Returns logits [n, V] after each of the first n, or None if it cannot replay.
         """
         return None
 
-    def tokens_to_replay(self, row: int, wanted: int) -> int:
-        """How many tokens it has to read to replay the latest `wanted` ones."""
-        return wanted
+    def tokens_to_replay(self, row: int, count: int) -> int:
+        """Number of tokens that it must read to replay the last `count` tokens."""
+        return count
 
     def observe_replay(self, right: Sequence[bool]) -> bool:
-        """See which of the replayed tokens were right. Returns whether they are what it would draft now; otherwise a candidate
-        of its search was replayed."""
+        """Observe which replayed tokens were right. Returns False if the replay was of a candidate that it does not draft
+        with."""
         return True
 
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
-        """Keys and values that it keeps, each with their model."""
+        """Its own KV caches, each with its model."""
         return []
 
     def describe(self, name: str) -> list[dict[str, Any]]:
-        """The layers of the target that draft, for `inspect` and the playground: `layers_used` of every way that it drafts.
-        name: what this drafter is called."""
+        """`layers_used` for each of its ways to draft, for `inspect` and the playground. name: of the drafter."""
         return []
 
 
@@ -158,9 +157,9 @@ class Drafter:
 class Candidate:
     """A drafter that `auto` may choose.
 
-    identify: returns a text that tells it from others of its name. draft_step: first guess of a draft step in plain steps; None
-    if it drafts by its own schedule. replay: first guess of a replay, in passes of the target over as many tokens; None if it
-    cannot be replayed. searches: replays are evaluations of its search.
+    identify: returns a key that distinguishes it from others of its name. draft_step: assumed cost of a draft step in plain
+    steps; None if it has its own schedule. replay: assumed cost of a replay, in passes of the target over as many tokens; None
+    if it cannot be replayed. searches: replays evaluate its search.
     """
 
     drafter: Drafter
@@ -183,7 +182,7 @@ def layers_used(
 ) -> dict[str, Any]:
     """One way to draft with layers of the target, as plain JSON values.
 
-    exits: after how many layers it predicts. skip: sublayers that it leaves out. drafting_model: the target in fewer bits."""
+    exits: numbers of layers before its exits. skip: skipped sublayers. drafting_model: the target in fewer bits."""
     skip = skip or SkipSet()
     return {
         "name": name,

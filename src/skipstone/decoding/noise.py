@@ -1,8 +1,8 @@
-"""Random numbers as a pure function of (seed of the row, position, stream): no state, so nothing about a row's draws depends
-on its neighbours, on the schedule, or on how often something was drawn before.
+"""Random numbers as a pure function of (seed of the row, position, stream). There is no state, so a row's draws do not depend
+on other rows, on the schedule or on earlier draws.
 
-The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a row's hashed seed is where its counter starts, place, position
-and stream move it by one large odd step each, the finaliser turns it into bits. int64 wraps around alike on every device.
+The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). A row's counter starts at its hashed seed. Place, position and
+stream each add a large odd step, and the finaliser hashes the counter. int64 overflow is the same on every device.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from skipstone.engines import greedy_tokens, host_transfer
 
-TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
+TARGET = 0  # decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test
 DRAFT = 2  # the drafter's own draw
-STREAMS = 3  # how many there are
+STREAMS = 3  # number of streams
 
 
 Index = TypeVar("Index", int, Tensor)
@@ -27,8 +27,8 @@ Index = TypeVar("Index", int, Tensor)
 def substream(stream: int, offset: Index) -> Index:
     """The stream of the token `offset` places after the last committed one.
 
-    A position that is drafted again after a rejection has another offset, hence fresh noise: a rule for the draft length that
-    looks at discarded drafts (an adaptive threshold) cannot bias the output.
+    A position that is drafted again after a rejection has another offset, and so fresh noise. Therefore rules that look at
+    rejected drafts, such as an adaptive threshold, cannot bias the text.
     """
     return stream + STREAMS * offset
 
@@ -40,16 +40,16 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-PLACE = _signed(0x9E3779B97F4A7C15)  # steps of the counter: to the next number of a draw, ...
-_POSITION = _signed(0xD6E8FEB86659FD93)  # ... to the next position, ...
-_STREAM = _signed(0xDA942042E4DD58B5)  # ... to the next stream; any odd constants without a pattern
+PLACE = _signed(0x9E3779B97F4A7C15)  # step of the counter to the next number of a draw
+_POSITION = _signed(0xD6E8FEB86659FD93)  # step to the next position
+_STREAM = _signed(0xDA942042E4DD58B5)  # step to the next stream; all three are arbitrary odd constants
 _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
 _SCALE = 2.0**-64 * (1 - 2.0**-52)
 
 
 def _folded(x: Tensor, bits: int) -> Tensor:
-    """x ^ (x >> bits), the shift logical."""
+    """x ^ (x >> bits) with a logical shift."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(x)
 
 
@@ -67,15 +67,14 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def _unit(bits: Tensor) -> Tensor:
-    """Hashed int64 -> float64 in the open interval (0, 1): the scale keeps the ends half a step away."""
+    """Hashed int64 -> float64 in the open interval (0, 1). The scale excludes the ends."""
     return bits.double().mul_(_SCALE).add_(0.5)
 
 
 def row_seed(seed: int, row: int) -> int:
     """The seed of a row of a batch, in [0, 2^63).
 
-    Row 0 has the call's own seed. Every further row has one hashed from (seed, row), so that two calls with neighbouring
-    seeds share no row.
+    Row 0 has the call's own seed. Other rows hash (seed, row), so that calls with neighbouring seeds share no row.
     """
     if row == 0:
         return seed % (1 << 63)
@@ -96,13 +95,13 @@ class LazyDistribution(Protocol):
     """Draws a token of every row without a distribution over the whole vocabulary."""
 
     def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
-        """The token of every row [B] that `Noise.draw` draws from its distribution."""
+        """The tokens [B] that `Noise.draw` would draw from the distribution."""
         ...
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The draws of a batch. seed: [B] int64. Tests replace it by one that enumerates every outcome with its weight."""
+    """The draws of a batch. seed: [B] int64. Tests replace it with a class that enumerates all outcomes."""
 
     seed: Tensor
 
@@ -111,7 +110,7 @@ class Noise:
         return _mix(self.seed + PLACE)[:, None]
 
     def _counter(self, position: Tensor, stream: int | Tensor) -> Tensor:
-        """Where the counter of a draw begins. position: [B, k]. stream: an int or [k]. Returns [B, k] int64."""
+        """The first counter of each draw. position: [B, k]. stream: an int or [k]. Returns [B, k] int64."""
         offset = stream * _STREAM if isinstance(stream, Tensor) else _signed(stream * _STREAM % (1 << 64))
         return self._start + (position * _POSITION + offset)
 
@@ -120,23 +119,24 @@ class Noise:
         return self._uniform_at(torch.arange(size, device=self.seed.device, dtype=torch.int64), position, stream)
 
     def _uniform_at(self, places: Tensor, position: Tensor, stream: int) -> Tensor:
-        """Numbers of a draw by their places [k] or [B, k]. Returns [B, k] float64."""
+        """The numbers at some places [k] or [B, k] of a draw. Returns [B, k] float64."""
         return _unit(_mix(self._counter(position[:, None], stream) + places * PLACE))
 
     def race(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
-        """The Gumbel-max trick before its argmax, argmax(log p - log(-log u)) = argmax(log u / p): an exponential race, whose
-        order is a draw without replacement, -inf where p is 0. p: [B, V], need not be normalised. Returns [B, V] float64."""
+        """log u / p, [B, V] float64, -inf for p = 0. Its argmax is a draw from p, its order a draw without replacement.
+
+        This is the Gumbel-max trick as an exponential race: argmax(log p - log(-log u)) = argmax(log u / p). p: [B, V], not
+        necessarily normalised."""
         return self.uniform(position, stream, p.shape[-1]).log_() / p
 
     def counters(self, position: Tensor, stream: int) -> Tensor:
-        """[B] int64: where the counter of every row's draw begins; the token v has the number PLACE * v further."""
+        """The first counter [B] int64 of every row's draw. Token v has the counter PLACE * v further."""
         if self.seed.shape[0] == 1 and host_transfer.is_on_host(self.seed):
-            return torch.tensor([_signed(self._begin(int(position), stream))], dtype=torch.int64, device="cpu")
+            return torch.tensor([_signed(self._first_counter(int(position), stream))], dtype=torch.int64, device="cpu")
         return self._counter(position[:, None], stream)[:, 0]
 
     def draw(self, p: Tensor | LazyDistribution, position: Tensor, stream: int) -> Tensor:
-        """Sample from p [B, V] (need not be normalised); a one-hot row gives its token, one of NaN or zeros NO_TOKEN. Returns
-        [B]."""
+        """Tokens [B] drawn from p [B, V], not necessarily normalised. A row of NaN or zeros gives NO_TOKEN."""
         if not isinstance(p, Tensor):
             return p.drawn(self, position, stream)
         if p.shape[0] == 1 and host_transfer.is_on_host(p):
@@ -144,7 +144,7 @@ class Noise:
         return greedy_tokens.greedy_token(self.race(p, position, stream))
 
     def draw_among(self, tokens: Tensor, p: Tensor, position: Tensor, stream: int) -> Tensor:
-        """`draw` where only tokens [B, k] have a chance, p [B, k]."""
+        """`draw` among the tokens [B, k] with p [B, k]."""
         if p.shape[0] == 1 and host_transfer.is_on_host(p):
             return self._drawn_alone(tokens, p, position, stream)
         race = self._uniform_at(tokens, position, stream).log_() / p
@@ -152,22 +152,21 @@ class Noise:
         return greedy_tokens.without_invalid(tokens.gather(1, best.indices), best.values)[:, 0]
 
     def _drawn_alone(self, tokens: Tensor | None, p: Tensor, position: Tensor, stream: int) -> Tensor:
-        """`draw` of one row on the host, where nobody who cannot win need run. p: [1, k], of tokens [1, k]; None: of all.
+        """`draw` of one row on the host, which computes only tokens with p > 0. p: [1, k], of tokens [1, k] or None for all.
         Returns [1] int64."""
         chances = p[0].numpy()
-        runners = (chances != 0).nonzero()[0]  # [k]
-        if not runners.size or not np.isfinite(chances[runners]).all():
+        possible = (chances != 0).nonzero()[0]  # [k]
+        if not possible.size or not np.isfinite(chances[possible]).all():
             return torch.tensor([greedy_tokens.NO_TOKEN], dtype=torch.int64, device="cpu")
-        names = runners if tokens is None else tokens[0].numpy()[runners]
-        bits = _mixed(names.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._begin(int(position), stream)))
+        ids = possible if tokens is None else tokens[0].numpy()[possible]
+        bits = _mixed(ids.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._first_counter(int(position), stream)))
         uniform = bits.view(np.int64) * _SCALE + 0.5  # as in `_unit`
-        return torch.tensor([int(names[(np.log(uniform) / chances[runners]).argmax()])], dtype=torch.int64, device="cpu")
+        return torch.tensor([int(ids[(np.log(uniform) / chances[possible]).argmax()])], dtype=torch.int64, device="cpu")
 
-    def _begin(self, position: int, stream: int) -> int:
+    def _first_counter(self, position: int, stream: int) -> int:
         """`counters` of one row, in [0, 2^64)."""
         return (int(self._start) + position * _POSITION + stream * _STREAM) % _WRAP
 
     def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
-        """Bernoulli draws. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: an int or [k].
-        Returns [B, k] bool."""
+        """Bernoulli draws [B, k] bool. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: int or [k]."""
         return _unit(_mix(self._counter(position, stream))) < probability

@@ -1,4 +1,4 @@
-"""Prompts on their way into a cache, chunk by chunk."""
+"""Prefill: runs prompts into a KV cache, chunk by chunk."""
 
 from dataclasses import dataclass
 from operator import add
@@ -11,16 +11,16 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 
-PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
+PREFILL_CHUNK = 512  # default number of prompt tokens per row and pass
 CPU_TOKENS_PER_PASS = 64
-"""Prompt tokens that keep a CPU busy. Above them the time of a pass grows with its tokens, and all rows wait for it."""
+"""Number of prompt tokens that keep a CPU busy. With more, a pass takes longer in proportion, and all rows wait for it."""
 
 
 @dataclass(frozen=True)
 class PrefilledChunk:
-    """What one pass over prompt tokens computed.
+    """Result of one pass over prompt tokens.
 
-    rows: that took part. last: [b, d], the hidden state of each row's last token. done: rows with no prompt token left.
+    rows: rows in the pass. last: [b, d], the hidden state of each row's last token. done: rows that have finished their prompt.
     """
 
     rows: range
@@ -31,8 +31,8 @@ class PrefilledChunk:
 class Prefill:
     """Runs the prompts of the rows of a cache. The row that has waited longest comes first.
 
-    max_tokens_per_pass: a pass with so many prompt tokens takes no further row; None for no limit. waiting: row -> the prompt
-    tokens [T] that it has still to run, the row that has waited longest first.
+    max_tokens_per_pass: a pass with at least so many prompt tokens takes no further row; None for no limit. waiting: row ->
+    remaining prompt tokens [T], the row that has waited longest first.
     """
 
     def __init__(self, model: ModelRunner, store: KVCache) -> None:
@@ -41,14 +41,14 @@ class Prefill:
         self.waiting: dict[int, Tensor] = {}
 
     def add(self, row: int, tokens: Tensor) -> None:
-        """Run tokens [T], T >= 1, behind those that the row has in the cache."""
+        """Run tokens [T], T >= 1, after those in the row's cache."""
         self.waiting[row] = tokens.to(self.model.device)
 
     def remove(self, row: int) -> None:
         self.waiting.pop(row, None)
 
     def run(self, chunk: int) -> PrefilledChunk:
-        """Run up to `chunk` prompt tokens of the row that has waited longest, and of the waiting rows behind it."""
+        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it."""
         rows = self._next_rows(chunk)
         parts = [self.waiting[row][:chunk] for row in rows]
         counts = [*map(len, parts)]
@@ -65,7 +65,7 @@ class Prefill:
         return PrefilledChunk(rows, states, [row for row in rows if row not in self.waiting])
 
     def _next_rows(self, chunk: int) -> range:
-        """The row that has waited longest, and the waiting rows right behind it that fit into the pass."""
+        """The row that has waited longest and the waiting rows directly after it, as far as they fit into the pass."""
         first = stop = next(iter(self.waiting))
         tokens, limit = 0, self.max_tokens_per_pass
         while stop in self.waiting and (limit is None or tokens < limit):
@@ -81,7 +81,7 @@ class Prefill:
         positions = on_device(bases, device)[:, None] + torch.arange(width, device=device, dtype=torch.int64)
         even = len(set(counts)) == 1
         valid = None if even else torch.arange(width, device=device, dtype=torch.int64) < on_device(counts, device)[:, None]
-        if valid is not None:  # padding repeats a real position, so that position tables are never overrun
+        if valid is not None:  # padding has position 0, which every position table has
             positions = torch.where(valid, positions, 0)
         start = bases[0] if even and len(set(bases)) == 1 else None
         return Pass(positions, positions, valid, slice(rows.start, rows.stop), end, start)

@@ -1,4 +1,4 @@
-"""What a request asks for: a prompt, how much to write, how to sample and when to stop."""
+"""A request: a prompt, the number of new tokens, how to sample and when to stop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ class Request:
     """One sequence to generate.
 
     prompt: [T] int64, T >= 1. max_new_tokens >= 1. eos: ids that end the row (kept in the output). criteria: evaluated after
-    every new token on the row's own unpadded ids. prediction: ids that it may go on with, for methods that look drafts up.
-    stop_strings: end the row with the token that completes one.
+    every new token on the row's unpadded ids. prediction: ids of the expected text, for methods that look drafts up.
+    stop_strings: the token that completes one ends the row.
     """
 
     prompt: Tensor
@@ -41,9 +41,9 @@ def generation_options(
     stop: Sequence[str] | None = None,
     ignore_eos: bool = False,
 ) -> dict[str, Any]:
-    """The settings of a request, as vLLM names them, as keyword arguments of `skipstone.generate`. None: the model's own value.
+    """vLLM's names of a request's settings -> keyword arguments of `skipstone.generate`. None: the model's own value.
 
-    temperature: 0 is greedy and leaves top_k, top_p and min_p out. stop: strings that end the text, instead of the model's own.
+    temperature: 0 is greedy and ignores top_k, top_p and min_p. stop: strings that end the text, instead of the model's own.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
     if temperature is not None:

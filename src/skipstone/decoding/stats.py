@@ -1,4 +1,4 @@
-"""What decoding did, added up: Step -> Stats."""
+"""Statistics of decoding: sums over Steps."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,10 +11,10 @@ from skipstone.policy.cost_model import speedup
 
 @dataclass(slots=True)
 class Stats:
-    """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
+    """Sums over Steps. The first token of a row belongs to the prefill and to no step.
 
-    steps counts (row, step) pairs that committed tokens by decoding, drafting those of them that drafted; probe steps are
-    counted apart. drafters: turns by what drafted, where a session has the choice. Times are seconds.
+    steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
+    of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. Times are in seconds.
     """
 
     tokens: int = 0
@@ -65,7 +65,7 @@ class Stats:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     def merge(self, other: "Stats") -> None:
-        """Count all that another call did."""
+        """Add the statistics of another call."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram.update(other.histogram)
@@ -73,15 +73,15 @@ class Stats:
 
     @classmethod
     def total(cls, calls: Iterable["Stats"]) -> "Stats":
-        """Several calls counted together."""
-        found = cls()
-        for one in calls:
-            found.merge(one)
-        return found
+        """The statistics of several calls together."""
+        total = cls()
+        for stats in calls:
+            total.merge(stats)
+        return total
 
     @property
     def seconds_drafting(self) -> float:
-        """Time of all decoding steps but the probes."""
+        """Time of all decoding steps except probes."""
         return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other
 
     @property
@@ -91,7 +91,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha = accepted / draft steps; 0 when nothing was drafted."""
+        """alpha = accepted / draft steps; 0 if nothing was drafted."""
         return self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
@@ -101,8 +101,9 @@ class Stats:
 
     @property
     def speed_up_bound(self) -> float | None:
-        """The speed-up over plain decoding if a plain step cost one draft pass and one scoring pass. No plain step costs more,
-        so the true speed-up is at most this. None where nothing was drafted by passes."""
+        """An upper bound of the speed-up over plain decoding; None if no draft passes ran.
+
+        It assumes that a plain step costs one draft pass and one scoring pass. No plain step costs more."""
         if not self.seconds_drafting or not self.seconds_draft or not self.draft_steps:
             return None
         passes = max(self.draft_steps / self.steps, 1.0)
@@ -116,7 +117,7 @@ class Stats:
         return (self.tokens + self.prefill_tokens) / seconds if seconds else 0.0
 
     def step_milliseconds(self) -> dict[str, float]:
-        """Where the time of a mean step went: part -> milliseconds. Probes are left out."""
+        """Mean milliseconds of each part of a step, without probes."""
         turns = max(self.turns, 1)
         return {part: 1000 * getattr(self, f"seconds_{part}") / turns for part in ("search", "draft", "score", "other")}
 
@@ -137,7 +138,7 @@ class Stats:
 
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any]) -> "Stats":
-        """What a `summary` was made of; a count that an older one does not hold is 0."""
+        """The statistics from a `summary`. Counts that an older summary lacks are 0."""
         known = {name: summary.get(name, 0) for name in _COUNTS}
         known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]
         histogram = Counter({int(key): count for key, count in summary["acceptance_histogram"].items()})
@@ -145,4 +146,4 @@ class Stats:
 
 
 _COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name not in ("histogram", "drafters"))
-"""Names of the plain numbers among the figures."""
+"""Fields that are plain numbers."""

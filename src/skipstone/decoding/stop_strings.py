@@ -1,4 +1,4 @@
-"""Stop strings: the last token of a text completes one. The meaning is that of transformers' `StopStringCriteria`."""
+"""Stop strings: strings that end a text, as in transformers' `StopStringCriteria`."""
 
 import copy
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from torch import Tensor
 from skipstone.decoding.token_bytes import decoder_kinds, token_bytes
 
 _PREFIX = "abcdef"
-"""A text in front of a token, so that the tokenizer does not strip the token's leading space."""
+"""Text before a token, so that the tokenizer does not strip the token's leading space."""
 
 
 class StopStrings:
     """Strings that end a text. The token that completes one stays in the text.
 
-    strings: at least one; none is empty. tokenizer: transformers' one. counts_prompt: whether a string may begin in the prompt,
-    as in `model.generate`. Tokens are compared as bytes, because a character may be spread over several tokens.
+    strings: at least one, none empty. tokenizer: a transformers tokenizer. counts_prompt: whether a string may begin in the
+    prompt, as in `model.generate`. Tokens are compared as bytes, because a character may consist of several tokens.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -25,16 +25,16 @@ class StopStrings:
         self._longest = max(map(len, self._encoded))
         self._tokenizer, self._kinds = tokenizer, decoder_kinds(tokenizer)
         self._prefix = tokenizer.convert_ids_to_tokens(tokenizer(_PREFIX, add_special_tokens=False)["input_ids"])
-        self._bytes: dict[int, bytes] = {}  # of every token that was met
+        self._bytes: dict[int, bytes] = {}  # cache: token -> bytes
 
     def without_prompt(self) -> "StopStrings":
-        """The same strings, looked for in the written tokens only, as OpenAI's API does it."""
+        """The same strings, searched in new tokens only, as in OpenAI's API."""
         other = copy.copy(self)
         other.counts_prompt = False
         return other
 
     def completed_by_last(self, prompt: Tensor, tokens: Sequence[int]) -> bool:
-        """Whether the last token completes a stop string. prompt: [T] int64. tokens: all that were written, at least one."""
+        """Whether the last token completes a stop string. prompt: [T] int64. tokens: all new tokens, at least one."""
         text = last = self._bytes_of(tokens[-1])
         needed = self._longest - 1 + len(last)
         for token in reversed(tokens[:-1][-self._longest :]):
@@ -45,15 +45,15 @@ class StopStrings:
             for token in reversed(prompt[-self._longest :].tolist()):
                 text = self._bytes_of(token) + text
         begin = len(text) - len(last)  # a string that ends before it was completed by an earlier token
-        return bool(last) and any(text.find(one, max(0, begin - len(one) + 1)) >= 0 for one in self._encoded)
+        return bool(last) and any(text.find(string, max(0, begin - len(string) + 1)) >= 0 for string in self._encoded)
 
     def _bytes_of(self, token: int) -> bytes:
-        if (found := self._bytes.get(token)) is None:
-            found = self._bytes[token] = self._converted(self._tokenizer.convert_ids_to_tokens(token))
-        return found
+        if token not in self._bytes:
+            self._bytes[token] = self._converted(self._tokenizer.convert_ids_to_tokens(token))
+        return self._bytes[token]
 
     def _converted(self, token: str | None) -> bytes:
-        """The bytes of a token of the vocabulary; none of an id that it does not have."""
+        """The bytes of a token of the vocabulary; empty for an id without a token."""
         if token is None:
             return b""
         if (known := token_bytes(token, self._kinds)) is not None:

@@ -1,4 +1,4 @@
-"""The bytes of a token in vocabularies that write bytes: byte-level ones, and those with byte fallback."""
+"""The bytes of tokens in byte-level vocabularies and in those with byte fallback."""
 
 import json
 import re
@@ -14,22 +14,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def decoder_kinds(tokenizer: Any) -> frozenset[str]:
-    """Names of the decoder of a fast tokenizer and of its parts; none of a slow tokenizer."""
+    """Names of a fast tokenizer's decoder and of its parts; empty for a slow tokenizer."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    told = {} if decoder is None else json.loads(decoder.__getstate__())
-    return frozenset(one["type"] for one in (told, *told.get("decoders", ())) if one)
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    return frozenset(part["type"] for part in (state, *state.get("decoders", ())) if part)
 
 
 def is_byte_level(kinds: Set[str]) -> bool:
-    """Whether a decoder with these parts reads the letters of all tokens as bytes, and changes nothing else."""
+    """Whether a decoder with these parts only reads the letters of all tokens as bytes."""
     return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Sequence", "Fuse"}
 
 
 def token_bytes(token: str, kinds: Set[str]) -> bytes | None:
-    """The bytes that a token of the vocabulary stands for wherever it is; None if its text depends on the tokens around it.
-
-    kinds: of the tokenizer's decoder.
-    """
+    """The bytes of a token of the vocabulary; None if its text depends on the tokens around it. kinds: see `decoder_kinds`."""
     if is_byte_level(kinds):
         return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
     byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None

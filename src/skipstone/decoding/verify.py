@@ -1,8 +1,8 @@
-"""Acceptance rules, pure: a draft, the target's scores and noise in, a Verdict out.
+"""Acceptance rules as pure functions: a draft, the target's scores and noise -> a Verdict.
 
-`match` is exact for any deterministic drafter and any tree: the target draws its own token at every node and walks along the
-draft while the draft agrees. `leviathan` is exact in law for a stochastic chain (Leviathan, Kalman, Matias, arXiv 2211.17192,
-Algorithm 1). Greedy decoding is the limit T -> 0 of both, where p is one-hot.
+`match` is exact for deterministic drafters, chains and trees: the target draws its own token at every node and follows the
+draft while it agrees. `leviathan` is exact in law for a stochastic chain (Leviathan, Kalman, Matias, arXiv 2211.17192,
+Algorithm 1). In greedy decoding p is one-hot.
 """
 
 import math
@@ -15,28 +15,27 @@ from skipstone.decoding.draft import Draft, GreedyVerdict, Verdict
 from skipstone.decoding.noise import ACCEPT, TARGET, LazyDistribution, Noise, substream
 from skipstone.engines import host_transfer
 
-CACHED = 2**17  # entries of distributions that a CPU works on at once where it has a choice
+CACHED = 2**17  # number of probabilities that fit into a CPU's cache
 Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(node [B], -1 for the root; tokens of the path so far [B, k]; walking [B] bool) -> p after that node [B, V].
 
-Rows that do not walk any more may be answered with anything: their path is no real one.
+The result for rows that do not walk is arbitrary.
 """
 ToDrawFrom = Callable[[Tensor, Tensor, Tensor], Tensor | LazyDistribution]
-"""The same, where a draw is all that is wanted."""
+"""As `Probability`, for a draw only."""
 
 
 def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
-    """Draw x from p at the root; while x is a child of the current node, move there and draw again.
+    """Draw x from p at the root. While x is a child of the current node, move to that child and draw again.
 
-    position: [B], the position the first new token will have. Same seed, same text as plain sampling. waived: [B, n] bool,
-    tokens of a chain that are accepted whatever x is, where the walk gets to them; None: none.
+    With the same seed the text is that of plain sampling. position: [B], of the first new token. waived: [B, n] bool, tokens of
+    a chain that the walk accepts for any x; None for none.
     """
     rows, width = draft.tokens.shape
     assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
     node = draft.tokens.new_full((rows,), -1)
     if not width:
-        everyone = torch.ones_like(node, dtype=torch.bool)
-        drawn = noise.draw(p(node, draft.tokens, everyone), position, TARGET)
+        drawn = noise.draw(p(node, draft.tokens, torch.ones_like(node, dtype=torch.bool)), position, TARGET)
         return Verdict(draft.tokens, drawn[:, None], torch.zeros_like(node))
     overruled = None if waived is None else torch.zeros_like(draft.valid)
     walking = torch.ones_like(node, dtype=torch.bool)
@@ -54,12 +53,12 @@ def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: T
         if depth == levels:
             break
         child = draft.offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
-        found, where = child.max(1)
-        walking = walking & found
-        node = torch.where(walking, where, node)
+        has_child, index = child.max(1)
+        walking = walking & has_child
+        node = torch.where(walking, index, node)
         path.append(node)
         accepted = accepted + walking
-        if _idle(walking):
+        if _has_ended(walking):
             break
     verdict = _verdict(path, tokens, accepted, width)
     verdict.overruled = overruled
@@ -67,12 +66,12 @@ def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: T
 
 
 def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, noise: Noise) -> Verdict:
-    """Every draft token of a chain is kept, and the target adds its own token (AdaDecode without verification; lossy).
+    """Accept every draft token of a chain and draw the target's next token (AdaDecode without verification; lossy).
 
-    picks: [B, n] int64, the target's likeliest tokens in place of the draft's. position: as in `match`."""
+    picks: [B, n] int64, the target's likeliest token at each draft token's place. position: as in `match`."""
     accepted = draft.valid.sum(1)  # [B]
     last = torch.zeros_like(accepted)
-    for depth in range(draft.width + 1):  # rows end at different places, and processors see a row's own prefix
+    for depth in range(draft.width + 1):  # one depth at a time, because processors must see each row's own prefix
         ends = accepted == depth
         drawn = noise.draw(p(torch.full_like(accepted, depth - 1), draft.tokens[:, :depth], ends), position + depth, TARGET)
         last = torch.where(ends, drawn, last)
@@ -82,7 +81,8 @@ def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, no
 
 
 def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | GreedyVerdict:
-    """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first. waived: as in `match`."""
+    """`match` for greedy rows. picks: [B, n+1] int64, the target's likeliest tokens, the root's first. waived: as in
+    `match`."""
     if waived is None:
         return GreedyVerdict(draft, picks)
     assert draft.parents is None, "only tokens of a chain can be waived"
@@ -96,21 +96,20 @@ def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> V
 
 
 def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
-    """Accept each draft token x with probability min(1, p(x) / q(x)); at the first rejection draw from the residual
-    norm(max(0, p - q)), after a full acceptance from p.
+    """Accept each draft token x with probability min(1, p(x) / q(x)). At the first rejection draw from the residual
+    norm(max(0, p - q)), after full acceptance from p.
 
-    draft: a chain with q [B, n, V]. p: after every node [B, n+1, V], the root first, or a function that is asked node by node
-    as the walk gets there. position: [B], the position the first new token will have. waived: [B, n] bool, tokens that are
-    accepted whatever the rule says, where the walk gets to them; None: none.
+    draft: a chain with q [B, n, V]. p: after every node [B, n+1, V], the root first, or a function for one node at a time.
+    position: [B], of the first new token. waived: [B, n] bool, tokens that the walk accepts in any case; None for none.
     """
-    assert draft.q is not None, "leviathan wants the distributions the draft was drawn from"
-    assert draft.parents is None, "leviathan wants a chain"
+    assert draft.q is not None, "leviathan needs the distributions that the draft was drawn from"
+    assert draft.parents is None, "leviathan needs a chain"
     rows, width = draft.tokens.shape
     q = one_hot_where(draft)
-    free = torch.zeros_like(draft.valid) if waived is None else waived & draft.offered
+    waived_here = torch.zeros_like(draft.valid) if waived is None else waived & draft.offered
     if isinstance(p, Tensor):
         passed = _passes(draft, p[:, :-1], q, 0, position, noise)
-        accepted = (passed | free).long().cumprod(1).sum(1)
+        accepted = (passed | waived_here).long().cumprod(1).sum(1)
         target = p[torch.arange(rows, device=p.device, dtype=torch.int64), accepted]
     else:
         walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
@@ -118,15 +117,15 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
         target, passed = p(accepted - 1, draft.tokens[:, :0], walking), torch.ones_like(draft.valid)
         for depth in range(width):
             passed[:, depth] = _passes(draft, target[:, None], q, depth, position, noise)[:, 0]
-            walking = walking & (passed[:, depth] | free[:, depth])
+            walking = walking & (passed[:, depth] | waived_here[:, depth])
             accepted = accepted + walking
-            if _idle(walking):
+            if _has_ended(walking):
                 break
             after = p(accepted - 1, draft.tokens[:, : depth + 1], walking)
             target = torch.where(walking[:, None], after, target)
-    # behind the end of a row's draft q = 0: the residual is p itself, the bonus draw
-    offered = torch.nn.functional.pad(q * draft.offered[:, :, None], (0, 0, 0, 1))
-    rest = residual(target, offered[torch.arange(rows, device=q.device, dtype=torch.int64), accepted])
+    # after the end of a row's draft q = 0, so the residual is p itself (the bonus token)
+    q_or_zero = torch.nn.functional.pad(q * draft.offered[:, :, None], (0, 0, 0, 1))
+    rest = residual(target, q_or_zero[torch.arange(rows, device=q.device, dtype=torch.int64), accepted])
     last = noise.draw(rest, position + accepted, TARGET)
     tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
     path = torch.arange(width, device=tokens.device, dtype=torch.int64).expand(rows, width)
@@ -135,8 +134,8 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
 
 
 def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
-    """The acceptance test of the draft tokens from number `first` on, each for itself. p: [B, k, V] before each of them.
-    q: [B, n, V]. Returns [B, k] bool."""
+    """Leviathan's test of k draft tokens from number `first` on, each by itself. p: [B, k, V] before each of them. q: [B, n,
+    V]. Returns [B, k] bool."""
     places = torch.arange(first, first + p.shape[1], device=p.device, dtype=torch.int64)
     x = draft.tokens[:, first : first + p.shape[1], None]
     ratio = p.gather(2, x) / q[:, first : first + p.shape[1]].gather(2, x)
@@ -145,7 +144,7 @@ def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, no
 
 
 def one_hot_where(draft: Draft) -> Tensor:
-    """q of every draft token [B, n, V], one-hot where the token was not drawn at random."""
+    """q of every draft token [B, n, V], one-hot for tokens that were not drawn at random."""
     assert draft.q is not None
     if draft.stochastic is None:
         return draft.q
@@ -154,8 +153,7 @@ def one_hot_where(draft: Draft) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) over the last dimension; p itself where the difference vanishes (p = q: never drawn in exact
-    arithmetic, possible in floating point)."""
+    """norm(max(0, p - q)) over the last dimension. If p = q it is p, which only floating-point errors can need."""
     rest = (p - q).clamp_min(0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
@@ -175,19 +173,19 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
 def spread(logits: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(logits) and its `entropy` in bits. logits: [..., V]. Returns ([..., V], [...]).
 
-    H = - sum of p (x - log(sum of exp)): no logarithm of every entry.
+    H = -sum p (x - logsumexp(x)), which needs no logarithm per entry.
     """
     p = logits.softmax(-1)
-    total = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
-    logarithm = (logits - total).clamp_min_(torch.finfo(logits.dtype).min)  # 0 times -inf is 0 here
-    return p, torch.linalg.vecdot(p, logarithm).neg_().clamp_min_(0) / math.log(2)
+    logsumexp = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
+    log_p = (logits - logsumexp).clamp_min_(torch.finfo(logits.dtype).min)  # finite, so that 0 log 0 = 0
+    return p, torch.linalg.vecdot(p, log_p).neg_().clamp_min_(0) / math.log(2)
 
 
 def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
-    """`js_distance` of softmax(logits) and q, whose entropy in bits is known. logits, q: [B, n, V]. Returns [B, n].
+    """`js_distance` of softmax(logits) and q. logits, q: [B, n, V]. entropy_q: [B, n], in bits. Returns [B, n].
 
-    On a CPU a few distributions at a time, so that what is computed of them stays in its cache. In float32 with 128k entries
-    good to about 1e-3.
+    A CPU computes a few distributions at a time, so that they stay in its cache. In float32 with 128k entries the error is
+    about 1e-3.
     """
     rows, width, size = logits.shape
     step = max(1, CACHED // size) if host_transfer.is_on_host(logits) else rows * width
@@ -198,13 +196,13 @@ def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
 def _js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
     p, entropy_p = spread(logits)
     middle = p.add_(q).mul_(0.5)
-    logarithm = middle.clamp_min(torch.finfo(p.dtype).tiny).log_()
-    divergence = -torch.linalg.vecdot(middle, logarithm) / math.log(2) - (entropy_p + entropy_q) / 2
+    log_middle = middle.clamp_min(torch.finfo(p.dtype).tiny).log_()
+    divergence = -torch.linalg.vecdot(middle, log_middle) / math.log(2) - (entropy_p + entropy_q) / 2
     return divergence.clamp(0, 1).sqrt()
 
 
-def _idle(walking: Tensor) -> bool:
-    """Whether no row walks on, where that can be asked for nothing."""
+def _has_ended(walking: Tensor) -> bool:
+    """Whether no row walks on. Always False on an accelerator, where the check would synchronise."""
     return host_transfer.is_on_host(walking) and not bool(walking.any())
 
 
