@@ -1,4 +1,4 @@
-"""A method as text, `layerskip exit_layer=4`, read by the names and types of settings alone: nothing here imports torch."""
+"""Parses methods as text, such as `layerskip exit_layer=4`, by names and types of settings. It does not import torch."""
 
 import json
 import shlex
@@ -11,12 +11,12 @@ from skipstone.utils.settings_files import did_you_mean
 
 
 class MethodMissing(ValueError):
-    """Settings without a method, so that only a model's own default can say which one is meant."""
+    """Settings without the name of a method."""
 
 
 @dataclass(frozen=True)
 class MethodNames:
-    """What the text of a method may say. settings: types by name, as in `Setting.type`. aliases: as in `Method`."""
+    """Names in the text of a method. settings: name -> type, as in `Setting.type`. aliases: as in `Method`."""
 
     settings: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -27,11 +27,10 @@ Known = Mapping[str, MethodNames]
 
 
 def parse(text: str, known: Known, own: str | None, labels: tuple[str, ...] = (), several: bool = False) -> dict[str, Any]:
-    """{"method": name, setting: value} from a spelled text or a JSON object.
+    """{"method": name, setting: value} from the text of a method or a JSON object. ValueError for anything else.
 
-    own: the method that a text without a name sets, as in `exit_layer=4`. labels: keys that are no settings and stay texts.
-    several: `exit_layer=3,6` is a list of values to choose from. Values with spaces stand in quotes. ValueError for anything
-    else.
+    own: the method of a text without a name, such as `exit_layer=4`. labels: keys that are no settings and stay texts. several:
+    `exit_layer=3,6` is a list of alternatives. Values with spaces need quotes.
     """
     if text.lstrip().startswith("{"):
         try:
@@ -44,32 +43,32 @@ def parse(text: str, known: Known, own: str | None, labels: tuple[str, ...] = ()
     name = own if "=" in words[0] else expect_method(words.pop(0), known)
     if name is None:
         raise MethodMissing(f"{text!r} names no method; there are {', '.join(known)}")
-    found: dict[str, Any] = {"method": name}
+    parsed: dict[str, Any] = {"method": name}
     for word in words:
         key, _, value = word.partition("=")
         key = key.replace("-", "_")
         if not value:
             how = "key=value or key=value,value" if several else "key=value"
             raise ValueError(f"settings of a method are {how}; found {word!r} after {name}")
-        if key in found:
+        if key in parsed:
             raise ValueError(f"{key} is given twice after {name}")
         if key in labels:
-            found[key] = value
+            parsed[key] = value
             continue
         setting = expect_setting(name, key, known)
         types = known[name].settings[setting]
-        values = value.split(",") if several and LAYERS not in types.split("|") else [value]
-        read = [parse_value(setting, types, one) for one in values]
-        found[key] = read if len(read) > 1 else read[0]
-    return found
+        texts = value.split(",") if several and LAYERS not in types.split("|") else [value]
+        values = [parse_value(setting, types, text) for text in texts]
+        parsed[key] = values if len(values) > 1 else values[0]
+    return parsed
 
 
-def check_names(wanted: Mapping[str, Any], known: Known, labels: tuple[str, ...] = ()) -> None:
-    """ValueError for a method or a setting that does not exist, also within a setting that names methods."""
-    if "method" not in wanted:
-        raise MethodMissing(f"the key 'method' is missing in {dict(wanted)!r}; there are {', '.join(known)}")
-    name = expect_method(wanted["method"], known)
-    for key, value in wanted.items():
+def check_names(method: Mapping[str, Any], known: Known, labels: tuple[str, ...] = ()) -> None:
+    """ValueError for a method or a setting that does not exist, also within settings that name methods."""
+    if "method" not in method:
+        raise MethodMissing(f"the key 'method' is missing in {dict(method)!r}; there are {', '.join(known)}")
+    name = expect_method(method["method"], known)
+    for key, value in method.items():
         if key == "method" or key in labels:
             continue
         types = known[name].settings[expect_setting(name, key, known)]
@@ -79,7 +78,7 @@ def check_names(wanted: Mapping[str, Any], known: Known, labels: tuple[str, ...]
 
 
 def expect_method(name: Any, known: Known, place: str = "method") -> str:
-    """The name. ValueError, with the names that exist, where it is none. place: where it was found, for errors."""
+    """The name, if it is a method's. ValueError lists the methods. place: where the name was given, for messages."""
     if not isinstance(name, str) or name not in known:
         where = "" if place == "method" else f" in {place}"
         raise ValueError(f"unknown method {name!r}{where}{did_you_mean(name, known)}; there are {', '.join(known)}")
@@ -87,15 +86,14 @@ def expect_method(name: Any, known: Known, place: str = "method") -> str:
 
 
 def expect_setting(method: str, key: str, known: Known) -> str:
-    """The name of a setting that is called so, or that has this alias. ValueError says which there are, and which methods
-    have this one."""
-    own = known[method]
-    name = own.aliases.get(key, key)
-    if name not in own.settings:
+    """The setting with this name or alias. ValueError lists the method's settings, and other methods with this one."""
+    names = known[method]
+    name = names.aliases.get(key, key)
+    if name not in names.settings:
         owners = ", ".join(other for other, about in known.items() if name in about.settings)
         hint = f" ({name} is a setting of {owners})" if owners else ""
-        meant = "" if owners else did_you_mean(key, [*own.settings, *own.aliases])
-        raise ValueError(f"{method} has no setting {key!r}{meant}; it has {', '.join(own.settings) or 'none'}{hint}")
+        meant = "" if owners else did_you_mean(key, [*names.settings, *names.aliases])
+        raise ValueError(f"{method} has no setting {key!r}{meant}; it has {', '.join(names.settings) or 'none'}{hint}")
     return name
 
 

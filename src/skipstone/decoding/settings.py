@@ -1,4 +1,4 @@
-"""The settings of methods: how they are declared, described and read from text, and the checks that several methods share."""
+"""Settings of methods: declaration, description, parsing, and checks that several methods share."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the command line reads settings before it imports torch
 
 RejectionRule = Literal["standard", "coupled"]
 
-ANY_NUMBER = (-math.inf, math.inf)  # the lowest and the highest value where there is no limit
+ANY_NUMBER = (-math.inf, math.inf)  # (lowest, highest) value without limits
 LAYERS, METHODS = "int,...", "method;..."  # types of settings that are lists
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -22,16 +22,15 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 def setting(
     default: Any, help: str, *, min_value: int = 1, within: tuple[float, float] = ANY_NUMBER, kw_only: bool = False
 ) -> Any:
-    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. min_value: of a whole
-    number. within: the lowest and the highest value of any other number."""
-    told = {"help": help, "min_value": min_value, "within": within}
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={"skipstone": told})
+    """A field of a method. help: one line for `skipstone methods NAME`. min_value: of a whole number. within: lowest and
+    highest value of any other number."""
+    about = {"help": help, "min_value": min_value, "within": within}
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"skipstone": about})
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, min_value,
-    within: as in `setting`."""
+    """One setting of a method. hint: its Python type. default: None also if it has no default. Others: as in `setting`."""
 
     name: str
     hint: Any
@@ -52,7 +51,7 @@ class Setting:
 
     @property
     def type(self) -> str:
-        """The type in a user's words, such as "float|adaptive|none". Python objects are left out: no text means one."""
+        """The type for users, such as "float|adaptive|none", without Python objects, which no text can express."""
         names = {int: ["int"], float: ["float"], str: ["text"], bool: ["true", "false"], NoneType: ["none"]}
         words: list[str] = []
         for member in self.members:
@@ -64,15 +63,15 @@ class Setting:
         return "|".join(words)
 
     def parse(self, text: str) -> Any:
-        """The value that a text means: `none`, `0.4`, `adaptive`; lists as `3,6` or `[3,6]`. ValueError names the type."""
+        """The value of a text: `none`, `0.4`, `adaptive`; lists as `3,6` or `[3,6]`. ValueError names the type."""
         return parse_value(self.name, self.type, text)
 
     def check(self, value: Any) -> None:
-        """ValueError for a value that the setting cannot have. What texts, lists, objects and values of mixed types (`int |
-        float`) may be is for the method to say."""
+        """ValueError for an invalid value. Methods check texts, lists, objects and mixed types (`int | float`) themselves."""
         choices = [choice for member in self.members if get_origin(member) is Literal for choice in get_args(member)]
         kinds = [member for member in self.members if get_origin(member) is not Literal and member is not NoneType]
-        if (value is None and NoneType in self.members) or any(type(value) is type(one) and value == one for one in choices):
+        is_choice = any(type(value) is type(choice) and value == choice for choice in choices)
+        if is_choice or (value is None and NoneType in self.members):
             return
         fits, words, (low, high) = False, [], self.within
         if kinds == [int] and not choices:
@@ -92,17 +91,17 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """The settings of a method's class by name: those that have a place of their own, then those that are only named."""
+    """The settings of a method's class by name: positional ones first, then keyword-only ones."""
     hints = get_type_hints(kind)
-    found = {}
+    settings = {}
     for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True):
         default = None if field.default is dataclasses.MISSING else field.default
-        found[field.name] = Setting(field.name, hints[field.name], default, **field.metadata.get("skipstone", {}))
-    return found
+        settings[field.name] = Setting(field.name, hints[field.name], default, **field.metadata.get("skipstone", {}))
+    return settings
 
 
 def parse_value(name: str, types: str, text: str) -> Any:
-    """The value that a text means for a setting of these types, written as in `Setting.type`. ValueError names them."""
+    """The value of a text for a setting. types: as in `Setting.type`. ValueError names them."""
     for word in sorted(types.split("|"), key=lambda word: word != "none"):
         try:
             return _value(word, text)
@@ -112,7 +111,7 @@ def parse_value(name: str, types: str, text: str) -> Any:
 
 
 def spell_value(value: Any) -> str:
-    """A value as it stands in a spelled text, strings with spaces in quotes."""
+    """A value in the text of a method; strings with spaces are quoted."""
     if isinstance(value, str):
         return shlex.quote(value) if set(value) & set(" \t\n'\"") else value
     return "none" if value is None else json.dumps(value, separators=(",", ":"))
@@ -124,14 +123,14 @@ def _is_list(member: Any) -> bool:
 
 
 def _value(word: str, text: str) -> Any:
-    """A text as a value of one type. ValueError or KeyError where it is none."""
+    """A text as a value of one type. ValueError or KeyError if it is not of this type."""
     if word in ("true", "false"):
         return _BOOLEANS[text.lower()]
     if word == "none":
         return {"none": None, "null": None}[text.lower()]
     if word == LAYERS:
-        return json.loads(text) if text.startswith("[") else [int(one) for one in text.split(",")]
-    if word in ("text", METHODS):  # names of methods are checked where they are known
+        return json.loads(text) if text.startswith("[") else [int(number) for number in text.split(",")]
+    if word in ("text", METHODS):  # `methods.resolve` checks names of methods
         return text
     if word in ("int", "float"):
         return int(text) if word == "int" else float(text)
@@ -143,8 +142,7 @@ TRAINED_EXITS = "trained_exit_layers"
 
 
 def check_exit_layer(value: Any, model: "ModelRunner") -> None:
-    """ValueError unless an exit layer E is an int in [1, L-1]; a warning where the model's training says that it covered others
-    only."""
+    """ValueError unless an exit layer E is an int in [1, L-1]. A warning if the model was trained for other exits only."""
     layer_in_range("exit_layer", value, model)
     trained = getattr(model.config, TRAINED_EXITS, None)
     if trained and value not in trained:
@@ -168,7 +166,7 @@ def layer_in_range(name: str, value: Any, model: "ModelRunner") -> None:
 
 
 def layer_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Layers as a tuple: YAML and JSON have lists. ValueError for what are no whole numbers."""
+    """Layer numbers (a number, a list or a tuple) as a tuple. ValueError unless all are whole numbers."""
     layers = [value] if type(value) is int else value
     if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{name} must be layer numbers, found {value!r}")

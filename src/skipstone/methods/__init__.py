@@ -1,7 +1,7 @@
-"""All decoding methods, written out, and how one is named.
+"""All decoding methods, and how to name one.
 
-A method is said in one way everywhere: as text, `layerskip exit_layer=4 confidence_threshold=none`, or as a JSON object,
-`{"method": "layerskip", "exit_layer": 4}`. Python code may also give the mapping or the Method itself.
+A method is given as text, `layerskip exit_layer=4 confidence_threshold=none`, or as a JSON object,
+`{"method": "layerskip", "exit_layer": 4}`. Python code may also pass a mapping or a Method.
 """
 
 from collections.abc import Mapping
@@ -46,39 +46,38 @@ METHODS: dict[str, type[Method]] = {
 }
 
 MethodLike = Method | str | Mapping[str, Any] | None
-"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own, which is
-`auto` where it names none."""
+"""Ways to give a method: a Method, its text, a mapping with the key "method", or None for the model's default, else `auto`."""
 
 
 def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None) -> Method:
-    """The method that is meant, as an object.
+    """The Method for a text, a mapping or None. ValueError for unknown methods and settings.
 
-    defaults: a model's own method, as text or a mapping (`generation_config.skipstone`). It is the method where none is named,
-    and it fills in the settings that are left open where the same method is named. A Method object leaves open only the fields
-    in `by_model`. Where neither names one it is `auto`. ValueError for unknown methods and settings.
+    defaults: a model's own method, as text or a mapping (`generation_config.skipstone`). It is used if no method is named, and
+    if the same method is named it fills in missing settings (of a Method object only the fields in `by_model`). Without both
+    the method is `auto`.
     """
-    return _guarded(_made(method, defaults))
+    return _apply_guard(_make_method(method, defaults))
 
 
-def _made(method: MethodLike, defaults: str | Mapping[str, Any] | None) -> Method:
-    """As in `resolve`, a guard left to be looked at."""
+def _make_method(method: MethodLike, defaults: str | Mapping[str, Any] | None) -> Method:
+    """As in `resolve`, before the guard."""
     if isinstance(method, Auto) and defaults and method.candidates is None and method.own is None:
-        return replace(method, own=_several([defaults]))
+        return replace(method, own=_make_methods([defaults]))
     if isinstance(method, Method):
         return method.completed(defaults)
-    own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
-    kind, given = (own, {}) if method is None else _read(method, "method", own)
+    default_kind, default_settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
+    kind, given = (default_kind, {}) if method is None else _read(method, "method", default_kind)
     kind = kind or Auto
-    wanted = kind.renamed(settings if kind is own else {}, given)
-    if "own" in kind.of_methods and defaults and own is not kind:
-        wanted.setdefault("own", [defaults])
-    for name in set(kind.of_methods) & set(wanted):
-        wanted[name] = _several(wanted[name])
-    return kind(**wanted)
+    settings = kind.renamed(default_settings if kind is default_kind else {}, given)
+    if "own" in kind.of_methods and defaults and default_kind is not kind:
+        settings.setdefault("own", [defaults])
+    for name in set(kind.of_methods) & set(settings):
+        settings[name] = _make_methods(settings[name])
+    return kind(**settings)
 
 
-def _guarded(method: Method) -> Method:
-    """A method under the controller, where its guard asks for it."""
+def _apply_guard(method: Method) -> Method:
+    """`auto` with this method alone if its guard is set, else the method."""
     if not isinstance(method, DraftingMethod) or method.guard is False:
         return method
     if method.guard is not True:
@@ -86,18 +85,18 @@ def _guarded(method: Method) -> Method:
     return Auto(candidates=(method.unguarded,))
 
 
-def _several(given: Any) -> tuple[Method, ...] | None:
-    """The methods that a text with semicolons, or a list, names."""
+def _make_methods(given: Any) -> tuple[Method, ...] | None:
+    """The methods in a list or in a text with semicolons, without guards."""
     if given is None:
         return None
-    found = [_made(one, None) for one in (given.split(";") if isinstance(given, str) else given)]
-    return tuple(one.unguarded if isinstance(one, DraftingMethod) else one for one in found)
+    methods = [_make_method(item, None) for item in (given.split(";") if isinstance(given, str) else given)]
+    return tuple(method.unguarded if isinstance(method, DraftingMethod) else method for method in methods)
 
 
 def parse(
     text: str, kinds: Mapping[str, type] = METHODS, own: type | None = None, labels: tuple[str, ...] = (), several: bool = False
 ) -> dict[str, Any]:
-    """As `method_text.parse`, by the classes of methods."""
+    """As `method_text.parse`, with classes of methods."""
     name: Any = None if own is None else getattr(own, "name")  # noqa: B009  # any class that `kinds` may hold
     return method_text.parse(text, _known(kinds), name, labels, several)
 
@@ -108,36 +107,35 @@ def _known(kinds: Mapping[str, type]) -> dict[str, MethodNames]:
 
 @cache
 def names_of(kind: Any) -> MethodNames:
-    """What the text of a method may say, from its class."""
+    """The names in the text of a method, from its class."""
     types = {setting.name: setting.type for setting in settings_of(kind).values()}
     return MethodNames(types, getattr(kind, "aliases", {}))
 
 
 def spell(method: Method) -> str:
-    """The text that `resolve` reads as this method."""
+    """The text of a method, which `resolve` reads."""
     return method.spelled
 
 
 def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:
-    """The class of a name. ValueError names those that exist. place: where the name was found, for errors."""
+    """The class of a method by name. ValueError lists the methods. place: where the name was given, for messages."""
     return kinds[method_text.expect_method(name, _known(kinds), place)]
 
 
 def find_setting(kind: Any, key: str) -> Setting:
-    """A setting by its own name or an alias. ValueError says which there are, and which methods have this one."""
+    """A setting by its name or an alias. Errors as in `method_text.expect_setting`."""
     known = _known({**METHODS, kind.name: kind})
     return settings_of(kind)[method_text.expect_setting(kind.name, key, known)]
 
 
 def stored_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that a file holds by their present names, without a warning; those of a peer as they are."""
+    """Settings from a file by their present names, without warnings. Those of unknown methods stay unchanged."""
     kind = METHODS.get(method)
     return dict(settings) if kind is None else kind.renamed(settings)
 
 
 def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type[Method], dict[str, Any]]:
-    """The class and the settings, as they were named, that a text or a mapping stands for. own: the class where no method is
-    named."""
+    """(class, settings with their given names) of a text or a mapping. own: the class if no method is named."""
     if not isinstance(given, (str, Mapping)):
         raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {given!r}")
     settings = dict(parse(given, own=own) if isinstance(given, str) else given)

@@ -1,4 +1,4 @@
-"""Plain decoding, one token per pass: the baseline of every measurement and the oracle of every test."""
+"""Plain decoding, one token per pass: the baseline of all measurements and the reference of all tests."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from skipstone.engines.model_runner import ModelRunner
 
 @dataclass(frozen=True)
 class Autoregressive(Method):
-    """A method whose draft is always empty."""
+    """Plain decoding: drafts nothing."""
 
     name: ClassVar[str] = "autoregressive"
 

@@ -1,7 +1,7 @@
-"""Early exit without correction: the model's output is g(x_E). Lossy; it exists to be measured.
+"""Early exit without correction: the output is g(x_E). It is lossy and exists for measurements.
 
 LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding (Elhoushi et al., ACL 2024, arXiv 2404.16710),
-section 4.2, Tables 1-6 and 11. Its oracle is the model cut down to its first E layers.
+section 4.2, Tables 1-6 and 11. Its reference is the model with only its first E layers.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,11 @@
 """Accelerating Transformer Inference for Translation via Parallel Decoding
 (Santilli et al., ACL 2023, arXiv 2305.10427), section 3.1: Jacobi decoding, in blocks.
 
-A block of guesses stands behind the text. Every pass computes the target's token at all places at once. Guesses that agree with
-the target from the first on are the text; the target's tokens at the later places are the next block of guesses.
+A block of guesses follows the text. Every pass computes the target's token at all places. The first guesses that agree with the
+target are committed. The target's tokens at later places are the next guesses.
 
-The guesses are a chain draft and `match` commits them, so sampled texts are exact as well. Our reading: new guesses are the
-target's likeliest tokens at every temperature; where none is left, and at first, they are tokens of the prompt, drawn by the
-row's seed.
+The guesses are a chain, and `match` verifies it, so sampled texts are exact, too. Our reading: new guesses are the target's
+likeliest tokens at every temperature. The first guesses, and missing ones, are random tokens of the prompt.
 """
 
 from dataclasses import dataclass
@@ -42,21 +41,21 @@ class Jacobi(DraftingMethod):
 
 
 class JacobiDrafter(Drafter):
-    """guesses: [B, block] int64, of what follows the last committed token. They never leave the device."""
+    """Refines a block of guesses. guesses: [B, block] int64, after the last committed token. They stay on the device."""
 
     def __init__(self, method: Jacobi, model: ModelRunner, rows: int) -> None:
         self.block, self.device = method.num_speculative_tokens, model.device
         self.first_guesses = [[0] * self.block for _ in range(rows)]
         self.guesses = on_device(self.first_guesses, model.device)
-        self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest after the root and after every guess
+        self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest tokens after the root and every guess
 
     def add_request(self, row: int, request: Request) -> None:
         self.first_guesses[row] = tokens_of_prompt(request, self.block)
-        fresh = on_device([one == row for one in range(self.view.rows)], self.device, torch.bool)[:, None]  # [B, 1]
-        self.guesses = torch.where(fresh, on_device(self.first_guesses, self.device), self.guesses)
+        is_new = on_device([number == row for number in range(self.view.rows)], self.device, torch.bool)[:, None]  # [B, 1]
+        self.guesses = torch.where(is_new, on_device(self.first_guesses, self.device), self.guesses)
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """The block, as far as there is room."""
+        """The block of guesses, cut at the limits."""
         view = self.view
         max_drafts = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limits, view.alive, strict=True)]
         width, forward = max(max_drafts), view.start_forward(max_drafts)
@@ -68,15 +67,15 @@ class JacobiDrafter(Drafter):
         return Draft(tokens, valid, forward)
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
-        self._target_tokens = scores.best.clamp_min(0)  # any token where there is none
+        self._target_tokens = scores.best.clamp_min(0)  # NO_TOKEN becomes an arbitrary token
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         if draft is None or self._target_tokens is None:
             return
-        if not draft.width:  # a plain step: the block is one token nearer
+        if not draft.width:  # a plain step moves the block by one token
             self.guesses = torch.cat([self.guesses[:, 1:], self.guesses[:, :1]], 1)
             return
-        # the target's tokens at the places behind the committed ones; where there are none, tokens of the prompt
+        # the target's tokens after the committed ones, then tokens of the prompt
         targets, device = self._target_tokens, self.device
         begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]  # [B, 1]
         end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]

@@ -1,13 +1,12 @@
 """LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding
 (Elhoushi et al., ACL 2024, arXiv 2404.16710), section 4.3 and appendix A.4.
 
-Draft with the first E layers and the shared LM head, verify with the remaining ones. Keys, values and exit hidden states of
-the draft are the verification's own (the paper's KVQ cache): the same weights saw the same inputs.
+The first E layers draft with the shared LM head; the remaining layers verify. Verification reuses the keys, values and exit
+states of drafting (the paper's KVQ cache), because the same weights computed them from the same inputs.
 
-Deviations: the last drafted token runs through the first E layers too, so that n drafts leave n+1 exit states and full
-acceptance is no special case; drafting may stop early on the confidence of the newest draft (`confidence_threshold`, ours,
-off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts may be picked from a part of the vocabulary
-(`draft_vocabulary`, off by default).
+Deviations: the last drafted token runs through the first E layers, too, so that n drafts leave n+1 exit states and full
+acceptance is no special case. Drafting may stop at low confidence (`confidence_threshold`, ours, off by default; "adaptive" is
+Draft & Verify's rule, arXiv 2309.08168) and may use a part of the vocabulary (`draft_vocabulary`, off by default).
 """
 
 from collections.abc import Sequence
@@ -43,8 +42,8 @@ class LayerSkip(ShortlistMethod):
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's early exits are not trained."
 
-    exit_layer: int | None = setting(None, "E, layers that draft, 1 <= E < L.")
-    num_speculative_tokens: int = setting(6, "d, most drafts a step.")
+    exit_layer: int | None = setting(None, "E, number of layers that draft, 1 <= E < L.")
+    num_speculative_tokens: int = setting(6, "d, maximum drafts a step.")
     confidence_threshold: Threshold = setting(
         None, "stop drafting after a token whose probability is below it; None never stops early.", within=(0, 1)
     )
@@ -64,7 +63,7 @@ class LayerSkip(ShortlistMethod):
         return LayerSkipDrafter(self, model, rows)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains. `auto` decides their length."""
+        """One candidate. It drafts chains, and `auto` decides their length."""
         assert self.exit_layer is not None
         chain = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None, reuse_cache=True)
         chain = replace(chain, rejection_sample_method="coupled")
@@ -73,9 +72,9 @@ class LayerSkip(ShortlistMethod):
 
 
 class LayerSkipDrafter(ChainDrafter):
-    """Drafts at depth E; the scoring pass runs layers[E:] on the n+1 exit states that drafting left behind."""
+    """Drafts at depth E. The scoring pass runs layers[E:] on the n+1 exit states of drafting."""
 
-    looks = False  # to draft on for rows that have stopped costs only E layers
+    looks = False  # drafting for stopped rows is cheap: it runs only E layers
 
     def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
         max_drafts, threshold = method.num_speculative_tokens, method.confidence_threshold
@@ -96,12 +95,12 @@ class LayerSkipDrafter(ChainDrafter):
         return forward.exit_logits(self.exit_layer)
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
-        """Self-verification (section 4.3.2) goes on from the exit states, or without cache reuse from layer 0."""
+        """Self-verification (section 4.3.2) continues from the exit states, or from layer 0 without cache reuse."""
         if not self.reuse_cache:
             forward.restart()
         return chain.draft(forward, exit_layer=self.exit_layer)
 
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """One pass of the first E layers over the tokens."""
+        """Run the tokens through the first E layers in one pass."""
         states = replay_hidden_states(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
         return self.model.logits(states, self.shortlist)[0]

@@ -1,14 +1,14 @@
 """Break the Sequential Dependency of LLM Inference Using Lookahead Decoding
 (Fu, Bailis, Stoica & Zhang, ICML 2024, arXiv 2402.02057), section 3 and Algorithm 2.
 
-Every pass does two things at once, under one mask. The lookahead branch refines W guesses of what follows, as Jacobi decoding
-does, and keeps the last N - 1 versions of each: read downwards, W n-grams of N tokens that the model itself wrote. The
-verification branch tries n-grams that begin with the last committed token. Both are one tree: the window's first row is a
-chain behind the last token, each later row hangs below the one before it, the tried n-grams are merged into a trie.
+Every pass has two branches under one mask. The lookahead branch refines W guesses, as in Jacobi decoding, and keeps the last
+N - 1 versions of each. With the new version, each of the W columns is an n-gram of N tokens by the model itself. The
+verification branch drafts n-grams that begin with the last committed token. Both are one tree: the window's first row is a
+chain after the last token, each later row consists of children of the row before it, and the n-grams form a trie.
 
-The trie is verified by `match`, so sampled texts are exact too; nodes of the window are never accepted (`candidate`). The
-window moves by the target's likeliest tokens at every temperature. N-grams of the prompt are in the pool from the start.
-Deviation: all rows of the window have W tokens (the released code shortens the first one by one).
+`match` verifies the trie, so sampled texts are exact, too. Nodes of the window are never accepted (`candidate`). The window
+moves by the target's likeliest tokens at every temperature. The pool starts with the n-grams of the prompt. Deviation: all rows
+of the window have W tokens (in the released code the first has one fewer).
 """
 
 from collections import OrderedDict
@@ -36,32 +36,32 @@ class Lookahead(DraftingMethod):
     positional: ClassVar[str] = "verifies trees"
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
-    window: int = setting(7, "W, guesses a pass refines.")
+    window: int = setting(7, "W, guesses that a pass refines.")
     ngram: int = setting(5, "N, tokens of an n-gram.", min_value=2)
-    guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
+    guesses: int = setting(7, "G, stored and drafted n-grams for each first token.")
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return LookaheadDrafter(self, rows)
 
 
 class NgramPool:
-    """N-grams by their first token, the `max_ngrams` (G) latest of each."""
+    """The latest `max_ngrams` (G) n-grams for each first token."""
 
     def __init__(self, max_ngrams: int) -> None:
         self.max_ngrams = max_ngrams
-        self._kept: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+        self._ngrams: dict[int, OrderedDict[tuple[int, ...], None]] = {}
 
     def add(self, gram: tuple[int, ...]) -> None:
-        """Keep an n-gram, the newest of its first token."""
-        kept = self._kept.setdefault(gram[0], OrderedDict())
-        kept[gram[1:]] = None
-        kept.move_to_end(gram[1:])
-        if len(kept) > self.max_ngrams:
-            kept.popitem(last=False)
+        """Add an n-gram as the newest of its first token."""
+        ngrams = self._ngrams.setdefault(gram[0], OrderedDict())
+        ngrams[gram[1:]] = None
+        ngrams.move_to_end(gram[1:])
+        if len(ngrams) > self.max_ngrams:
+            ngrams.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow a token, the newest first."""
-        return list(reversed(self._kept.get(token, ())))
+        """The n-grams of a first token without it, the newest first."""
+        return list(reversed(self._ngrams.get(token, ())))
 
 
 @dataclass
@@ -69,26 +69,26 @@ class LookaheadWindow:
     """The lookahead branch of a row.
 
     levels: up to N - 1 versions of the W guesses, the oldest first. bottom: number of the newest version's first node in this
-    step's tree; None where the window is not in it.
+    step's tree; None if the tree does not have the window.
     """
 
     levels: list[list[int]] = field(default_factory=list)
     bottom: int | None = None
 
     def add_to(self, draft: RowDraft) -> None:
-        """Add the window to a row's draft: the oldest version is a chain, every later guess hangs below the one before it."""
-        above: list[int] = []
+        """Add the window to a row's draft. The oldest version is a chain; later guesses are children of the version before."""
+        previous: list[int] = []
         for number, level in enumerate(self.levels):
             self.bottom = len(draft.tokens)
             nodes: list[int] = []
             for column, token in enumerate(level):
-                parent = above[column] if number else nodes[-1] if nodes else -1
+                parent = previous[column] if number else nodes[-1] if nodes else -1
                 nodes.append(draft.add(token, parent, candidate=False))
-            above = nodes
+            previous = nodes
 
-    def move(self, fresh: list[int], size: int, pool: NgramPool) -> None:
-        """Take over the next version of the guesses. A full window gives its n-grams to the pool and drops the oldest."""
-        self.levels.append(fresh)
+    def move(self, guesses: list[int], size: int, pool: NgramPool) -> None:
+        """Add a new version of the guesses. A full window adds its n-grams to the pool and drops its oldest version."""
+        self.levels.append(guesses)
         if len(self.levels) == size:
             for gram in zip(*self.levels, strict=True):
                 pool.add(gram)
@@ -96,7 +96,7 @@ class LookaheadWindow:
 
 
 class LookaheadDrafter(LookupDrafter):
-    """A window and a pool for every row."""
+    """Drafts with a window and an n-gram pool for every row."""
 
     def __init__(self, method: Lookahead, rows: int) -> None:
         self.ngram, self.width, self.guesses = method.ngram, method.window, method.guesses
@@ -106,9 +106,9 @@ class LookaheadDrafter(LookupDrafter):
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        words, pool = self.text[row], NgramPool(self.guesses)
-        for first in range(len(words) - self.ngram + 1):
-            pool.add(tuple(words[first : first + self.ngram]))
+        tokens, pool = self.text[row], NgramPool(self.guesses)
+        for first in range(len(tokens) - self.ngram + 1):
+            pool.add(tuple(tokens[first : first + self.ngram]))
         self.pools[row], self.windows[row] = pool, LookaheadWindow([tokens_of_prompt(request, self.width)])
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
@@ -117,7 +117,7 @@ class LookaheadDrafter(LookupDrafter):
         return self.as_draft(rows, tree=True, levels=self.ngram - 1)
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
-        """The n-grams that follow the last committed token, merged into a trie, and the window. allowed: most tokens a path."""
+        """The window and a trie of the n-grams of the last committed token. allowed: maximum number of tokens on a path."""
         draft, window = RowDraft(), self.windows[row]
         window.bottom = None
         if not self.view.alive[row] or not allowed:
@@ -133,7 +133,7 @@ class LookaheadDrafter(LookupDrafter):
         return draft
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor:
-        """[B, n + 1] int64: the target's likeliest token after the root and every node, any token where there is none."""
+        """[B, n + 1] int64: the target's likeliest tokens after the root and every node; arbitrary instead of NO_TOKEN."""
         return scores.best.clamp_min(0)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
@@ -142,5 +142,5 @@ class LookaheadDrafter(LookupDrafter):
             return
         for window, pool, verdict in zip(self.windows, self.pools, verdicts, strict=True):
             if window.bottom is not None and verdict.notes:
-                fresh = verdict.notes[1 + window.bottom : 1 + window.bottom + self.width]
-                window.move(fresh, self.ngram, pool)
+                guesses = verdict.notes[1 + window.bottom : 1 + window.bottom + self.width]
+                window.move(guesses, self.ngram, pool)

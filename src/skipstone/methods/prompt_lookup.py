@@ -1,10 +1,10 @@
 """Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding).
 
-The last tokens of the text stood somewhere in it before: what followed them there is the draft. No model drafts, so a draft
-costs its verification alone; it pays where answers repeat their prompts (editing, summaries, questions about a document).
+If the last tokens of the text have occurred before, the tokens that followed them there are the draft. A draft costs only its
+verification. This pays if answers repeat their prompts (editing, summaries, questions about a document).
 
-Deviations: of several places the latest, whose surroundings are likelier to be alike (`prefer="first"` takes the earliest, as
-transformers does); where what followed reaches the end of the text, it goes on with itself, so that a loop fills a draft.
+Deviations: of several places the latest counts, because its context is likelier to be similar (`prefer="first"` takes the
+earliest, as transformers does). A draft that reaches the end of the text repeats itself, so that a loop fills a draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 
 Place = Literal["recent", "first"]
 PREDICTION_NGRAMS = (4, 3, 2)
-"""Tokens by whose places in the prediction a text that has left it is found again."""
+"""Sizes of the n-grams that find a text's place in its prediction again."""
 AT_FIRST = 10
-"""Tokens that count as in agreement before the first one was written: who sends a prediction thinks that it is right."""
+"""Assumed number of matching tokens of a new prediction, because users expect a prediction to be right."""
 
 
 @dataclass(frozen=True)
 class PromptLookup(DraftingMethod):
-    """Prompt lookup: what followed the last n-gram earlier in the text is the draft."""
+    """Prompt lookup: drafts the tokens that followed the last n-gram earlier in the text."""
 
     name: ClassVar[str] = "prompt_lookup"
     aliases: ClassVar[dict[str, str]] = {
@@ -38,10 +38,10 @@ class PromptLookup(DraftingMethod):
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
 
-    prompt_lookup_max: int = setting(3, "longest n-gram that is looked for, before shorter ones.")
-    prompt_lookup_min: int = setting(1, "shortest.")
-    num_speculative_tokens: int = setting(10, "most drafts a step.")
-    prefer: Place = setting("recent", 'of several places the most "recent" one or the "first" (transformers\' way).')
+    prompt_lookup_max: int = setting(3, "longest n-gram to look up, before shorter ones.")
+    prompt_lookup_min: int = setting(1, "shortest n-gram to look up.")
+    num_speculative_tokens: int = setting(10, "maximum drafts a step.")
+    prefer: Place = setting("recent", 'of several places the most "recent" or the "first" (as in transformers).')
 
     def takes_predictions(self, model: ModelRunner) -> bool:
         return True
@@ -54,7 +54,7 @@ class PromptLookup(DraftingMethod):
             )
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """None: `auto` drafts like this by itself, without a model."""
+        """None, because `auto` drafts like this by itself."""
         return {}
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
@@ -62,9 +62,9 @@ class PromptLookup(DraftingMethod):
 
 
 class NgramIndex:
-    """Where every n-gram of a growing text was last (or first) followed by something. Each new token is constant work.
+    """Index of the latest (or first) place of every n-gram in a growing text. A new token takes constant time.
 
-    sizes: tokens of the n-grams, ascending.
+    sizes: numbers of tokens of the n-grams, ascending.
     """
 
     def __init__(self, sizes: Sequence[int], prefer: Place) -> None:
@@ -74,7 +74,7 @@ class NgramIndex:
         self._place_after: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token that followed it
 
     def extend(self, tokens: list[int]) -> None:
-        """More of the text."""
+        """Append tokens to the text."""
         for token in tokens:
             place = len(self.text)
             for size in self.sizes:
@@ -86,38 +86,38 @@ class NgramIndex:
             self.text.append(token)
 
     def find(self, max_tokens: int) -> tuple[int, list[int]]:
-        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `max_tokens` tokens that
-        followed it); (0, []) for none."""
+        """(size, up to `max_tokens` tokens that followed it) of the longest n-gram that ends the text and occurred before, or
+        (0, [])."""
         text = self.text
         for size in reversed(self.sizes):
             if size <= len(text) and (place := self._place_after.get(tuple(text[-size:]))) is not None:
-                followed = text[place : place + max_tokens]
-                while not self.prefer_first and len(followed) < max_tokens:
-                    followed += followed[: max_tokens - len(followed)]
-                return size, followed
+                continuation = text[place : place + max_tokens]
+                while not self.prefer_first and len(continuation) < max_tokens:
+                    continuation += continuation[: max_tokens - len(continuation)]
+                return size, continuation
         return 0, []
 
 
 class PredictedText:
-    """Drafts from a predicted text: finds the place in it that matches the latest tokens, and proposes what follows.
+    """Drafts from a predicted text: finds the place that matches the latest tokens and proposes the tokens after it.
 
-    tokens: of the prediction. run: tokens in a row in which it agrees with what was written last, 0 where it does not.
-    accepted: tokens of it that were drafted and accepted.
+    tokens: of the prediction. run: number of latest tokens that match it, 0 if it has no matching place. accepted: number of
+    its tokens that were drafted and accepted.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self.run = AT_FIRST if self.tokens else 0
         self.accepted = 0
-        self._place = 0  # of the token that is thought to come next
-        self._latest: list[int] = []  # tokens of the text
-        self._behind: dict[tuple[int, ...], list[int]] = {}  # n-gram -> places behind it, ascending
+        self._place = 0  # of the expected next token
+        self._latest: list[int] = []  # the last tokens of the text
+        self._places_after: dict[tuple[int, ...], list[int]] = {}  # n-gram -> places after it, ascending
         for size in PREDICTION_NGRAMS:
             for place in range(size, len(self.tokens)):
-                self._behind.setdefault(tuple(self.tokens[place - size : place]), []).append(place)
+                self._places_after.setdefault(tuple(self.tokens[place - size : place]), []).append(place)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """More of the text was written."""
+        """Follow new tokens of the text."""
         if not self.tokens:
             return
         for token in tokens:
@@ -128,28 +128,29 @@ class PredictedText:
                 self._find()
 
     def _find(self) -> None:
-        """The text has left the prediction: the next place further on that has these tokens before it, or else the last one."""
+        """Find the place again after a mismatch: the next later one after the same n-gram, else the last one."""
         for size in PREDICTION_NGRAMS:
-            if places := self._behind.get(tuple(self._latest[-size:])):
+            if places := self._places_after.get(tuple(self._latest[-size:])):
                 self._place, self.run = next((place for place in places if place > self._place), places[-1]), size
                 return
         self.run = 0
 
     def next(self, max_tokens: int) -> list[int]:
-        """Up to `max_tokens` tokens that are thought to come; none where the text has left the prediction."""
+        """Up to `max_tokens` expected tokens; none if the text does not match the prediction."""
         return self.tokens[self._place : self._place + max_tokens] if self.run else []
 
 
 class IndexedDrafter(LookupDrafter):
-    """Looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
-    with that, and in itself. new_index: makes the index of a row. looks_up: False where nothing is looked for."""
+    """Looks up continuations of every row's text in its prediction, while that matches, and in the text itself.
+
+    new_index: creates the index of a row. looks_up: False to look up nothing."""
 
     def __init__(self, rows: int, new_index: Callable[[], NgramIndex], *, looks_up: bool = True) -> None:
         super().__init__(rows)
         self._new_index, self.looks_up = new_index, looks_up
         self.index = [new_index() for _ in range(rows)]
         self.predictions = [PredictedText() for _ in range(rows)]
-        self.from_prediction = [False] * rows  # whether what was found last is out of the prediction
+        self.from_prediction = [False] * rows  # whether the latest continuation is from the prediction
 
     @property
     def takes_predictions(self) -> bool:
@@ -166,8 +167,7 @@ class IndexedDrafter(LookupDrafter):
             self.index[row].extend(self.text[row])
 
     def look_for(self, row: int, max_tokens: int) -> tuple[int, list[int]]:
-        """Up to `max_tokens` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns
-        as `NgramIndex.find`."""
+        """Up to `max_tokens` tokens of a continuation, cut before an end-of-sequence token. Returns as `NgramIndex.find`."""
         prediction, ends = self.predictions[row], self.view.sampler.eos[row]
         size, tokens = prediction.run, prediction.next(max_tokens)
         self.from_prediction[row] = bool(tokens)
@@ -178,7 +178,7 @@ class IndexedDrafter(LookupDrafter):
         return (size, tokens) if tokens else (0, [])
 
     def went_on(self, row: int, verdict: RowVerdict, *, drafted: bool) -> None:
-        """A row's text has gone on. drafted: whether by what was found last."""
+        """Follow a row's committed tokens. drafted: whether the latest continuation was the draft."""
         prediction = self.predictions[row]
         if drafted and self.from_prediction[row]:
             prediction.accepted += len(verdict.path)
@@ -186,7 +186,7 @@ class IndexedDrafter(LookupDrafter):
 
 
 class PromptLookupDrafter(IndexedDrafter):
-    """Chains out of the row's own text, or of its prediction."""
+    """Drafts chains from the row's own text or from its prediction."""
 
     def __init__(self, method: PromptLookup, rows: int) -> None:
         sizes = range(method.prompt_lookup_min, method.prompt_lookup_max + 1)
@@ -194,7 +194,7 @@ class PromptLookupDrafter(IndexedDrafter):
         self.method = method
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        """The best match of every row."""
+        """The continuation of the best match in every row."""
         return self.as_draft([self._row_draft(row, allowed) for row, allowed in enumerate(limits)])
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:

@@ -1,12 +1,12 @@
 """Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding
 (Zhang et al., ACL 2024, arXiv 2309.08168), sections 3.1 to 3.3.
 
-Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass.
-`skipstone search` finds such a set beforehand.
+The target drafts without a fixed set of its sublayers until confidence is low, and verifies the chain in one pass.
+`skipstone search` finds such a set in advance.
 
-Deviations: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
-takes a greedy draft for a drawn one). With `draft_quantize` the layers that are left draft in fewer bits, over the target's
-keys and values; all layers are left then if no set is given, and nothing has to be searched for.
+Deviations: drafts are coupled to the target's noise, and `match` verifies them at every temperature (the released code treats a
+greedy draft as drawn). With `draft_quantize` the remaining layers draft in fewer bits, over the target's keys and values. Then
+the set may be empty, and no search is needed.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from skipstone.policy.draft_length import MAX_DRAFTS
 
 @dataclass(frozen=True)
 class SelfSpeculative(ShortlistMethod):
-    """Draft & Verify: the target without a fixed set of its sublayers, or in fewer bits, drafts."""
+    """Draft & Verify: the target drafts without a fixed set of sublayers, or in fewer bits."""
 
     name: ClassVar[str] = "self_speculative"
     positional: ClassVar[str] = "leaves sublayers out"
@@ -39,11 +39,11 @@ class SelfSpeculative(ShortlistMethod):
     )
 
     skip_attention: tuple[int, ...] = setting(
-        (), "layers, counted from 0, neither the first nor the last, whose attention drafting leaves out."
+        (), "layers without attention in drafting, counted from 0; not the first or the last."
     )
     skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
-    profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, that says so instead.")
-    num_speculative_tokens: int = setting(12, "most drafts a step.")
+    profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of the two.")
+    num_speculative_tokens: int = setting(12, "maximum drafts a step.")
     confidence_threshold: Threshold = setting(
         "adaptive",
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
@@ -52,8 +52,7 @@ class SelfSpeculative(ShortlistMethod):
     draft_vocabulary: int | str | None = vocabulary_setting()
     draft_quantize: str | None = setting(
         None,
-        "int8 or int4: drafting reads a copy of the weights that the native engine has quantised, of all layers where no set "
-        "is given.",
+        "int8 or int4: drafts with a copy of the weights that the native engine quantises; without a set, of all layers.",
         kw_only=True,
     )
 
@@ -69,7 +68,7 @@ class SelfSpeculative(ShortlistMethod):
         self.drafting_model(model)
 
     def skip_set(self, model: ModelRunner) -> SkipSet:
-        """The layer set, empty where all layers draft. ValueError where none is given, or two."""
+        """The layer set, empty if all layers draft. ValueError if none or two are given."""
         given = SkipSet(frozenset(self.skip_attention), frozenset(self.skip_mlp))
         if self.profile is not None:
             if given.attention or given.mlp:
@@ -83,7 +82,7 @@ class SelfSpeculative(ShortlistMethod):
         return given
 
     def drafting_model(self, model: ModelRunner) -> ModelRunner | None:
-        """The target as it drafts, quantised; None for the target itself. ValueError where no engine has it so."""
+        """The quantised target that drafts; None for the target itself. ValueError if the engine cannot quantise it."""
         if self.draft_quantize is None:
             return None
         check_draft_quantize(self.draft_quantize)
@@ -101,16 +100,16 @@ class SelfSpeculative(ShortlistMethod):
         return model.in_fewer_bits(self.draft_quantize)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
-        """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
-        found = SkippingDrafter(model, rows, max_drafts=self.num_speculative_tokens, threshold=self.confidence_threshold)
-        found.skip, found.shortlist = self.skip_set(model), self.shortlist(model)
-        found.drafting_model = self.drafting_model(model)
-        return found
+        """A drafter of chains with one layer set (stage 1 of section 3.1)."""
+        drafter = SkippingDrafter(model, rows, max_drafts=self.num_speculative_tokens, threshold=self.confidence_threshold)
+        drafter.skip, drafter.shortlist = self.skip_set(model), self.shortlist(model)
+        drafter.drafting_model = self.drafting_model(model)
+        return drafter
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains. `auto` decides their length."""
+        """One candidate. It drafts chains, and `auto` decides their length."""
         chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None), self.skip_set(model)
         skipped, name = [sorted(skip.attention), sorted(skip.mlp)], "self_speculative"
         drafter, layers = chain.create_drafter(model, rows, capacity), model.depth - sum(map(len, skipped)) / 2
-        made = of_layers(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
-        return {name if self.draft_quantize is None else f"{name}, {self.draft_quantize}": made}
+        candidate = of_layers(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
+        return {name if self.draft_quantize is None else f"{name}, {self.draft_quantize}": candidate}

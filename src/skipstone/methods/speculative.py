@@ -1,12 +1,12 @@
 """Fast Inference from Transformers via Speculative Decoding
 (Leviathan, Kalman & Matias, ICML 2023, arXiv 2211.17192), Algorithm 1.
 
-A smaller model with the same vocabulary drafts token by token; the target scores the whole draft in one pass and keeps what its
-own distribution bears (`decoding/verify.py`). The draft model keeps its own keys and values at the same positions.
+A smaller model with the same vocabulary drafts token by token. The target scores the whole draft in one pass and verifies it
+(`decoding/verify.py`). The draft model has its own keys and values at the same positions.
 
-`schedule="constant"` with five tokens is AdaSD's baseline "Vanilla"; "heuristic" is transformers' schedule (two more after a
-draft that was accepted whole, one fewer after any other); "confidence" stops after a token that the draft model is unsure of,
-as transformers' assisted generation does.
+`schedule="constant"` with five tokens is AdaSD's baseline "Vanilla". "heuristic" is transformers' schedule: two more tokens
+after a fully accepted draft, one fewer after others. "confidence" stops after a token with low confidence, as transformers'
+assisted generation does.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 Schedule = Literal["constant", "heuristic", "confidence"]
-MORE = 2  # draft tokens that the heuristic schedule adds after a draft that was accepted whole
-FEWER = 1  # draft tokens that it takes away after any other
+MORE = 2  # heuristic schedule: additional draft tokens after a fully accepted draft
+FEWER = 1  # heuristic schedule: fewer draft tokens after any other draft
 CONFIDENCE_THRESHOLD = 0.4  # transformers' `assistant_confidence_threshold`
 
 
@@ -39,12 +39,10 @@ class Speculative(DraftModelMethod):
         "assistant_confidence_threshold": "confidence_threshold",
     }
 
-    num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, of the first.")
+    num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, drafts of the first step.")
     schedule: Schedule = setting("constant", "constant, heuristic or confidence.")
     confidence_threshold: Threshold = setting(
-        None,
-        "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given.",
-        within=(0, 1),
+        None, "for the confidence schedule: stop after a draft whose probability is below it; none: 0.4.", within=(0, 1)
     )
 
     def check(self, model: ModelRunner) -> None:
@@ -56,7 +54,7 @@ class Speculative(DraftModelMethod):
         return SpeculativeDrafter(self, model, self.draft_model_for(model), rows, capacity)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
-        """Chains. `auto` decides their length."""
+        """One candidate. It drafts chains, and `auto` decides their length."""
         draft_model, coupled = self.draft_model_for(model), replace(self, rejection_sample_method="coupled")
         drafter = DraftModelDrafter(coupled, model, draft_model, rows, capacity, MAX_DRAFTS, None)
         ratio = size_ratio(draft_model, model)
@@ -64,14 +62,14 @@ class Speculative(DraftModelMethod):
 
 
 class SpeculativeDrafter(DraftModelDrafter):
-    """Chains of the draft model (lines 1 to 5), as long as the schedule says."""
+    """Drafts chains with the draft model (lines 1 to 5). The schedule decides their length."""
 
     def __init__(self, method: Speculative, model: ModelRunner, draft_model: DraftModel, rows: int, capacity: int) -> None:
         threshold = None
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
         super().__init__(method, model, draft_model, rows, capacity, method.num_speculative_tokens, threshold)
-        self.method, self.looks = method, threshold is not None  # without one only an end of the text stops a row
+        self.method, self.looks = method, threshold is not None  # without a threshold only the end of a text stops a row
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
@@ -82,7 +80,5 @@ class SpeculativeDrafter(DraftModelDrafter):
         if self.method.schedule == "heuristic":
             for row, verdict in enumerate(verdicts):
                 if verdict.draft_steps:
-                    accepted_whole = len(verdict.path) == verdict.drafted
-                    self.max_drafts[row] = (
-                        self.max_drafts[row] + MORE if accepted_whole else max(1, self.max_drafts[row] - FEWER)
-                    )
+                    accepted_all = len(verdict.path) == verdict.drafted
+                    self.max_drafts[row] = max(1, self.max_drafts[row] + (MORE if accepted_all else -FEWER))

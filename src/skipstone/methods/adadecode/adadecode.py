@@ -52,14 +52,12 @@ class AdaDecode(ShortlistMethod):
         None, "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads"
     )
     confidence_threshold: float = setting(
-        0.75, "gamma, predict early where the most probable token has more than this.", within=(0, 1)
+        0.75, "gamma: predict early if the most probable token has a higher probability.", within=(0, 1)
     )
     num_speculative_tokens: int = setting(5, "early predictions a step.")
     exit_layers: tuple[int, ...] = setting((), "candidates among the heads' layers; empty for all.")
     verification: bool = setting(True, "False keeps every early prediction (Table 3; lossy).")
-    recheck: bool = setting(
-        False, "deeper heads look again at pending predictions; one that is sure of another token ends predicting."
-    )
+    recheck: bool = setting(False, "deeper heads test pending predictions again; a confident contradiction ends predicting.")
     rejection_sample_method: RejectionRule = setting(
         "standard",
         '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',

@@ -51,11 +51,11 @@ class AdaSD(DraftModelMethod):
     }
 
     num_speculative_tokens: int | None = setting(
-        None, f"most drafts a step; none: {MAX_WINDOW}, or {FIXED_WINDOW} without adaptive_length."
+        None, f"maximum drafts a step; none: {MAX_WINDOW}, or {FIXED_WINDOW} without adaptive_length."
     )
-    relaxed: bool = setting(True, "keep drafts whose distribution is near the target's (section 4.4; lossy).")
+    relaxed: bool = setting(True, "accept drafts with a distribution near the target's (section 4.4; lossy).")
     adaptive_length: bool = setting(True, "stop drafting at an uncertain token (section 4.3).")
-    variant: Variant | None = setting(None, "A, B or C of appendix B, of how near is near enough.")
+    variant: Variant | None = setting(None, "A, B or C: a definition of the verification threshold in appendix B.")
 
     @property
     def lossless(self) -> bool:
@@ -77,7 +77,7 @@ class AdaSD(DraftModelMethod):
 
     def check(self, model: ModelRunner) -> None:
         if self.variant is not None and not self.relaxed:
-            raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
+            raise ValueError("a variant defines the verification threshold: it goes with relaxed=True")
         super().check(model)
 
     def _key(self) -> "tuple[AdaSD, Any]":
