@@ -78,17 +78,13 @@ class Conversation:
         """Prepare the answer to a user's text. Nothing is remembered before `keep`. ContextFull if there is no room for one
         token; ValueError if the chat template refuses the messages."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt, positions = self._ids(messages), self.model.max_positions
-        room = positions - len(prompt)
+        prompt = token_ids(messages if self.has_template else plain_text(messages), self.tokenizer)
+        room = self.model.max_positions - len(prompt)
         if room < 1:
-            raise ContextFull(f"the context is full: it has {len(prompt)} tokens, and the model takes {positions}")
+            raise ContextFull(f"the context is full: it has {len(prompt)} tokens, and the model takes {len(prompt) + room}")
         options = {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
         request = build_request(self.model, prompt, self.tokenizer, seed, options)
         return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens)
-
-    def _ids(self, messages: list[Message]) -> list[int]:
-        """The tokens of a prompt."""
-        return token_ids(messages if self.has_template else plain_text(messages), self.tokenizer)
 
     def answer(self, asked: PendingAnswer) -> Generator[Step, None, None]:
         """Write an answer step by step. ValueError, at the call, if it cannot begin. If the generator is closed between two

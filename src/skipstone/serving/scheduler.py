@@ -218,7 +218,9 @@ class Scheduler:
                 if group is not None and not group.free_rows:
                     full.add(name)
                     continue
-                if group is None or not self._has_memory_for_text(pending, group):
+                tokens, rows = pending.max_tokens, self.limits.max_num_seqs
+                purpose = f"a text of {tokens} tokens in the {rows} rows of {pending.method.name} needs"
+                if group is None or not self._has_memory(group.memory_bytes(tokens), purpose, group):
                     is_blocked = True
                     full |= {name, self._method_with_fewest_texts(name)}
                     continue
@@ -252,11 +254,6 @@ class Scheduler:
             group = BatchGroup(self.model, method, *self.limits.of_group, self._send)
         self.groups[name] = group
         return group
-
-    def _has_memory_for_text(self, pending: PendingRequest, group: BatchGroup) -> bool:
-        tokens = pending.max_tokens
-        purpose = f"a text of {tokens} tokens in the {len(group.requests)} rows of {group.method.name} needs"
-        return self._has_memory(group.memory_bytes(tokens), purpose, group)
 
     def _has_memory(self, needed: int, purpose: str, group: BatchGroup | None = None) -> bool:
         """Whether there are so many bytes for a group, or for a prompt that is scored. Idle groups are dropped to make room.

@@ -6,7 +6,7 @@ A span has the attributes that the semantic conventions for generative AI name, 
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -80,7 +80,8 @@ class Spans:
             return
         trace = self._trace
         tracer = trace.get_tracer_provider().get_tracer(PROVIDER, __version__)
-        above = None if trace.get_current_span().get_span_context().is_valid else self._propagate.extract(_carrier(record))
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}
+        above = None if trace.get_current_span().get_span_context().is_valid else self._propagate.extract(headers)
         span = tracer.start_span(
             f"{operation} {record.model}",
             context=above,
@@ -111,7 +112,8 @@ def attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
     }
     if record.failure or record.status >= 400:
         found["error.type"] = record.failure or str(record.status)
-    found |= _setting_attributes(record.settings.items())
+    names, settings = {"n": "gen_ai.request.choice.count"}, record.settings.items()
+    found |= {names.get(name, f"gen_ai.request.{name}"): value for name, value in settings if (name, value) != ("n", 1)}
     if record.as_json is not None:
         found["gen_ai.output.type"] = "json" if record.as_json else "text"
     if record.completion is None:
@@ -134,12 +136,3 @@ def attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
     if fields["first_token_ms"] is not None and record.streamed:
         found["gen_ai.response.time_to_first_chunk"] = fields["first_token_ms"] / 1000
     return found
-
-
-def _setting_attributes(settings: Iterable[tuple[str, int | float]]) -> dict[str, int | float]:
-    names = {"n": "gen_ai.request.choice.count"}
-    return {names.get(name, f"gen_ai.request.{name}"): value for name, value in settings if (name, value) != ("n", 1)}
-
-
-def _carrier(record: RequestRecord) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}

@@ -110,11 +110,6 @@ def _section(heading: str, rows: Table) -> str:
     """A heading and a table; "" if the table has no rows."""
     if not rows:
         return ""
-    titles, *others = [[_cell(one) for one in row] for row in rows]
+    titles, *others = [[" ".join(text.replace("|", "\\|").split()) for text in row] for row in rows]
     lines = [titles, ["---"] * len(titles), *others]
     return f"## {heading}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """A text without line breaks or unescaped bars."""
-    return " ".join(text.replace("|", "\\|").split())

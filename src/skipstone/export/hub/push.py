@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,10 @@ def _changes(
         say(f"{README} of {repo_id} stays as it is: somebody wrote it, so it says nothing new of these files")
     else:
         added[README] = card_of(contents, repo_id, revision, licence_in(repository.card) if repository else None).encode()
-    stale = () if repository is None or contents.kind != MODEL else [name for name in repository.files if _is_weights(name)]
+    # what transformers would read as a model's weights, or as their index
+    there = () if repository is None or contents.kind != MODEL else repository.files
+    stale = [name for name in there if name == INDEX or (fnmatchcase(name, "model*.safetensors") and "/" not in name)]
     return [
         *(CommitOperationAdd(name, one if isinstance(one, bytes) else str(one)) for name, one in added.items()),
         *(CommitOperationDelete(name) for name in stale if name not in added),
     ]
-
-
-def _is_weights(name: str) -> bool:
-    """Whether transformers would read a file as a model's weights, or as their index."""
-    return name == INDEX or (name.startswith("model") and name.endswith(".safetensors") and "/" not in name)

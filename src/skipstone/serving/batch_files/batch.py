@@ -123,28 +123,21 @@ class LoadedModel:
 async def answer_lines(server: Server, lines: Iterable[NumberedLine]) -> AsyncGenerator[Answers, None]:
     """Yield answers as they come, those together that came at once. At the end, a request whose step was ended by a defect is
     tried once more, alone. ModelThreadError if nothing can be answered any more."""
-    waiting, running = iter(lines), set[asyncio.Task[tuple[int, RequestLine, OutputLine]]]()
+    waiting, running = iter(lines), dict[asyncio.Task[OutputLine], NumberedLine]()
     retried: list[NumberedLine] = []
-
-    async def answer_numbered(index: int, line: RequestLine) -> tuple[int, RequestLine, OutputLine]:
-        return index, line, await answer_line(server, line)
 
     def submit() -> None:
         while len(running) < REQUESTS_PER_ROW * server.settings.max_num_seqs and (pair := next(waiting, None)) is not None:
-            running.add(asyncio.create_task(answer_numbered(*pair)))
+            running[asyncio.create_task(answer_line(server, pair[1]))] = pair
 
     try:
         submit()
         while running:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ended = [(running.pop(task), task.result()) for task in done]
             submit()  # first, so that no row waits for the journal
-            answers: Answers = []
-            for index, line, answer in [task.result() for task in done]:
-                if is_worth_retrying(answer):
-                    retried.append((index, line))
-                else:
-                    answers.append((index, answer))
-            if answers:
+            retried += [pair for pair, answer in ended if is_worth_retrying(answer)]
+            if answers := [(index, answer) for (index, _), answer in ended if not is_worth_retrying(answer)]:
                 yield answers
         for index, line in retried:
             yield [(index, await answer_line(server, line))]
