@@ -1,1 +1,1 @@
-"""All that is transformers': options, processors, prepared calls, outputs, `enable`, `custom_generate`."""
+"""The interface to transformers: options, processors, prepared calls, outputs, `enable`, `custom_generate`."""

@@ -25,21 +25,20 @@ from skipstone.models.nan_checks import first_not_finite
 from skipstone.utils.extras import installed
 
 Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
-SLOWER = 0.95  # speed-ups below this are warned about
-FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about
-ENOUGH_TURNS = 16  # turns of the loop before a run is judged
+SLOWER = 0.95  # lower speed-ups cause a warning
+FEW_ACCEPTED = 0.1  # lower acceptance rates cause a warning
+ENOUGH_TURNS = 16  # minimum number of steps before a warning
 
 
 @dataclass
 class Output(GenerateDecoderOnlyOutput):
-    """What `skipstone.generate` returns: Hugging Face's output with our figures.
+    """Output of `skipstone.generate`: that of Hugging Face with figures of skipstone.
 
-    sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
-    for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
-    as it goes on behind the prompt, when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with
-    record=True. engine: what ran the model, "eager", "native" or "compiled". engine_reason: why it was not the native one,
-    where that was left to skipstone.
-    quantize: "int8" or "int4", what the engine has quantised the weights to; None where they are as stored.
+    sequences: [B, T] int64, prompt and new tokens, padded as in transformers. scores, logits: per new token [B, V] if
+    requested, 0 for finished rows. lossless: False for modes that may change the text. text: the new text of every row, if the
+    inputs were text. stats: `Stats` over all rows. steps: list of `Step`, with record=True. engine: "eager", "native" or
+    "compiled". engine_reason: why engine="auto" did not choose the native one. quantize: "int8" or "int4" if the engine has
+    quantised the weights, else None.
     """
 
     stats: Stats | None = None
@@ -54,15 +53,15 @@ class Output(GenerateDecoderOnlyOutput):
 
 
 class RowError(ValueError):
-    """Rows for which there was no token to choose. The other rows of the call were decoded to their ends.
+    """Some rows had no token to choose. The other rows of the call are complete.
 
-    errors: row -> why. output: of all rows, with what those had until then; None of `stream`.
+    errors: row -> reason. output: of all rows, with the tokens of failed rows so far; None for `stream`.
     """
 
     def __init__(self, errors: dict[int, str], model: PreTrainedModel, output: Output | None = None) -> None:
-        said = "; ".join(f"row {row}: {why}" for row, why in sorted(errors.items()))
+        message = "; ".join(f"row {row}: {reason}" for row, reason in sorted(errors.items()))
         weight = first_not_finite(model)
-        super().__init__(said if weight is None else f"{said}. Its weight {weight} is not finite")
+        super().__init__(message if weight is None else f"{message}. Its weight {weight} is not finite")
         self.errors, self.output = errors, output
 
 
@@ -80,18 +79,18 @@ def generate(
 ) -> Output:
     """Generate with a decoding method.
 
-    inputs: ids [B, T] of any integer dtype, a tensor or a numpy array (left-padded, with attention_mask=), a text, a list of
-    texts, a chat (list of {"role", "content"}), or a list of chats; text needs `tokenizer`. method: a Method, a name with
-    settings ("layerskip exit_layer=4"), a mapping {"method": name, ...}, or None for the model's default. seed: of the first
-    row, from which every further row gets its own; or a list with one per row. record: keep per-token figures in
-    `output.steps`. engine: "auto", "eager", "native" or "compiled", for this call; None takes what `load` or `enable` was told,
-    then the environment variable SKIPSTONE_ENGINE, then "auto". options: `GenerationConfig` fields and keyword arguments of
-    `model.generate`, with HF's meaning; and quantize and kv_dtype, as in `skipstone.load`, found like `engine` (the environment
-    variable is SKIPSTONE_KV).
+    inputs: ids [B, T] of any integer dtype, as a tensor or a numpy array (left-padded, with attention_mask=); a text or a list
+    of texts; a chat (list of {"role", "content"}) or a list of chats. Texts and chats need `tokenizer`. method: a Method, a
+    name with settings ("layerskip exit_layer=4"), a mapping {"method": name, ...}, or None for the model's default. seed: of
+    the first row, from which other rows derive theirs, or a list with one per row. record: keep figures of every token in
+    `output.steps`. engine: "auto", "eager", "native" or "compiled" for this call; None for the value of `load` or `enable`,
+    else the environment variable SKIPSTONE_ENGINE, else "auto". options: `GenerationConfig` fields and keyword arguments of
+    `model.generate` with the meaning in transformers; also quantize and kv_dtype as in `skipstone.load`, with the same defaults
+    as `engine` (environment variable SKIPSTONE_KV).
 
-    Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
-    ValueError for anything that is not supported, before any work is done. RowError, a ValueError, where there was no token to
-    choose for some rows: its `output` has the texts of all.
+    Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text if the inputs were text.
+    ValueError, before any work, for anything unsupported. RowError, a ValueError, if some rows had no token to choose; its
+    `output` has the texts of all rows.
     """
     ids, options = _encode(inputs, tokenizer, options)
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
@@ -104,7 +103,7 @@ def generate(
 
 
 def _with_text(output: Output, call: GenerateCall, inputs: Inputs, tokenizer: Any) -> Output:
-    """The output with the text of every row, where text came in."""
+    """Add the text of every row to the output if the inputs were text."""
     if not isinstance(inputs, (Tensor, np.ndarray, Mapping)) and tokenizer is not None:
         rows = zip(call.prompts, output.new_tokens or [], strict=True)
         texts = [detokenize(tokenizer, tokens, prompt.tolist()) for prompt, tokens in rows]
@@ -123,8 +122,9 @@ def stream(
     engine: str | None = None,
     **options: Any,
 ) -> Iterator[Step]:
-    """Like `generate`, one `Step` at a time. Errors are raised at the call, and a RowError behind the last step; closing the
-    iterator early is safe."""
+    """Like `generate`, one `Step` at a time. Closing the iterator early is safe.
+
+    Errors are raised at the call, except RowError, which comes after the last step."""
     ids, options = _encode(inputs, tokenizer, options)
     return steps(method, prepare_call(model, ids, tokenizer, seed, options, engine), record)
 
@@ -156,12 +156,12 @@ def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Te
 
 
 def _single(inputs: Any) -> bool:
-    """One text, or one chat."""
+    """Whether the inputs are one text or one chat."""
     return isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping))
 
 
 def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
-    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened."""
+    """The ids of a text, or of a chat in the tokenizer's template with the assistant's turn opened."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
@@ -170,28 +170,27 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
 
 
 def chat_text(messages: Sequence[Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What the tokenizer's template makes of a chat, with the assistant's turn opened. tools: that the chat may call, as
-    transformers' templates take them."""
+    """The text of a chat in the tokenizer's template, with the assistant's turn opened. tools: in transformers' format."""
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template; pass the prompt as text")
     installed("jinja2", "a chat template needs jinja2", "serve")
     offered = {"tools": list(tools)} if tools else {}
     try:
         text = str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **offered))
-        text.encode()  # no tokenizer takes an unpaired surrogate
+        text.encode()  # tokenizers reject unpaired surrogates
         return text
-    except Exception as error:  # a template is a program of the model's: it may refuse the messages, or fail in any way
-        raise ValueError(f"the model's chat template refuses the messages: {_said(error)}") from error
+    except Exception as error:  # a template is a program that comes with the model, so it may raise anything
+        raise ValueError(f"the model's chat template refuses the messages: {_template_error(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    """What a chat template said, or how it failed."""
-    said = str(error).strip() or "no reason was given"
-    return said if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {said}"
+def _template_error(error: Exception) -> str:
+    """The message of a chat template's error, with its type unless it is a TemplateError."""
+    message = str(error).strip() or "no reason was given"
+    return message if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {message}"
 
 
-def admitted(method: Method, call: GenerateCall, keeper: OutputRecorder | None = None) -> tuple[DecodingLoop, list[Request]]:
-    """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
+def admitted(method: Method, call: GenerateCall, recorder: OutputRecorder | None = None) -> tuple[DecodingLoop, list[Request]]:
+    """A decoder with every row of a call admitted, and the rows' requests. All user errors are raised here."""
     runner = call.runner
     with runner.lock:
         requests = build_requests(call)
@@ -200,14 +199,14 @@ def admitted(method: Method, call: GenerateCall, keeper: OutputRecorder | None =
         chunk = call.config.prefill_chunk_size
         if chunk is not None and chunk < 1:
             raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-        decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
+        decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=recorder)
         for row, request in enumerate(requests):
             decoder.admit(row, request)
     return decoder, requests
 
 
 def steps(method: MethodLike, call: GenerateCall, record: bool = False) -> Iterator[Step]:
-    """The loop as an iterator of Steps. Errors are raised at the call, not at the first step; a RowError behind the last."""
+    """The loop as an iterator of Steps. Errors are raised at the call, and RowError after the last step."""
     chosen = prepare_method(method, call)
     decoder, _ = admitted(chosen, call, OutputRecorder(record=True) if record else None)
 
@@ -224,52 +223,51 @@ def steps(method: MethodLike, call: GenerateCall, record: bool = False) -> Itera
 
 
 def complete(method: MethodLike, call: GenerateCall, streamer: Any = None, record: bool = False) -> Output:
-    """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens.
-    RowError where a row failed, when all others have ended."""
+    """Decode a call to its end. RowError if rows failed, when all others are complete.
+
+    streamer: a transformers streamer (for one row); it gets the prompt and 1-D chunks of new tokens."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
-    keeper = OutputRecorder(*kinds) if any(kinds) else None
+    recorder = OutputRecorder(*kinds) if any(kinds) else None
     chosen = prepare_method(method, call)
-    decoder, requests = admitted(chosen, call, keeper)
+    decoder, requests = admitted(chosen, call, recorder)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
-    kept: list[Step] = []
+    recorded: list[Step] = []
     errors: dict[int, str] = {}
     new: list[list[int]] = [[] for _ in requests]
     for step in run(decoder):
         errors |= step.errors
-        for tokens, more in zip(new, step.tokens, strict=True):
-            tokens.extend(more)
+        for row_tokens, step_tokens in zip(new, step.tokens, strict=True):
+            row_tokens.extend(step_tokens)
         if streamer is not None and step.tokens[0]:
             streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu"))
-        if keeper is not None:
-            kept.append(step)
+        if recorder is not None:
+            recorded.append(step)
     if streamer is not None:
         streamer.end()
     _warn_if_slower(chosen, decoder.stats, stacklevel=4)
     output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new)  # type: ignore[arg-type]
-    output.method, output.lossless, output.steps = chosen.name, chosen.lossless, kept if record else None
+    output.method, output.lossless, output.steps = chosen.name, chosen.lossless, recorded if record else None
     runner = decoder.session.model
     output.engine, output.engine_reason, output.quantize = runner.engine.name, runner.engine_reason, runner.engine.quantize
-    if keeper is not None:
-        _keep_scores(output, call, kept)
+    _add_scores(output, call.config, recorded, new)
     if errors:
         raise RowError(errors, call.runner.model, output)
     return output
 
 
-def _keep_scores(output: Output, call: GenerateCall, kept: list[Step]) -> None:
-    """Logits and scores of every new token, where they are asked for."""
-    new = output.new_tokens or []
-    if call.config.output_logits:
-        output.logits = _per_token([step.logits for step in kept], new)
-    if call.config.output_scores:
-        output.scores = _per_token([step.scores for step in kept], new)
+def _add_scores(output: Output, config: Any, recorded: list[Step], new: list[list[int]]) -> None:
+    """Add logits and scores of every new token to the output, if they are requested."""
+    if config.output_logits:
+        output.logits = _per_token([step.logits for step in recorded], new)
+    if config.output_scores:
+        output.scores = _per_token([step.scores for step in recorded], new)
 
 
 def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:
-    """[B, T] prompt as given and new tokens, finished rows filled with the pad id (HF's rule)."""
+    """[B, T] int64: prompts as given and new tokens, padded with the pad id as in transformers."""
     ids = call.input_ids
     pad: Any = call.config._pad_token_tensor
     width = max(map(len, new))
@@ -279,27 +277,26 @@ def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:
 
 
 def _per_token(steps: list[list[Tensor] | None], new: list[list[int]]) -> Any:
-    """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished. new: the rows' new tokens."""
+    """Pieces [k, V] per step and row -> one [B, V] per new token, 0 for finished rows. new: the rows' new tokens."""
     width = max(map(len, new))
     columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(len(new))]
     padded = [torch.cat([c, c.new_zeros((width - len(c), c.shape[1]))]) for c in columns]
     return tuple(torch.stack(padded, 1))
 
 
-_warned = False  # whether this process was told already
+_warned = False  # whether this process has shown the warning
 
 
 def _warn_if_slower(method: Method, stats: Stats, stacklevel: int) -> None:
-    """Warn, with figures and once a process, where a method that a user has named cannot have paid, or hardly any of its drafts
-    was accepted. Nothing is said where drafting was decided on step by step."""
+    """Warn, once a process, if a method was slower than plain decoding or had few accepted drafts. `auto` causes no warning."""
     global _warned
     if _warned or stats.drafters or stats.turns < ENOUGH_TURNS or (ratio := stats.speed_up_bound) is None:
         return
-    few = stats.acceptance_rate < FEW_ACCEPTED
-    if ratio >= SLOWER and not few:
+    few_accepted = stats.acceptance_rate < FEW_ACCEPTED
+    if ratio >= SLOWER and not few_accepted:
         return
     _warned = True
-    why = f" {method.if_few_accepted}" if few and method.if_few_accepted else ""
+    why = f" {method.if_few_accepted}" if few_accepted and method.if_few_accepted else ""
     warnings.warn(
         f"{method.name} ran at {ratio:.2f} x the speed of plain decoding here, or less: acceptance rate "
         f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "

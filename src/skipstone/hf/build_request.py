@@ -1,6 +1,6 @@
-"""The only place that builds requests: one Request per row, with what it stops at, how it samples, which processors it has.
+"""The only place that builds requests: one Request per row of a prepared call.
 
-`skipstone.generate`, an enabled `model.generate`, HTTP, batch files and the command line all give keyword arguments of
+`skipstone.generate`, an enabled `model.generate`, HTTP, batch files and the command line all pass keyword arguments of
 `skipstone.generate`.
 """
 
@@ -21,16 +21,16 @@ from skipstone.hf.processors import RowProcessors, warpers
 from skipstone.models.tensor_parallel import TensorParallelGroup
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
+"""Arguments that transformers prepares for the model's forward, or that `_check_inputs` checks."""
 
 
 def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, seed: int, options: dict[str, Any]) -> Request:
-    """One request. prompt: token ids. options: keyword arguments of `skipstone.generate`, but for those of several rows.
+    """One request. prompt: token ids. options: keyword arguments of `skipstone.generate` for one row.
 
-    ValueError for what skipstone does not support, in the options or in the model's own generation config.
+    ValueError for unsupported settings in the options or in the model's generation config.
     """
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=model.device)
-    # without a mask transformers takes the pad token for padding; max_new_tokens wins over a max_length of the model's own
+    # without a mask transformers would treat pad tokens as padding; max_new_tokens overrides the model's own max_length
     options = {"attention_mask": torch.ones_like(ids), **options, "num_return_sequences": 1}
     if options.get("max_new_tokens") is not None:
         options["max_length"] = None
@@ -39,12 +39,13 @@ def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, see
 
 
 def build_requests(call: GenerateCall) -> list[Request]:
-    """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
+    """One Request per row. ValueError for unsupported settings and for inputs that cannot be decoded."""
     _check_inputs(call)
     max_new_tokens, ranks = _max_new_tokens(call), call.runner.ranks
     ends = [criterion for criterion in call.stopping_criteria if isinstance(criterion, EosTokenCriteria)]
     eos = frozenset(token for criterion in ends for token in criterion.eos_token_id.tolist())
-    criteria = [_agreed(c, ranks) for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    other = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    criteria = [_synchronised(criterion, ranks) for criterion in other]
     prompts = call.prompts
     lists = RowProcessors(call) if call.logits_processor else None
     return [
@@ -65,8 +66,8 @@ def _check_inputs(call: GenerateCall) -> None:
     mask = extra.get("attention_mask")
     check_shapes(ids, mask)
     for name, value in extra.items():
-        nothing = value is None or value is False or (isinstance(value, dict) and not value)  # {}: a prompt without pictures
-        if name not in _PREPARED and not nothing:
+        is_unset = value is None or value is False or (isinstance(value, dict) and not value)  # {}: a prompt without images
+        if name not in _PREPARED and not is_unset:
             reason = REFUSED_ARGUMENTS.get(name, "skipstone hands nothing but token ids to the model")
             raise ValueError(f"{name} is not supported: {reason}")
     cache = extra.get("past_key_values")
@@ -92,21 +93,21 @@ def _max_new_tokens(call: GenerateCall) -> int:
     return count
 
 
-def _agreed(criterion: Criterion, ranks: TensorParallelGroup) -> Criterion:
-    """A stopping criterion that says the same in all processes of a model: time may decide it."""
+def _synchronised(criterion: Criterion, ranks: TensorParallelGroup) -> Criterion:
+    """A stopping criterion with one result in all processes of a model, because it may depend on time."""
     if ranks.size == 1:
         return criterion
 
-    def everywhere(ids: Tensor, scores: Any) -> Tensor:
+    def synchronised(ids: Tensor, scores: Any) -> Tensor:
         met = torch.as_tensor(criterion(ids, scores), dtype=torch.bool, device=ids.device)
         return torch.tensor([ranks.agreed(float(met.all())) > 0], dtype=torch.bool, device=ids.device)
 
-    return everywhere
+    return synchronised
 
 
 def _seeds(call: GenerateCall, rows: int) -> list[int]:
     seed = call.seed
-    if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
+    if seed is None:  # greedy rows draw nothing, so torch's generator does not advance
         drawn = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if call.config.do_sample else None
         seed = 0 if drawn is None else call.runner.ranks.agreed_whole(int(drawn))
     if isinstance(seed, int) and not isinstance(seed, bool):

@@ -1,7 +1,7 @@
-"""Token ids to text, piece by piece: the joined pieces are what the tokenizer decodes the whole to.
+"""Decodes token ids piece by piece. The joined pieces equal the tokenizer's decoding of the whole.
 
-The text of a token depends on what stands before it: SentencePiece and WordPiece tokenizers write a space between two tokens,
-and none before the first. So a completion is decoded behind the last tokens of its prompt.
+A token's text depends on the tokens before it: SentencePiece and WordPiece tokenizers write a space between two tokens and none
+before the first. So a completion is decoded after the last tokens of its prompt.
 """
 
 import codecs
@@ -14,26 +14,24 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from skipstone.decoding.token_bytes import decoder_kinds, is_byte_level, token_bytes
 
 UNREADABLE = "\ufffd"
-"""Stands for bytes that are no character."""
+"""Replacement for bytes that are no character."""
 CLEAN_UP = {
     **{f" {mark}": mark for mark in ".?!,"},
     " ' ": "'",
     **{f" {ending}": ending for ending in ("n't", "'m", "'s", "'ve", "'re")},
 }
-"""What transformers' `clean_up_tokenization` replaces, in this order."""
+"""Replacements of transformers' `clean_up_tokenization`, in order."""
 CONTEXT = 8
-"""Tokens that a token is decoded behind."""
+"""Number of preceding tokens for decoding a token."""
 
 
 class Detokenizer:
-    """Tokens to text, piece by piece. Held back are the bytes of a character that is not complete, three at most, and the
-    beginning of what the tokenizer's clean-up replaces.
+    """Decodes tokens piece by piece. It holds back incomplete characters (at most three bytes), and text that the tokenizer's
+    clean-up may still replace.
 
-    prompt: the ids before the first token. A character that the prompt begins and the tokens end is text of the tokens.
-    special: whether special tokens are text, too. echo: whether the text follows the prompt's own, so that `prompt_end` is
-    part of it.
-
-    prompt_end: the end of the prompt's text that its next token may change, such as the beginning of a character.
+    prompt: the ids before the first token. A character that begins in the prompt and ends in the tokens belongs to the tokens.
+    special: whether special tokens are text. prompt_end: the end of the prompt's text that the next token may change, such as
+    an incomplete character. echo: whether the text includes `prompt_end`, because the prompt's own text precedes it.
     """
 
     def __init__(
@@ -49,60 +47,61 @@ class Detokenizer:
             self._clean_up = [_Replacement(old, new) for old, new in CLEAN_UP.items()]
 
     def add(self, token: int) -> str:
-        """The text that one more token completes; may be empty."""
+        """Add a token. Returns the text that it completes, which may be empty."""
         text = self._without_prompt(self._decoder.add(token))
         for replacement in self._clean_up:
             text = replacement.add(text)
         return text
 
     def rest(self) -> str:
-        """What is still held back at the end."""
+        """End the text. Returns what is still held back."""
         text = self._without_prompt(self._decoder.rest())
         for replacement in self._clean_up:
             text = replacement.add(text) + replacement.rest()
         return text
 
     def held(self) -> str:
-        """The text of bytes that are held back, if they do not become a character."""
+        """The text of the bytes held back if no further token completes them."""
         return self._decoder.held()
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes of a token, if it were added next; none of a special token that is no text. None where the tokenizer does
-        not tell the bytes of a part of a character."""
+        """The bytes of a token as the next one; empty for a special token that is no text.
+
+        None if the tokenizer does not give the bytes of a part of a character."""
         return self._decoder.bytes_of(token) if self._decoder.is_text(token) else b""
 
     def _last_of(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens at the end of a prompt that the text behind it depends on."""
-        found: list[int] = []
+        """The last tokens of a prompt, on which the text after it depends."""
+        last: list[int] = []
         for token in reversed(prompt):
             if self._decoder.is_text(token):
-                found.append(token)
-                if len(found) >= CONTEXT and not self._decoder.is_byte(token):
+                last.append(token)
+                if len(last) >= CONTEXT and not self._decoder.is_byte(token):
                     break
-        return found[::-1]
+        return last[::-1]
 
     def _without_prompt(self, text: str) -> str:
-        """Without the end of the prompt's text, where no token has changed it."""
+        """A piece without the unchanged end of the prompt's text."""
         if not (self._dropped and text):
             return text
-        size = _shared(self._dropped, text)
+        size = _shared_prefix(self._dropped, text)
         self._dropped = self._dropped[size:] if size == len(text) else ""
         return text[size:]
 
 
 def detokenize(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], prompt: Sequence[int] = ()) -> str:
-    """The text of tokens behind a prompt, without special tokens."""
+    """The text of tokens after a prompt, without special tokens."""
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(map(detokenizer.add, tokens)) + detokenizer.rest()
 
 
 def incomplete(text: str, whole: str) -> int:
-    """How many characters at the end of a text are the beginning of another text, but not all of it."""
+    """Length of the longest end of `text` that is a beginning of `whole`, but not all of it."""
     return next((size for size in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:size])), 0)
 
 
 class _Decoder(Protocol):
-    """Decodes tokens before the clean-up. held: what `rest` would give."""
+    """Decodes tokens before the clean-up. held: the result of `rest`, without ending the text."""
 
     def add(self, token: int) -> str: ...
     def rest(self) -> str: ...
@@ -116,11 +115,11 @@ def _decoder_of(tokenizer: Any, special: bool) -> _Decoder:
     kind = type(tokenizer)
     if not isinstance(tokenizer, TokenizersBackend):
         return _AnyDecoder(tokenizer, special)
-    # transformers' own classes override `decode` alone only for further options, such as CodeGen's
-    plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
+    # classes of transformers that override only `decode` do so for further options, such as CodeGen's
+    is_plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
     kinds = decoder_kinds(tokenizer)
-    mixed = "ByteLevel" in kinds and not is_byte_level(kinds)
-    return _FastDecoder(tokenizer, special, kinds) if plain and not mixed else _AnyDecoder(tokenizer, special)
+    is_mixed = "ByteLevel" in kinds and not is_byte_level(kinds)
+    return _FastDecoder(tokenizer, special, kinds) if is_plain and not is_mixed else _AnyDecoder(tokenizer, special)
 
 
 def _cleans_up(tokenizer: Any) -> bool:
@@ -133,17 +132,16 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 class _FastDecoder:
-    """For tokenizers of the `tokenizers` library, which tell the bytes of every token. Other tokens are decoded behind the one
-    before them."""
+    """For the `tokenizers` library, which gives the bytes of most tokens. Other tokens are decoded after the previous one."""
 
     def __init__(self, tokenizer: Any, special: bool, kinds: Set[str]) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = {} if special else self._backend.get_added_tokens_decoder()
-        self._skipped = {token for token, one in added.items() if one.special}
+        self._skipped = {number for number, token in added.items() if token.special}
         self._kinds, self._byte_level = kinds, is_byte_level(kinds)
         self._characters = _ByteLevelCharacters() if self._byte_level else _FallbackCharacters()
         self.rest, self.held = self._characters.rest, self._characters.held
-        self._before: list[int] = []  # the last token, if there is any
+        self._before: list[int] = []  # the last token, if any
         self._text_before = ""
 
     def add(self, token: int) -> str:
@@ -158,7 +156,7 @@ class _FastDecoder:
         return token not in self._skipped and bool(self._backend.id_to_token(token))
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token is one byte of a character."""
+        """Whether the token is a single byte of a character."""
         return not self._byte_level and token_bytes(self._backend.id_to_token(token), self._kinds) is not None
 
     def bytes_of(self, token: int) -> bytes:
@@ -166,7 +164,7 @@ class _FastDecoder:
         if known is not None and (self._byte_level or self._before):
             return known
         text = self._decoded([*self._before, token])
-        if known is not None and text:  # the first space of a text may be dropped
+        if known is not None and text:  # empty if the tokenizer drops a text's first space
             return known
         return text[len(self._text_before) :].encode()
 
@@ -175,13 +173,13 @@ class _FastDecoder:
 
 
 class _ByteLevelCharacters:
-    """Bytes to characters, as byte-level tokenizers do it: bytes that are the beginning of a character are one sign."""
+    """Bytes to characters as in byte-level tokenizers: one UNREADABLE stands for all bytes of an incomplete character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, given: bytes, *, whole: bool) -> str:
-        """The characters that more bytes complete."""
+        """Add bytes. Returns the characters that they complete."""
         return self._decoder.decode(given)
 
     def rest(self) -> str:
@@ -192,15 +190,15 @@ class _ByteLevelCharacters:
 
 
 class _FallbackCharacters:
-    """Bytes to characters, as byte fallback does it: where bytes in a row are not all characters, each of them is a sign. Only
-    those that were shown as characters before stay."""
+    """Bytes to characters as in byte fallback: if a run of bytes is not valid UTF-8, each byte becomes an UNREADABLE.
+    Characters that were already returned stay."""
 
     def __init__(self) -> None:
         self._held = b""
         self._broken = False
 
     def add(self, given: bytes, *, whole: bool) -> str:
-        """The characters that more bytes complete. whole: whether they are no part of a character."""
+        """Add bytes. Returns the characters that they complete. whole: the bytes are whole characters."""
         if whole:
             text, self._broken = self.rest() + given.decode(), False
             return text
@@ -224,24 +222,25 @@ class _FallbackCharacters:
 
 
 class _AnyDecoder:
-    """For any other tokenizer: decodes the last tokens anew with every token. Text is certain if a further token does not
-    change it, and if it does not end with a sign for unreadable bytes, which may become a character."""
+    """For any other tokenizer: decodes the last tokens again with every token.
+
+    Text is final if another token does not change it, and if it does not end in UNREADABLE, which may become a character."""
 
     def __init__(self, tokenizer: Any, special: bool) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._skipped = frozenset() if special else frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._raw = {"clean_up_tokenization_spaces": False} if _cleans_up(tokenizer) else {}
         self._window: list[int] = []
-        self._shown = 0  # characters of the window's text
+        self._shown = 0  # number of returned characters of the window's text
 
     def add(self, token: int) -> str:
         if not self.is_text(token):
             return ""
         self._window.append(token)
         text = self._decoded(self._window)
-        certain = text[: _shared(text, self._decoded([*self._window, token]))]
-        certain = certain[: len(certain) - _unreadable_at_end(certain)]
-        piece = certain[self._shown :]
+        final = text[: _shared_prefix(text, self._decoded([*self._window, token]))]
+        final = final[: len(final) - _unreadable_at_end(final)]
+        piece = final[self._shown :]
         self._shown += len(piece)
         if len(self._window) > 2 * CONTEXT:
             del self._window[:-CONTEXT]
@@ -258,7 +257,7 @@ class _AnyDecoder:
 
     def bytes_of(self, token: int) -> bytes | None:
         before, text = self._decoded(self._window), self._decoded([*self._window, token])
-        text = text[_shared(before, text) :]
+        text = text[_shared_prefix(before, text) :]
         return None if UNREADABLE in text else text.encode()
 
     def is_text(self, token: int) -> bool:
@@ -271,31 +270,31 @@ class _AnyDecoder:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=not self._special, **self._raw)) if tokens else ""
 
 
-def _shared(first: str, second: str) -> int:
-    """How many characters at the beginning of two texts are the same."""
+def _shared_prefix(first: str, second: str) -> int:
+    """Length of the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _unreadable_at_end(text: str) -> int:
-    """How many signs for unreadable bytes at the end of a text may still become a character."""
+    """Number of UNREADABLE at the end of a text that may still become a character."""
     return min(len(text) - len(text.rstrip(UNREADABLE)), 3)
 
 
 class _Replacement:
-    """`str.replace` on a text that comes in pieces."""
+    """`str.replace` on a text in pieces."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old, self._new, self._held = old, new, ""
 
     def add(self, text: str) -> str:
-        """What is certain of the text after more of it."""
+        """Add a piece. Returns the text that is final."""
         *before, last = (self._held + text).split(self._old)
-        certain = len(last) - incomplete(last, self._old)
-        self._held = last[certain:]
-        return self._new.join([*before, last[:certain]])
+        size = len(last) - incomplete(last, self._old)
+        self._held = last[size:]
+        return self._new.join([*before, last[:size]])
 
     def rest(self) -> str:
-        """What is still held back at the end."""
+        """End the text. Returns what is still held back."""
         text, self._held = self._held, ""
         return text

@@ -33,11 +33,10 @@ def enable(
 ) -> PreTrainedModel:
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
-    method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager", "native" or
-    "compiled", quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are
-    remembered for all that skipstone does with this model; None leaves them as they are. `model.generate` then also takes
-    `seed`, and options that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of
-    decoding (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
+    method: as in `skipstone.generate`; ValueError if it does not fit the model. engine ("auto", "eager", "native" or
+    "compiled"), quantize ("none", "int8" or "int4") and kv_dtype ("float32" or "bfloat16"): as in `skipstone.load`. They stay
+    set for this model; None changes nothing. `model.generate` then also takes `seed`, and unsupported options are a ValueError.
+    Calls with `custom_generate` or `assistant_model` still go to transformers. Returns the model.
     """
     chosen = resolve_for(model, method)
     runner = ModelRunner(model, engine, quantize, kv_dtype)
@@ -53,12 +52,12 @@ def enable(
 
 
 @cache
-def _warn_once(said: str) -> None:
-    warnings.warn(said, RuntimeWarning, stacklevel=4)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def _warn_of_rounding(runner: ModelRunner) -> None:
-    """Say, once a process, where an engine computes more precisely than `model.generate` does."""
+    """Warn, once a process, if the engine computes more precisely than `model.generate`."""
     stored = runner.model.dtype
     if runner.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and runner.engine.quantize is None:
         name = str(stored).removeprefix("torch.")
@@ -70,9 +69,9 @@ def _warn_of_rounding(runner: ModelRunner) -> None:
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give `model.generate` back to transformers, and to the model's modules the forwards that skipstone has covered.
+    """Restore transformers' `model.generate`, and the forwards of modules that skipstone has patched.
 
-    Decoding another text with skipstone covers them again. Returns the model.
+    Decoding with skipstone patches them again. Returns the model.
     """
     with lock_of(model):
         take_off(unwrapped(model))
@@ -86,9 +85,9 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(eq=False)
 class _Generate:
-    """What `model.generate` is while a method is enabled; an object, so that a copied or pickled model gets its own.
+    """`model.generate` while a method is enabled. It is an object, so that a copied or pickled model gets its own.
 
-    before: the `generate` that the instance itself had, None where it had its class's.
+    before: the previous `generate` of the instance, None if it had only that of its class.
     """
 
     model: PreTrainedModel
@@ -118,8 +117,8 @@ class _Generate:
                 f"skipstone.disable(assistant_model), or let skipstone draft with it: {DRAFT_MODEL}"
             )
         if any(options.get(name) is not None for name in _OTHER_ENGINES):
-            own = {"streamer": streamer, "tokenizer": tokenizer, "seed": seed}
-            options |= {name: value for name, value in own.items() if value is not None}
+            named = {"streamer": streamer, "tokenizer": tokenizer, "seed": seed}
+            options |= {name: value for name, value in named.items() if value is not None}
             kind: Any = type(self.model)
             return self.before(inputs, **options) if self.before else kind.generate(self.model, inputs, **options)
         if inputs is None:
@@ -130,7 +129,7 @@ class _Generate:
 
 
 def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTensor]:
-    """What `model.generate(..., custom_generate=skipstone.custom_generate(method))` calls. method: as in `skipstone.generate`.
+    """The function for `model.generate(..., custom_generate=skipstone.custom_generate(method))`. method: as in `generate`.
 
     transformers drops `streamer` and stop strings on this path; `skipstone.enable` keeps them.
     """

@@ -1,4 +1,4 @@
-"""A `generate` call, prepared by transformers itself: its options are merged and validated there, and refused here."""
+"""Prepares a `generate` call: transformers merges and validates the options, skipstone refuses unsupported ones."""
 
 import copy
 import difflib
@@ -28,13 +28,13 @@ ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     *("attention_mask", "position_ids"),
 )
-"""Keyword arguments of `model.generate` that are no fields of GenerationConfig and that skipstone takes."""
+"""Supported keyword arguments of `model.generate` that are no fields of GenerationConfig."""
 
 DRAFT_MODEL = (
     "it belongs to transformers' assisted generation; to draft with a model, pass "
     "method={'method': 'speculative', 'draft_model': FOLDER OR HUB ID}"
 )
-"""What to do instead of passing an assistant model."""
+"""Why `assistant_model` is refused, and what to do instead."""
 
 REFUSED_ARGUMENTS = {
     "past_key_values": "skipstone keeps its own KV store",
@@ -51,16 +51,16 @@ REFUSED_ARGUMENTS = {
 }
 
 LIKE_AN_OPTION = 0.75
-"""Similarity from which an unknown name counts as a misspelt option."""
+"""Minimum similarity of an unknown name to an option to count as its misspelling."""
 
 
 @dataclass
 class GenerateCall:
-    """A `generate` call as transformers hands it to a custom decoding function: everything prepared for the padded batch.
+    """A `generate` call as transformers passes it to a custom decoding function, prepared for the padded batch.
 
-    input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
-    seed: of row 0, from which further rows get their own (`noise.row_seed`); a list has one per row; None draws one from
-    torch's generator. runner: runs the model. stop_strings: end the rows.
+    input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, with the user's objects. seed: of
+    row 0, from which other rows derive theirs (`noise.row_seed`); or a list with one per row; None draws one from torch's
+    generator.
     """
 
     runner: ModelRunner
@@ -82,7 +82,7 @@ class GenerateCall:
 
 
 def prepare_method(method: MethodLike, call: GenerateCall) -> Method:
-    """The method of a call. ValueError if it does not fit the model. A text is read and checked once per prepared model."""
+    """The method of a call. ValueError if it does not fit the model. Texts are parsed and checked once per prepared model."""
     runner, config = call.runner, call.config
     key = method, repr(getattr(config, OWN_FIELD, None)), runner.engine_options
     is_text = method is None or isinstance(method, str)
@@ -97,7 +97,7 @@ def prepare_method(method: MethodLike, call: GenerateCall) -> Method:
 
 
 def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
-    """The method a user asked for, completed by the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
+    """A user's method, completed with the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
     own = getattr(unwrap(model).generation_config, OWN_FIELD, None)
     return resolve(method, getattr(config, OWN_FIELD, None) or own)
 
@@ -110,7 +110,7 @@ def prepare_call(
     options: dict[str, Any],
     engine: str | None = None,
 ) -> GenerateCall:
-    """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward.
+    """A prepared call. ValueError for user errors, before any forward.
 
     engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
     """
@@ -123,32 +123,33 @@ def prepare_call(
 
 
 def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> StopStrings | None:
-    """The stop strings of a call, taken out of its options: transformers gives custom decoding no tokenizer. ValueError for
-    what is no list of texts, and without a tokenizer."""
-    given = options.get("generation_config")
-    in_given = getattr(given, "stop_strings", None)
-    in_configs = own.stop_strings if in_given is None else in_given
-    found = options.pop("stop_strings") if "stop_strings" in options else in_configs
-    if in_given is not None:
-        bare: Any = copy.deepcopy(given)
+    """The stop strings of a call, which are removed from its options, because transformers gives custom decoding no tokenizer.
+
+    own: the model's generation config. ValueError for anything but a list of texts, and without a tokenizer."""
+    config = options.get("generation_config")
+    in_config = getattr(config, "stop_strings", None)
+    default = own.stop_strings if in_config is None else in_config
+    given = options.pop("stop_strings", default)
+    if in_config is not None:
+        bare: Any = copy.deepcopy(config)
         bare.stop_strings = None
         options["generation_config"] = bare
     if own.stop_strings is not None:
         options["stop_strings"] = None
-    strings = [found] if isinstance(found, str) else list(found or [])
+    strings = [given] if isinstance(given, str) else list(given or [])
     if not strings:
         return None
-    if any(not isinstance(one, str) or not one for one in strings):
-        raise ValueError(f"stop_strings must be texts that are not empty, found {found!r}")
+    if any(not isinstance(string, str) or not string for string in strings):
+        raise ValueError(f"stop_strings must be texts that are not empty, found {given!r}")
     if tokenizer is None:
-        raise ValueError(f"stop_strings={found!r} need the tokenizer: pass tokenizer=")
+        raise ValueError(f"stop_strings={given!r} need the tokenizer: pass tokenizer=")
     return StopStrings(strings, tokenizer)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself.
+    """The transformers model inside a PEFT wrapper (adapters are in its layers), or the model itself.
 
-    ValueError for what is no transformers model with a language-modelling head.
+    ValueError unless it is a transformers model with a language-modelling head.
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
@@ -166,10 +167,10 @@ def prepare(
     stops: StopStrings | None = None,
     **kwargs: Any,
 ) -> GenerateCall:
-    """Let transformers merge and validate the options of a call, and stop short of decoding.
+    """Let transformers merge and validate the options of a call, without decoding.
 
-    stops: stop strings, which transformers does not pass on. Keyword arguments are those of `model.generate`. ValueError for an
-    unknown one, for one that skipstone does not support and for input ids and masks that do not fit one another.
+    stops: stop strings, which transformers does not pass on. kwargs: as in `model.generate`. ValueError for unknown and
+    unsupported arguments, and for input ids and masks that do not match.
     """
     model = runner.model
     _check_arguments(model, kwargs)
@@ -191,20 +192,20 @@ def prepare(
             runner, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs, stops
         )
 
-    with _no_word_of_devices() if model.device.type == "meta" else nullcontext():
+    with _without_device_warning() if model.device.type == "meta" else nullcontext():
         return type(model).generate(model, input_ids, custom_generate=capture, **kwargs)
 
 
 @contextmanager
-def _no_word_of_devices() -> Iterator[None]:
-    """transformers wants ids on the meta device where the first weight is offloaded: they belong where it computes."""
+def _without_device_warning() -> Iterator[None]:
+    """Suppress a wrong warning: if the first weight is offloaded, transformers expects ids on the meta device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are calling .generate")
         yield
 
 
 def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """ValueError for an argument that transformers would not know, would drop, or that skipstone does not support."""
+    """ValueError for an argument that transformers does not know or drops, or that skipstone does not support."""
     for name, value in kwargs.items():
         if name in FIELDS or name in ARGUMENTS:
             continue
@@ -218,14 +219,13 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         hint = f"did you mean {close[0]}?" if close else "a method's own settings go into method={'method': name, ...}"
         raise ValueError(f"unknown option {name}={reprlib.repr(value)}; {hint}")
     fields: dict[str, Any] = model.generation_config.to_dict()  # type: ignore[union-attr]
-    if (given := kwargs.get("generation_config")) is not None:
-        fields |= {name: value for name, value in given.to_dict().items() if value is not None}
-    refuse_fields(fields | kwargs)  # transformers' priority
+    if (config := kwargs.get("generation_config")) is not None:
+        fields |= {name: value for name, value in config.to_dict().items() if value is not None}
+    refuse_fields(fields | kwargs)  # the same priority as in transformers
 
 
 def token_tensor(ids: Any) -> Any:
-    """Token ids as int64, whatever integer dtype they have, and numpy arrays of integers as tensors. Anything else comes back
-    as it is, for `check_shapes` to refuse."""
+    """Integer tensors and numpy arrays as int64 tensors. Other values are returned unchanged; `check_shapes` refuses them."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         return torch.from_numpy(ids.astype(np.int64))
     if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
@@ -234,7 +234,7 @@ def token_tensor(ids: Any) -> Any:
 
 
 def check_shapes(ids: Any, mask: Any) -> None:
-    """ValueError unless ids are integers [B, T], at least one token each, and a mask has their shape."""
+    """ValueError unless ids are integers [B, T] with at least one token, and the mask is None or has their shape."""
     if not isinstance(ids, Tensor):
         found = f"an array of {ids.dtype}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise ValueError(f"input_ids must be a tensor or a numpy array of integers, found {found}")

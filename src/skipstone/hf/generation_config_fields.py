@@ -1,6 +1,6 @@
-"""Every field of transformers' GenerationConfig: supported with its meaning there, or refused with a reason.
+"""Every field of transformers' GenerationConfig: supported with the same meaning, or refused with a reason.
 
-A test walks over the installed transformers' fields, so none is ever ignored silently.
+A test compares this list with the fields of the installed transformers, so none is ignored silently.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 EXOTIC = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-"""Warpers without a vectorised form, and the values that turn them off."""
+"""Warpers without a vectorised form -> the value that disables them."""
 
 _SUPPORTED = (
     # length and stopping
@@ -23,12 +23,12 @@ _SUPPORTED = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
     "remove_invalid_values",
-    # output, tokens, bookkeeping; use_cache changes no text, and training leaves a False in a model's own config; where
-    # decoders start is of encoder-decoders only, and the configs of some decoders have it (XGLM)
+    # output, tokens, bookkeeping; use_cache changes no text, and some trained models have it False; decoder_start_token_id is
+    # for encoder-decoders only, but some decoders have it (XGLM)
     *("return_dict_in_generate", "output_scores", "output_logits", "pad_token_id", "bos_token_id", "prefill_chunk_size"),
     *("transformers_version", "use_cache", "decoder_start_token_id", "disable_compile"),
 )
-"""Fields with their meaning in transformers."""
+"""Fields that mean the same as in transformers."""
 _REFUSED = {
     "skipstone does not search beams": (
         *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty", "constraints"),
@@ -51,24 +51,24 @@ _REFUSED = {
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "is_assistant", "speculation_type", "use_mtp"),
     ),
 }
-"""Why a field is refused -> the fields, where they are set to something else than transformers' default."""
+"""Reason -> fields that are refused for it, unless they have transformers' default."""
 FIELDS: dict[str, str | None] = {
     **dict.fromkeys(_SUPPORTED),
     **{name: reason for reason, names in _REFUSED.items() for name in names},
 }
-"""Every field of GenerationConfig -> why it is refused, None where it is supported."""
+"""Every field of GenerationConfig -> why it is refused, None if it is supported."""
 _CHANGES_NOTHING = {
     "cache_implementation": ("dynamic", "dynamic_full", "static", "sliding_window", "hybrid", "hybrid_chunked"),
     "guidance_scale": (1,),
 }
-"""Values of refused fields that are no wish for anything but the model's own text."""
+"""Values of refused fields that do not change the text."""
 
 
 def refuse_fields(values: Mapping[str, Any]) -> None:
-    """ValueError for the first field that is set and that skipstone does not support, or does not know.
+    """ValueError for the first field that is set and not supported.
 
-    values: as `GenerationConfig.to_dict` gives them. A field at transformers' default is not set; a field that transformers
-    does not have (a model's own) means nothing to its generate() either.
+    values: as from `GenerationConfig.to_dict`. Fields with transformers' default count as not set. Fields that transformers
+    does not have, such as a model's own, are ignored, as in transformers.
     """
     defaults = _default_values()
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""A model's own generation defaults: replaced by a user, checked before anybody asks, put aside while others are wanted."""
+"""A model's generation defaults: replace them, check them at the start, or use others for a while."""
 
 import difflib
 import json
@@ -20,8 +20,9 @@ OVERRIDE = "--override-generation-config"
 
 
 def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
-    """Give a model other generation defaults. replacement: instead of its own, None for its own. overrides: fields that win
-    over both; None unsets one. ValueError for a field that does not exist or has the wrong type."""
+    """Give a model other generation defaults. ValueError for unknown fields and wrong types.
+
+    replacement: new defaults, None to keep the model's. overrides: fields that override both; a value of None unsets one."""
     if unknown := [name for name in overrides if name not in FIELDS]:
         close = difflib.get_close_matches(unknown[0], FIELDS, n=1)
         raise ValueError(f"{OVERRIDE}: there is no field {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
@@ -33,11 +34,11 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
 
 
 def expect_usable_defaults(model: ModelRunner, tokenizer: Any) -> None:
-    """ValueError for defaults with which no request could be answered, greedily or at random."""
+    """ValueError for defaults that make every greedy or every sampled request fail."""
     for options in ({}, {"do_sample": True, "temperature": 1.0}):
         try:
             build_request(model, [0], tokenizer, 0, {**options, "max_new_tokens": model.max_positions})
-        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # transformers checks few of them
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # transformers checks few fields
             raise ValueError(
                 f"the model's generation config cannot be used: {str(error).rstrip('.')}. Correct generation_config.json, pass "
                 f"--generation-config none, or unset the field: {OVERRIDE} '{json.dumps({'FIELD': None})}'"
@@ -45,10 +46,10 @@ def expect_usable_defaults(model: ModelRunner, tokenizer: Any) -> None:
 
 
 @contextmanager
-def defaults_of(model: PreTrainedModel, wanted: GenerationConfig) -> Iterator[None]:
-    """Other generation defaults inside; the model's own are put back afterwards."""
+def defaults_of(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Use other generation defaults in a block, and restore the model's own after it."""
     own: Any = model.generation_config
-    model.generation_config = wanted
+    model.generation_config = config
     try:
         yield
     finally:
@@ -56,9 +57,9 @@ def defaults_of(model: PreTrainedModel, wanted: GenerationConfig) -> Iterator[No
 
 
 def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> AbstractContextManager[None]:
-    """A context with the same options for everybody: the model's own generation defaults are left out inside, and put back.
+    """A context that ignores the model's generation defaults, except its token ids.
 
-    stop_at_eos: False ignores the end-of-sequence token, so that all texts have the same number of tokens.
+    stop_at_eos: False ignores the end-of-sequence token, too, so that all texts have the same number of tokens.
     """
     own: Any = model.generation_config
     pad = 0 if own.pad_token_id is None else own.pad_token_id
@@ -66,5 +67,5 @@ def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> Abstr
 
 
 def saved_field(folder: Path, name: str) -> Any:
-    """A field of the generation defaults of a model on the disk, None where they have none of that name."""
+    """A field of the generation defaults of a model on the disk; None if it does not exist."""
     return getattr(GenerationConfig.from_pretrained(folder), name, None)
