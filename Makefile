@@ -32,7 +32,7 @@ serve: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: an OpenAI-compatible server 
 	@$(BIN)/skipstone serve $(MODEL)
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \
+QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise record sampling trees verify) \
 	$(patsubst %,tests/engines/test_%.py,partial_forward kv_cache model_runner) tests/models/test_masks.py tests/hf/test_options.py \
 	tests/methods/test_spelling.py
 quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store

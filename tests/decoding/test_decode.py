@@ -64,19 +64,18 @@ def model() -> ModelRunner:
 def queue() -> list[Request]:
     """Seven requests with lengths, settings, seeds and ends of their own."""
     penalty: Any = RepetitionPenaltyLogitsProcessor(1.3)
-    settings = [
-        Sampling(),
-        Sampling(temperature=1.0, seed=7),
-        Sampling(temperature=0.7, top_k=12, seed=7),
-        Sampling(processors=[penalty]),
-        Sampling(temperature=1.2, top_p=0.9, min_p=0.01, seed=1),
-        Sampling(temperature=1.0, seed=3, processors=[penalty]),
-        Sampling(),
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (5, 14, {}),
+        (11, 3, {"temperature": 1.0, "seed": 7}),
+        (1, 9, {"temperature": 0.7, "top_k": 12, "seed": 7}),
+        (30, 12, {"processors": [penalty]}),
+        (7, 10, {"temperature": 1.2, "top_p": 0.9, "min_p": 0.01, "seed": 1}),
+        (4, 17, {"temperature": 1.0, "seed": 3, "processors": [penalty]}),
+        (19, 1, {}),
     ]
-    sizes = [(5, 14), (11, 3), (1, 9), (30, 12), (7, 10), (4, 17), (19, 1)]
     return [
-        Request(prompt(length, 50 + index), new, eos=frozenset({index, 90}), sampling=setting)
-        for index, ((length, new), setting) in enumerate(zip(sizes, settings, strict=True))
+        Request(prompt(length, 50 + index), new, eos=frozenset({index, 90}), sampling=Sampling(**settings))
+        for index, (length, new, settings) in enumerate(cases)
     ]
 
 
@@ -153,34 +152,9 @@ def test_chunked_prefill_equals_one_chunk(chunk: int, temperature: float) -> Non
     expected, _, whole = decode(METHODS[1], runner, requests)
     texts, _, steps = decode(METHODS[1], runner, requests, chunk=chunk, check=True)
     assert texts == expected
-    assert sum(step.prefill for step in whole) == 1
+    assert [step.prefill for step in whole].count(True) == 1
+    assert all(not any(step.drafted) for step in steps if step.prefill)
     assert -(-13 // chunk) <= sum(step.prefill for step in steps) <= sum(-(-n // chunk) for n in (13, 2, 7))
-
-
-def test_a_prefill_step_leaves_decoding_rows_where_they_are(model: ModelRunner) -> None:
-    method, requests = METHODS[1], [Request(prompt(5), 12), Request(prompt(9), 12)]
-    decoder = DecodingLoop(method.start(model, 2, 40), chunk=4)
-    decoder.admit(0, requests[0])
-    first = [decoder.step(), decoder.step()]
-    length = decoder.session.store.length[0]
-    decoder.admit(1, requests[1])
-    prefill = [decoder.step() for _ in range(3)]
-    assert [(step.prefill, step.tokens[0], len(step.tokens[1])) for step in prefill] == [(True, [], n) for n in (0, 0, 1)]
-    assert prefill[-1].origin == [[], ["prefill"]]
-    assert decoder.session.store.length == [length, 9]
-    rest = list(run(decoder))
-    for row, request in enumerate(requests):
-        text = [token for step in (*first, *prefill, *rest) for token in step.tokens[row]]
-        assert text == decode(method, model, [request])[0][0]
-
-
-def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: ModelRunner) -> None:
-    expected = decode(METHODS[1], model, [Request(prompt(5), 20)])[0][0]
-    decoder = start(METHODS[1], model, [Request(prompt(5), 20)])
-    steps: Any = run(decoder)
-    text = [token for _ in range(3) for token in next(steps).tokens[0]]
-    steps.close()
-    assert text + [token for step in run(decoder) for token in step.tokens[0]] == expected
 
 
 def test_the_stopping_rules_cut_in_one_place() -> None:

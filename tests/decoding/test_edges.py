@@ -6,47 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import Autoregressive, LayerSkip
+from skipstone.decoding.noise import row_seed
 from tests.helpers import families
-from tests.helpers.settings import QUIET, SKIP
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode, tokenizer
 
 pytestmark = QUIET
 
 
-def inside_a_draft(model: PreTrainedModel, method: Any, **options: Any) -> tuple[Tensor, list[int], int]:
-    """(prompt, text, place): the token at `place` is new to the text and was accepted in the middle of a draft."""
-    for seed in range(20):
-        prompt = families.prompts(1, seed=seed)[0]
-        output = decode(model, [prompt], method, record=True, max_new_tokens=40, **options)
-        assert output.steps is not None
-        assert output.new_tokens is not None
-        text, end = output.new_tokens[0], 0
-        for step in output.steps:
-            start, end = end, end + len(step.tokens[0])
-            for place in range(start + 1, start + step.accepted[0] - 1):
-                if text[place] not in text[:place]:
-                    return prompt, text, place
-    raise AssertionError("no prompt has a fresh token in the middle of an accepted draft")
-
-
 class TestEndOfSequence:
-    def test_eos_inside_a_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
-        prompt, text, place = inside_a_draft(model, SKIP)
-        eos = text[place]
-        output = decode(model, [prompt], SKIP, eos_token_id=eos, record=True, max_new_tokens=40)
-        assert output.new_tokens == [text[: place + 1]]
-        assert output.new_tokens == [alone(model, prompt, eos_token_id=eos, max_new_tokens=40)]
-        assert output.steps is not None
-        last = output.steps[-1]
-        assert last.origin[0] == ["draft"] * len(last.tokens[0]), "the row should have ended inside the draft"
-        assert last.drafted[0] == len(last.tokens[0]), "nothing is drafted past the end"
-
-    def test_rows_end_at_different_times_and_are_padded(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_rows_end_at_different_times_and_are_padded(self, model: Any, batch: Any) -> None:
         free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
         eos = sorted({free[0][12], free[1][4]})
         expected = [alone(model, prompt, max_new_tokens=30, eos_token_id=eos) for prompt in batch]
@@ -59,7 +31,7 @@ class TestEndOfSequence:
 
 
 class TestStopStrings:
-    def test_stop_strings_of_the_models_own_config(self, batch: list[Tensor]) -> None:
+    def test_stop_strings_of_the_models_own_config(self, batch: Any) -> None:
         model = families.build("llama")
         text = alone(model, batch[0], max_new_tokens=20)
         stop = tokenizer().decode(text[6:8])
@@ -78,27 +50,21 @@ class TestStopStrings:
 class TestLengths:
     @pytest.mark.parametrize("ends", ["length", "eos"])
     @pytest.mark.parametrize("method", [Autoregressive(), SKIP], ids=["autoregressive", "layerskip"])
-    def test_one_new_token_is_the_prefills(self, method: Any, ends: str, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_one_new_token_is_the_prefills(self, method: Any, ends: str, model: Any, batch: Any) -> None:
         expected = [alone(model, prompt, max_new_tokens=1) for prompt in batch]
         eos = {"eos_token_id": [first for (first,) in expected]}
         output: Any = decode(model, batch, method, **({"max_new_tokens": 1} if ends == "length" else eos))
         assert output.new_tokens == expected
         assert (output.stats.steps, output.stats.drafted, output.stats.prefill_tokens) == (0, 0, 3)
 
-    def test_a_draft_longer_than_what_is_left_is_cut(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        output = decode(model, batch, LayerSkip(2, 50), max_new_tokens=6)
-        assert output.new_tokens == [alone(model, prompt, max_new_tokens=6) for prompt in batch]
-        assert output.stats is not None
-        assert output.stats.drafted > 0
-
-    def test_max_length_counts_the_padded_prompt_as_in_transformers(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_max_length_counts_the_padded_prompt_as_in_transformers(self, model: Any, batch: Any) -> None:
         inputs = families.padded(batch)
         expected = model.generate(**inputs, max_length=30)
         output = skipstone.generate(model, inputs, SKIP, max_length=30)
         assert output.sequences.shape[1] == 30
         assert torch.equal(output.sequences, expected)
 
-    def test_prompts_of_one_and_of_1500_tokens_side_by_side(self, model: PreTrainedModel) -> None:
+    def test_prompts_of_one_and_of_1500_tokens_side_by_side(self, model: Any) -> None:
         generator = torch.Generator().manual_seed(5)
         prompts = [torch.randint(1, 97, (length,), generator=generator) for length in (1, 1500, 2)]
         expected = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
@@ -114,7 +80,7 @@ class TestLengths:
 
 
 class TestPadding:
-    def test_the_pad_id_may_be_a_frequent_real_token(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_the_pad_id_may_be_a_frequent_real_token(self, model: Any, batch: Any) -> None:
         texts = [alone(model, prompt, max_new_tokens=24) for prompt in batch]
         everything = [token for text in texts for token in text]
         pad = max(set(everything), key=everything.count)
@@ -127,12 +93,36 @@ class TestPadding:
         assert any(0 in text for text in expected), "0 is a token like any other"
         assert skipstone.generate(model, families.padded(prompts, pad), SKIP, **options).new_tokens == expected
 
-    def test_pad_ids_of_a_prompt_without_a_mask_are_masked_as_in_transformers(
-        self, model: PreTrainedModel, batch: list[Tensor]
-    ) -> None:
+    def test_pad_ids_of_a_prompt_without_a_mask_are_masked_as_in_transformers(self, model: Any, batch: Any) -> None:
         prompt = batch[0].clone()
         prompt[3:6] = 9
         expected = model.generate(prompt[None], pad_token_id=9, max_new_tokens=16)
         unmasked = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], pad_token_id=9, max_new_tokens=16)
         assert not torch.equal(expected, unmasked)
         assert torch.equal(skipstone.generate(model, prompt, SKIP, pad_token_id=9, max_new_tokens=16).sequences, expected)
+
+
+class TestNeighbours:
+    def test_a_seed_gives_every_row_its_own(self, model: Any, batch: Any) -> None:
+        derived = decode(model, batch, SKIP, seed=5, **SAMPLING).new_tokens
+        assert derived == decode(model, batch, SKIP, seed=[5, row_seed(5, 1), row_seed(5, 2)], **SAMPLING).new_tokens
+        assert derived != decode(model, batch, SKIP, seed=[5, 5, 5], **SAMPLING).new_tokens
+
+    def test_num_return_sequences_are_rows_with_seeds_of_their_own(self, model: Any, batch: Any) -> None:
+        output = decode(model, batch[:2], SKIP, num_return_sequences=3, seed=20, **SAMPLING)
+        assert output.new_tokens is not None
+        assert output.sequences.shape[0] == 6
+        for row, text in enumerate(output.new_tokens):
+            assert [text] == decode(model, [batch[row // 3]], SKIP, seed=row_seed(20, row), **SAMPLING).new_tokens
+        assert len(set(map(tuple, output.new_tokens))) > 2
+
+
+@pytest.mark.parametrize("options", [{"typical_p": 0.6}, pytest.param({"eta_cutoff": 0.05}, marks=pytest.mark.slow)], ids=str)
+def test_warpers_without_a_vectorised_form_are_exact_too(options: dict[str, Any], model: Any, batch: Any) -> None:
+    settings = {**SAMPLING, **options, "seed": 4}
+    plain = decode(model, batch, Autoregressive(), **settings)
+    output = decode(model, batch, COUPLED, **settings)
+    assert output.new_tokens == plain.new_tokens
+    assert plain.new_tokens != decode(model, batch, Autoregressive(), **{**SAMPLING, "seed": 4}).new_tokens
+    assert output.stats is not None
+    assert 0 < output.stats.accepted < output.stats.drafted

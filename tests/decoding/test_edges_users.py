@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
@@ -43,21 +41,19 @@ class StopAfter(StoppingCriteria):
 
 
 class TestUsersObjects:
-    def test_a_custom_processor_between_those_of_the_options(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_a_custom_processor_between_those_of_the_options(self, model: Any, batch: Any) -> None:
         options: dict[str, Any] = {"repetition_penalty": 1.4, "suppress_tokens": [3, 5], "max_new_tokens": 24}
         options["logits_processor"] = LogitsProcessorList([Ban()])
         assert decode(model, batch, SKIP, **options).new_tokens == [alone(model, prompt, **options) for prompt in batch]
 
-    def test_a_custom_processor_replaces_the_options_processor_of_its_type(
-        self, model: PreTrainedModel, batch: list[Tensor]
-    ) -> None:
+    def test_a_custom_processor_replaces_the_options_processor_of_its_type(self, model: Any, batch: Any) -> None:
         options: dict[str, Any] = {"repetition_penalty": 2.0, "max_new_tokens": 24}
         options["logits_processor"] = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.1)])
         expected, other = (alone(model, batch[0], repetition_penalty=one, max_new_tokens=24) for one in (1.1, 2.0))
         assert alone(model, batch[0], **options) == expected != other
         assert decode(model, batch[:1], SKIP, **options).new_tokens == [expected]
 
-    def test_prefix_allowed_tokens_fn_is_told_the_row_of_the_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_prefix_allowed_tokens_fn_is_told_the_row_of_the_batch(self, model: Any, batch: Any) -> None:
         def allowed(row: int, _: Tensor) -> list[int]:
             return list(range(row * 30, row * 30 + 30))
 
@@ -73,7 +69,7 @@ class TestUsersObjects:
         [StopAfter(15, lambda done: done), StopAfter(15, lambda done: bool(done.all())), MaxLengthCriteria(30)],
         ids=["a tensor per row", "one plain bool", "length"],
     )
-    def test_custom_stopping_criteria(self, criterion: StoppingCriteria, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_custom_stopping_criteria(self, criterion: StoppingCriteria, model: Any, batch: Any) -> None:
         criteria = StoppingCriteriaList([criterion])
         for prompt in batch[:1] if isinstance(criterion, MaxLengthCriteria) else batch[:2]:
             expected = alone(model, prompt, stopping_criteria=criteria, max_new_tokens=30)
@@ -81,15 +77,13 @@ class TestUsersObjects:
             assert decode(model, [prompt], SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == [expected]
 
 
-def test_max_time_is_checked_after_every_token(
-    model: PreTrainedModel, batch: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_time_is_checked_after_every_token(model: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     free, now = alone(model, batch[0], max_new_tokens=30), iter(range(10_000))
     monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: next(now))
     assert decode(model, batch[:1], SKIP, max_new_tokens=30, max_time=6.5).new_tokens == [free[:7]]
 
 
-def state(model: PreTrainedModel) -> Any:
+def state(model: Any) -> Any:
     """Attributes and hooks of every module, both configs and the mode, without skipstone's patches."""
     take_off(model)
     modules = {
@@ -98,10 +92,6 @@ def state(model: PreTrainedModel) -> Any:
     }
     configs = model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()
     return modules, configs, id(model.config), id(model.generation_config)
-
-
-class Interrupted(Exception):
-    """What a user's object raises in these tests."""
 
 
 class Bomb:
@@ -119,17 +109,14 @@ class Bomb:
         if self.calls == 4:
             raise self.error
 
-    def end(self) -> None:
-        raise AssertionError("the stream was interrupted, not ended")
-
 
 class TestInterruptions:
     @pytest.mark.parametrize(
         ("place", "error"),
-        [("streamer", KeyboardInterrupt), ("logits_processor", Interrupted), ("stopping_criteria", KeyboardInterrupt)],
+        [("streamer", KeyboardInterrupt), ("logits_processor", ArithmeticError), ("stopping_criteria", KeyboardInterrupt)],
     )
     def test_an_interrupted_call_leaves_the_model_as_it_was(
-        self, place: str, error: type[BaseException], model: PreTrainedModel, batch: list[Tensor]
+        self, place: str, error: type[BaseException], model: Any, batch: Any
     ) -> None:
         before, text = state(model), alone(model, batch[0], max_new_tokens=16)
         bomb = Bomb(error)
@@ -140,7 +127,7 @@ class TestInterruptions:
         assert alone(model, batch[0], max_new_tokens=16) == text
         assert decode(model, batch[:1], SKIP, max_new_tokens=16).new_tokens == [text]
 
-    def test_an_interrupted_enabled_model_stays_enabled(self, batch: list[Tensor]) -> None:
+    def test_an_interrupted_enabled_model_stays_enabled(self, batch: Any) -> None:
         model = families.build("llama")
         text = alone(model, batch[0], max_new_tokens=16)
         skipstone.enable(model, SKIP)
@@ -150,7 +137,7 @@ class TestInterruptions:
         assert state(model) == before
         assert alone(model, batch[0], max_new_tokens=16) == text
 
-    def test_a_stream_closed_early_leaves_the_model_as_it_was(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+    def test_a_stream_closed_early_leaves_the_model_as_it_was(self, model: Any, batch: Any) -> None:
         before, text = state(model), alone(model, batch[0], max_new_tokens=16)
         steps = skipstone.stream(model, batch[0], SKIP, max_new_tokens=16)
         taken = next(steps).tokens[0] + next(steps).tokens[0]
@@ -159,11 +146,3 @@ class TestInterruptions:
         assert taken == text[: len(taken)]
         assert state(model) == before
         assert alone(model, batch[0], max_new_tokens=16) == text
-
-    def test_two_streams_over_one_model_do_not_disturb_each_other(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        texts: list[list[int]] = [[], []]
-        streams = [skipstone.stream(model, prompt, SKIP, max_new_tokens=16) for prompt in batch[:2]]
-        for steps in itertools.zip_longest(*streams):
-            for text, step in zip(texts, steps, strict=True):
-                text += [] if step is None else step.tokens[0]
-        assert texts == [alone(model, prompt, max_new_tokens=16) for prompt in batch[:2]]

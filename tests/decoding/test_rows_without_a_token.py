@@ -46,7 +46,7 @@ class Forbid:
 
 
 def written(model: Any, method: Any, engine: str, ids: Tensor = PROMPTS, **options: Any) -> tuple[Any, dict[int, str]]:
-    """(the new tokens of every row, the errors of rows that failed)."""
+    """The new tokens of every row, and the errors of rows that failed."""
     try:
         return skipstone.generate(model, ids, method, max_new_tokens=NEW, engine=engine, seed=3, **options).new_tokens, {}
     except skipstone.RowError as error:
@@ -124,17 +124,12 @@ def test_a_draft_model_that_says_nan_ends_the_draft_and_no_text(engine: str) -> 
 
 def test_a_stream_tells_of_every_step_before_the_error() -> None:
     whole, _ = written(families.build("llama"), "autoregressive", "eager")
-    bad = whole[1][5]
-    told: list[list[int]] = [[], []]
-
-    def read() -> None:
+    bad, streamed = whole[1][5], [list[int](), list[int]()]
+    with pytest.raises(skipstone.RowError, match="row 1"):  # noqa: PT012
         for step in skipstone.stream(broken(bad), PROMPTS, "autoregressive", max_new_tokens=NEW, engine="eager"):
             for row, tokens in enumerate(step.tokens):
-                told[row] += tokens
-
-    with pytest.raises(skipstone.RowError, match="row 1"):
-        read()
-    assert told == [cut(row, bad) for row in whole]
+                streamed[row] += tokens
+    assert streamed == [cut(row, bad) for row in whole]
 
 
 def test_texts_of_the_other_rows_are_with_the_error() -> None:

@@ -23,12 +23,17 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+import skipstone
 from skipstone import Request, Sampling
 from skipstone.decoding.noise import Noise
 from skipstone.decoding.sampling import NUCLEUS, Sampler, WarperSettings, warp
 from skipstone.engines.model_runner import ModelRunner
-from tests.helpers import planted
+from skipstone.engines.native import library
+from tests.helpers import families, planted
+from tests.helpers.conformance import ROWS
 from tests.helpers.machine import decode, llama, prompt
+from tests.helpers.pairwise import round_robin
+from tests.helpers.settings import QUIET
 from tests.helpers.trees import Trees, reference
 
 CPU = torch.device("cpu")
@@ -61,7 +66,7 @@ def assert_theirs(logits: Tensor, rows: list[Sampling]) -> Tensor:
 
 samplings = st.builds(
     Sampling,
-    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
+    temperature=st.sampled_from([0.0, 1e-4, 0.3, 0.7, 1.0, 1.7]),
     top_k=st.sampled_from([0, 0, 1, 2, 5, 17, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.9, 0.8, 0.5, 0.1, 0.05]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 1.0]),
@@ -93,16 +98,6 @@ def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, grain: float
 def test_top_p_cuts_ties_where_transformers_does(top_p: float) -> None:
     """Ten equal tokens put cumulative sums on the threshold, where the last bit of 1 - top_p decides."""
     assert_theirs(torch.zeros(1, 10), [Sampling(temperature=1.0, top_p=top_p)])
-
-
-def test_greedy_is_the_limit_of_sampling() -> None:
-    """One-hot at the argmax, the first of equal ones, whatever the other settings of the row and its neighbours'."""
-    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]] * 2)
-    greedy, cold = Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9), Sampling(temperature=1e-4)
-    p = warp(logits, WarperSettings([greedy, Sampling(temperature=1.0)], CPU))
-    assert p[0].tolist() == [0, 1, 0, 0]
-    assert torch.allclose(p[1], logits[1].softmax(-1))
-    assert torch.allclose(warp(logits, WarperSettings([cold] * 2, CPU))[0], torch.tensor([0, 0.5, 0.5, 0]))
 
 
 @pytest.mark.parametrize("warper", [TypicalLogitsWarper(0.6), EpsilonLogitsWarper(0.02), EtaLogitsWarper(0.05)])
@@ -272,3 +267,32 @@ def test_what_a_row_would_draw_is_what_it_draws(vocabulary: int, top_k: int) -> 
                 for n in range(4)
             ]
             assert sampler.would_draw(row, logits, positions).tolist() == drawn
+
+
+pytestmark = QUIET
+ENGINES = ["eager", *([] if library.missing() else ["native"])]
+TINY = [9e-6, 1e-37, 1e-38, 1e-39, 1.4e-45, 1e-46, 1e-300, 5e-324]
+LOSSLESS_METHODS = [name for name, row in ROWS.items() if not row.variant and row.oracle is None]
+
+
+@round_robin(
+    name=LOSSLESS_METHODS, engine=ENGINES, more=[{}, {"top_k": 5}, {"top_k": 0, "top_p": 0.9, "min_p": 0.1}, {"typical_p": 0.9}]
+)
+def test_tiny_temperatures_give_the_greedy_text(name: str, engine: str, more: dict[str, Any]) -> None:
+    model, prompt = families.cached("llama"), families.prompts(1)[0]
+    common: dict[str, Any] = {"max_new_tokens": 8, "engine": engine, "seed": 5}
+    expected = skipstone.generate(model, prompt, "autoregressive", do_sample=False, **common).new_tokens
+    method = ROWS[name].method("llama", 3, "standard")
+    for temperature in (1e-39, 1e-46) if name != "autoregressive" else TINY:
+        sampled = {"do_sample": True, "temperature": temperature, **more}
+        assert skipstone.generate(model, prompt, method, **common, **sampled).new_tokens == expected
+
+
+@pytest.mark.parametrize("temperature", [*TINY, 1e-5, 1e-4, 1e30, 1e39, 1e300])
+def test_every_temperature_gives_a_distribution(temperature: float) -> None:
+    logits = torch.tensor([[3e4, -3e4, 2.5, float("-inf")]], dtype=torch.float32)
+    for more in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        p = warp(logits, WarperSettings([Sampling(temperature, **more)], torch.device("cpu")))
+        assert bool(p.isfinite().all())
+        assert float(p.sum()) == pytest.approx(1)
+        assert p[0, 3] == 0

@@ -86,16 +86,6 @@ def test_other_runs_do_not_warn(stats: Stats, method: Any, model: Any, monkeypat
     assert messages(model, stats, monkeypatch, method) == []
 
 
-def test_a_model_with_untrained_exits_warns() -> None:
-    model = families.build("llama", layers=6, seed=3)
-    model.lm_head.weight.data.mul_(4)
-    handle = model.model.layers[4].register_forward_hook(lambda _, __, hidden: hidden.flip(-1))
-    with pytest.warns(RuntimeWarning, match="early exits are not trained") as caught:
-        skipstone.generate(model, families.prompts(1)[0], LayerSkip(1, 4), max_new_tokens=40)
-    handle.remove()
-    assert len(caught) == 1
-
-
 def test_a_stream_warns_too(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Stats", lambda: Fixed(0))
     with pytest.warns(RuntimeWarning, match=r"ran at 0\.50 x the speed"):

@@ -1,14 +1,14 @@
 """Exact laws by enumeration: a noise that explores every outcome of every draw, each with its weight.
 
-`explore(run)` calls `run` once per path through the tree of outcomes. Instead of drawing, `run` asks the Chooser it is given;
-its result is counted with the product of the weights of the choices taken. What comes back is the exact law of the result.
+`explore(run)` calls `run` once per path through the tree of outcomes, with a Chooser instead of draws. A result counts with the
+product of the weights of its choices.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -119,7 +119,6 @@ def loop_law(
     watch: Callable[[Step], None] = lambda _: None,
 ) -> Law:
     """The exact law of the text that the real loop produces. watch: sees every step of every path."""
-
     request = Request(prompt, tokens, sampling=sampling)
 
     def run(chooser: Chooser) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def loop_law(
 
 
 class Double(ModelRunner):
-    """A model in float64 throughout, logits included, so that laws can be compared to 1e-9."""
+    """A model in float64 throughout, logits included."""
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         logits = (head or self.head)(normed)
@@ -155,31 +154,23 @@ class Widened(ModelRunner):
         return super().project(normed, head, shortlist).double()
 
 
-def native_target(runner: ModelRunner, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
-    """The distribution of the next token by one pass over the whole text: prefix -> [V]. What the loop computes in other passes
-    has the same bits, so its law is this one and not a rounded one."""
+def in_one_pass(runner: ModelRunner, ids: Tensor) -> Tensor:
+    """Scores behind a text by one pass of the native engine. Other passes of the loop have the same bits."""
+    positions, store = torch.arange(ids.shape[1])[None], KVCache(1, runner.depth, ids.shape[1])
+    store.reserve(ids.shape[1])
+    at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
+    return runner.logits(runner.run(runner.embed(ids, positions), at, store, range(runner.depth)))[:, -1]
+
+
+def target(
+    scores_of: Callable[[Tensor], Tensor], prompt: Tensor, processors: Sequence[Any] = ()
+) -> Callable[[tuple[int, ...]], list[float]]:
+    """The exact distribution of the next token: prefix -> [V]. scores_of: ids [1, T] -> [1, V]."""
 
     @cache
     def p(prefix: tuple[int, ...]) -> list[float]:
         ids = torch.cat([prompt, torch.tensor(prefix, dtype=torch.long)])[None]
-        positions, store = torch.arange(ids.shape[1])[None], KVCache(1, runner.depth, ids.shape[1])
-        store.reserve(ids.shape[1])
-        at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
-        scores = runner.logits(runner.run(runner.embed(ids, positions), at, store, range(runner.depth)))[:, -1]
-        for processor in processors:
-            scores = processor(ids, scores)
-        return scores[0].softmax(-1).tolist()
-
-    return p
-
-
-def target(model: Any, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
-    """The exact distribution of the next token, by transformers' own forward and processors: prefix -> [V]."""
-
-    @cache
-    def p(prefix: tuple[int, ...]) -> list[float]:
-        ids = torch.cat([prompt, torch.tensor(prefix, dtype=torch.long)])[None]
-        scores = model(input_ids=ids).logits[:, -1]
+        scores = scores_of(ids)
         for processor in processors:
             scores = processor(ids, scores)
         return scores[0].softmax(-1).tolist()
@@ -244,19 +235,17 @@ def proves(
     native: bool = False,
     **sampling: Any,
 ) -> Seen:
-    """Assert that the loop's law is the exact one.
+    """Assert that the loop's law is that of transformers' own forward and processors.
 
-    model: a transformers model in float64, or in float32 for the native engine. processors run in the loop and the reference,
-    and so do `own` warpers; `warpers` are transformers' objects for the reference alone, where `sampling` says the same to the
-    loop.
+    model: in float64, or in float32 for the native engine. processors and `own` warpers run in the loop and the reference.
+    `warpers` are for the reference alone: `sampling` has the same settings for the loop.
     """
     seen = Seen()
     settings = Sampling(**{"temperature": 1.0, "processors": processors, "warpers": own, **sampling})
     runner = Widened(model) if native else Double(model)
     found = loop_law(method, runner, PROMPT, new, settings, seen)
-    every = [*processors, *warpers, *own]
-    of_prefix = native_target(runner, PROMPT, every) if native else target(model, PROMPT, every)
-    expected = exact_law(of_prefix, new, VOCAB)
+    scores_of = partial(in_one_pass, runner) if native else lambda ids: model(input_ids=ids).logits[:, -1]
+    expected = exact_law(target(scores_of, PROMPT, [*processors, *warpers, *own]), new, VOCAB)
     assert abs(sum(found.values()) - 1) < EXACT, "the weights of all paths add up to one"
     assert distance(found, expected) < EXACT, "the loop's law is the target's"
     return seen

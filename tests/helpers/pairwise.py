@@ -1,7 +1,6 @@
 """Levels for the cells of a product of settings: few run in `make test`, more in `make test-full`, all in `make test-all`.
 
-Most faults take one value or two that meet. Of four factors with 2, 2, 2 and 3 values the product has 24 cells. Seven of them
-hold every pair (a covering array of strength two).
+Most faults need one value or two together: seven of the 24 cells of 2 x 2 x 2 x 3 values hold every pair (a covering array).
 """
 
 from __future__ import annotations

@@ -35,12 +35,10 @@ class Machine:
         self, points: Sequence[tuple[int, float]], head: float, fixed: float, wait: float = 0.0, *,
         draft_model: float = 0.2, rows: int = 1, schedules: Mapping[str, tuple[int, float]] | None = None,
     ) -> None:  # fmt: skip
-        places, values = zip(*points, strict=True)
         self.fixed, self.rows, self.schedules = fixed, rows, dict(schedules or {})
-        self._table = [
-            0.0,
-            *(float(np.interp(n, places, values)) if n <= places[-1] else values[-1] * n / places[-1] for n in range(1, 1700)),
-        ]
+        places, values = zip(*points, strict=True)
+        beyond = values[-1] / places[-1]
+        self._table = [float(np.interp(n, places, values)) if n <= places[-1] else beyond * n for n in range(1700)]
         self.drafts = {f"E{e}": e / 24 * (1 - head) + head + wait for e in (4, 6, 8, 12)}
         self.drafts |= {"skip": 0.55 * (1 - head) + head + wait, "draft model": draft_model + wait}
         several = self._table[WINDOW]
@@ -205,7 +203,7 @@ class Simulation:
         self.requests: list[tuple[float, float]] = []  # (tokens, time)
         self.marks: list[tuple[float, float]] = []  # (place, total) behind every step
         self.kinds: dict[str, int] = {}
-        self._began, self._began_at = 0.0, 0.0
+        self._began = 0.0, 0.0
         self._starts = [*sorted(self.worlds[0].starts - {0}), math.inf]
 
     @property
@@ -220,14 +218,11 @@ class Simulation:
         """Whether a request begins here; ends the one before."""
         if self.position < self._starts[0]:
             return False
-        self._end_request()
+        self.requests.append((self.position - self._began[0], self.total - self._began[1]))
+        self._began = self.position, self.total
         while self.position >= self._starts[0]:
             self._starts.pop(0)
         return True
-
-    def _end_request(self) -> None:
-        self.requests.append((self.position - self._began, self.total - self._began_at))
-        self._began, self._began_at = self.position, self.total
 
     def rate(self, first: float = 0.0) -> float:
         """Tokens a plain step, behind a place."""

@@ -103,10 +103,10 @@ def _plainly(name: str, rows: int, asked: int, options: str, engine: str | None)
 
 
 def message(parted: ScoredDifference, around: int = 8) -> str:
-    """Tie or bug, where, by how much, and `around` tokens of both texts before and after it, in four lines."""
+    """Tie or bug, the place, the difference, and `around` tokens of both texts before and after it, in four lines."""
     apart = "" if parted.margin is None else f" (the two are {parted.margin:.3g} apart)"
-    lines = [f"{'a tie, which rounding explains' if parted.tie else 'A BUG'}{apart}", str(parted)]
     first = max(0, parted.position - around)
+    lines = [f"{'a tie, which rounding explains' if parted.tie else 'A BUG'}{apart}", str(parted)]
     for name, text in zip(("expected", "found"), parted.texts, strict=True):
         before, after = text[first : parted.position], text[parted.position : parted.position + around]
         lines.append(f"{name:>8}: {'... ' if first else ''}{before} >>> {after or 'the end'}")

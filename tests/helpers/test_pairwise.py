@@ -25,12 +25,10 @@ def levels(params: list[Any]) -> dict[tuple[Any, ...], list[str]]:
     return {param.values: [mark.name for mark in param.marks] for param in params}
 
 
-def test_pairwise_cells_are_fast_those_of_slow_values_slow_and_the_rest_is_for_the_whole_product() -> None:
+def test_pairwise_cells_are_fast_but_for_slow_values() -> None:
     params = pairwise(a=[1, 2], b=["x", "z", pytest.param("y", marks=pytest.mark.slow)], c=[0.5, None]).args[1]
     assert [param.values for param in params] == list(product([1, 2], "xzy", [0.5, None]))
     assert params[0].id == "1-x-0.5"
-    for cell, marks in levels(params).items():
-        assert (marks == []) <= (cell[1] != "y")
     fast = [cell for cell, marks in levels(params).items() if not marks]
     assert {(b, c) for _, b, c in fast} == set(product("xz", [0.5, None]))
 
@@ -39,13 +37,8 @@ def test_round_robin_has_one_fast_cell_for_every_value_of_the_first_factor() -> 
     slow = pytest.param("y", marks=pytest.mark.slow)
     found = levels(round_robin(a=range(5), b=["x", slow, "z"], c=[True, False]).args[1])
     assert [*found] == list(product(range(5), "xyz", [True, False]))
-    assert [cell for cell, marks in found.items() if not marks] == [
-        (0, "x", True),
-        (1, "x", False),
-        (2, "z", True),
-        (3, "z", False),
-        (4, "x", True),
-    ]
+    fast = [(0, "x", True), (1, "x", False), (2, "z", True), (3, "z", False), (4, "x", True)]
+    assert [cell for cell, marks in found.items() if not marks] == fast
     assert {tuple(marks) for marks in found.values()} == {(), ("slow",), ("product",)}
     in_full = [cell for cell, marks in found.items() if marks != ["product"]]
     assert {(a, b) for a, b, _ in in_full} == set(product(range(5), "xyz"))

@@ -1,8 +1,6 @@
-"""A synthetic method that proposes random trees: what the store, the masks, the walk and the loop must cope with.
+"""A synthetic method that proposes random trees. Branches may peek at a reference text, so that deep paths are accepted.
 
-A tree's tokens are random, but branches peek at a reference text where one is given, so that deep paths are accepted. Rows
-differ in size, rows without a draft occur, invalid nodes lie between valid ones, and some nodes may be marked as never to be
-accepted. Whatever is proposed, the text must be the target's own.
+Rows differ in size, some have no draft, invalid nodes lie between valid ones, and some nodes may never be accepted.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from skipstone.decoding.loop import run
 from skipstone.decoding.request import Request
 from skipstone.engines import host_transfer
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.lookups import RowDraft
-from skipstone.methods.lookahead import LookaheadWindow, NgramPool
 from skipstone.methods.prompt_lookup import AT_FIRST, NgramIndex, PredictedText
 from skipstone.methods.recycle import shape
 from tests.helpers import families
@@ -44,9 +42,6 @@ def forgetful(model: Any) -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return forgetful(llama())
-
-
-# ------------------------------------------------------------------------------------------------- prompt lookup
 
 
 def sought(text: list[int], shortest: int, longest: int, most: int, first: bool) -> list[int]:
@@ -174,9 +169,6 @@ def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, famil
     assert drafted - accepted >= 20
 
 
-# ------------------------------------------------------------------------------------------------- Jacobi
-
-
 def argmax(model: Any, text: list[int]) -> list[int]:
     """transformers' likeliest token after every prefix of a text."""
     return model(torch.tensor([text])).logits[0].argmax(-1).tolist()
@@ -204,27 +196,6 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
         guesses = [*behind, *first[len(behind) :]] if len(behind) < block else behind[:block]
         accepted += kept
     assert accepted > 1
-
-
-# ------------------------------------------------------------------------------------------------- lookahead
-
-
-def test_a_pool_keeps_the_latest_of_every_first_token() -> None:
-    pool = NgramPool(2)
-    for gram in ((1, 2, 3), (1, 4, 5), (9, 1, 1), (1, 2, 3), (1, 6, 7)):
-        pool.add(gram)
-    assert pool.after(1) == [(6, 7), (2, 3)], "(4, 5) was used least lately"
-    assert pool.after(9) == [(1, 1)]
-    assert pool.after(2) == []
-
-
-def test_a_window_hangs_row_under_row() -> None:
-    nodes, window = RowDraft().chain([40, 41]), LookaheadWindow([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    window.add_to(nodes)
-    assert nodes.tokens[2:] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert nodes.parents == [-1, 0, -1, 2, 3, 2, 3, 4, 5, 6, 7]
-    assert nodes.candidate == [True] * 2 + [False] * 9
-    assert window.bottom == 8
 
 
 def branch(nodes: Any, node: int) -> list[int]:
@@ -293,39 +264,6 @@ def test_up_to_the_last_position(method: Method, readable: bool, model: Any, mon
     asked = looping(model, 40).repeat(13)[:500]
     for rows in ([asked], [asked, asked[30:]]):
         assert_as_plain(model, families.padded(rows), method, max_new_tokens=12, do_sample=False)
-
-
-IMPOSSIBLE: list[tuple[Method, str]] = [
-    (PromptLookup(0), "prompt_lookup_max must be at least 1, found 0"),
-    (PromptLookup(2, 3), "prompt_lookup_min=3 is more than prompt_lookup_max=2"),
-    (PromptLookup(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
-    (PromptLookup(prefer="last"), 'prefer must be "recent" or "first", found'),  # type: ignore[arg-type]
-    (Jacobi(0), "num_speculative_tokens must be at least 1, found 0"),
-    (Lookahead(0), "window must be at least 1, found 0"),
-    (Lookahead(7, 1), "ngram must be at least 2, found 1"),
-    (Lookahead(guesses=True), "guesses must be an integer, found True"),
-]
-
-
-@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
-def test_impossible_settings_are_one_sentence(model: Any, method: Method, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        skipstone.generate(model, prompt(5), method, max_new_tokens=4)
-
-
-# ------------------------------------------------------------------------------------------------- recycled tokens
-
-
-def test_the_shape_is_a_tree_whose_likelier_branches_are_longer() -> None:
-    nodes, depth = shape(16, 8), {-1: 0}
-    assert len(nodes) == len(set(nodes)) == 16
-    for node, (parent, _) in enumerate(nodes):
-        assert parent < node
-        depth[node] = depth[parent] + 1
-    first = [node for node, (parent, rank) in enumerate(nodes) if rank == 0 and (parent < 0 or nodes[parent][1] == 0)]
-    assert nodes[0] == (-1, 0)
-    assert max(depth.values()) == len({depth[node] for node in first})
-    assert {rank for _, rank in shape(30, 2)} == {0, 1}
 
 
 def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> None:

@@ -12,18 +12,28 @@ cell of a variant, and one or two cells of every further type. `make test-all` r
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 import skipstone
-from skipstone import METHODS
-from tests.helpers import families
+from skipstone import METHODS, Autoregressive, LayerSkip, Method, Request, Sampling
+from skipstone.engines.model_runner import ModelRunner
+from tests.helpers import families, support
 from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
+from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.pairwise import slow_except
-from tests.helpers.support import TIE, decode, margin, references
+from tests.helpers.support import TIE, margin, references
+from tests.helpers.trees import Trees, reference
 
 NEW = 16
 """New tokens of a text; two or four times as many if no draft was accepted or none rejected."""
@@ -132,7 +142,7 @@ def test_text_is_that_of_the_reference_with_all_settings(family: str, method: st
 def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None:
     oracle: Any = ROWS[method].oracle
     prompts, plain, _ = references(family, 2, max_new_tokens=NEW)
-    output = decode(families.cached(family), prompts, ROWS[method].make(4, "standard"), max_new_tokens=NEW)
+    output = support.decode(families.cached(family), prompts, ROWS[method].make(4, "standard"), max_new_tokens=NEW)
     found: Any = output.new_tokens
     expected = [margin(oracle(family), prompt, max_new_tokens=NEW) for prompt in prompts]
     certain = [mine == text for mine, (text, smallest) in zip(found, expected, strict=True) if smallest >= TIE]
@@ -152,3 +162,66 @@ def test_an_exit_that_training_did_not_cover_is_warned_of(method: Any) -> None:
     model.config.trained_exit_layers = [1, 3]
     with pytest.warns(UserWarning, match=r"exit_layer=2 was not trained.*1, 3"):
         skipstone.generate(model, ids, method, max_new_tokens=4)
+
+
+def a_model(dice: random.Random, vocab: int) -> ModelRunner:
+    seed, window = dice.randrange(50), dice.choice([None, None, 1, 2, 5, 9])
+    model: Any = llama(vocab=vocab, seed=seed) if window is None else mistral(window, vocab=vocab, seed=seed)
+    return ModelRunner(model)
+
+
+def a_sampling(dice: random.Random) -> Sampling:
+    processors: list[Any] = [RepetitionPenaltyLogitsProcessor(1.2), NoRepeatNGramLogitsProcessor(3)]
+    warpers: list[Any] = [TemperatureLogitsWarper(0.8), TypicalLogitsWarper(0.8)]
+    return Sampling(
+        temperature=dice.choice([0.0, 0.0, 0.7, 1.0]),
+        top_k=dice.choice([0, 0, 3]),
+        top_p=dice.choice([1.0, 1.0, 0.8]),
+        min_p=dice.choice([0.0, 0.0, 0.05]),
+        seed=dice.randrange(1000),
+        processors=[processor for processor in processors if dice.random() < 0.3],
+        warpers=warpers if dice.random() < 0.1 else [],
+    )
+
+
+def a_request(dice: random.Random, vocab: int) -> Request:
+    ends = frozenset(dice.sample(range(vocab), dice.choice([0, 0, 1])))
+    ids = prompt(dice.randint(1, 28), dice.randrange(1000), vocab)
+    return Request(ids, dice.randint(1, 20), eos=ends, sampling=a_sampling(dice))
+
+
+def a_method(dice: random.Random, references: tuple[tuple[int, ...], ...]) -> Method:
+    """One whose text is that of plain sampling with the same seed."""
+    if dice.random() < 0.5:
+        return Trees(dice.randint(1, 20), dice.random(), dice.random(), dice.choice([0.0, 0.2]), dice.randrange(99), references)
+    return a_layerskip(dice, "coupled")
+
+
+def a_layerskip(dice: random.Random, rule: Any) -> LayerSkip:
+    return LayerSkip(
+        exit_layer=dice.randint(1, 3),
+        num_speculative_tokens=dice.randint(1, 8),
+        confidence_threshold=dice.choice([None, 0.5, "adaptive"]),
+        reuse_cache=dice.random() < 0.7,
+        rejection_sample_method=rule,
+    )
+
+
+@pytest.mark.parametrize("seed", slow_except((), range(60), full=range(8)))
+def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int) -> None:
+    """Served by three rows or decoded as one batch. LayerSkip's standard rule gives its own text of one request alone."""
+    dice = random.Random(seed)
+    vocab = dice.choice([5, 30, 97])
+    model = a_model(dice, vocab)
+    requests = [a_request(dice, vocab) for _ in range(dice.randint(1, 6))]
+    standard = seed % 3 == 0
+    method: Method = a_layerskip(dice, "standard")
+    alone = [decode(method if standard else Autoregressive(), model, [request])[0][0] for request in requests]
+    if not standard:
+        method = a_method(dice, tuple(reference(r.prompt, text) for r, text in zip(requests, alone, strict=True)))
+    chunk = dice.choice([1, 3, 512])
+    if seed % 2:
+        texts, _ = serve(method, model, requests, chunk)
+    else:
+        texts, _, _ = decode(method, model, requests, chunk, check=True)
+    assert texts == alone

@@ -1,16 +1,163 @@
-"""How a method is said: text and JSON are read with the types of the fields, and a method can be spelled again."""
+"""Text and JSON name a method, also with older names of settings, for which one warning tells the present name."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from skipstone import METHODS, LayerSkip, SelfSpeculative, Speculative
+import skipstone
+from skipstone import METHODS, AdaSD, Auto, Autoregressive, LayerSkip, Recycle, SelfSpeculative, Speculative
+from skipstone.decoding.method import Method
 from skipstone.decoding.settings import Setting, settings_of
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.generate_call import resolve_for
+from skipstone.lab.bench import plan
+from skipstone.lab.bench.run_file import RunFile
 from skipstone.methods import MethodMissing, parse, resolve, spell
+from skipstone.serving.batch_files.batch import ModelSettings
+from skipstone.serving.request_parser import RequestParser
+from tests.helpers.commandline import succeed
+
+RENAMED: list[tuple[str, str, str, Any]] = [
+    ("self_speculative", "stop_threshold", "confidence_threshold", 0.4),
+    ("adadecode", "threshold", "confidence_threshold", 0.3),
+    ("adadecode", "max_pending", "num_speculative_tokens", 3),
+    ("adasd", "max_window", "num_speculative_tokens", 7),
+    ("adasd", "fixed_window", "num_speculative_tokens", 3),
+    ("jacobi", "block", "num_speculative_tokens", 5),
+    ("recycle", "nodes", "num_speculative_tokens", 6),
+    ("recycle", "candidates", "num_candidates", 3),
+    ("swift", "enough", "target_matchness", 0.9),
+    ("auto", "remembers", "use_profile", False),
+]
+"""(method, older name, present name, a value that is not the default)."""
+NEEDED: dict[str, dict[str, Any]] = {"self_speculative": {"draft_quantize": "int4"}, "fixed_window": {"adaptive_length": False}}
+"""What a method, or a setting, is given besides."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return skipstone.load(None, engine="native")
+
+
+@contextmanager
+def one_warning(old: str, new: str) -> Iterator[None]:
+    """Inside, one FutureWarning tells the present name of a setting; where the two are the same there is none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(one.message) for one in caught if one.category is FutureWarning]
+    assert found == ([] if old == new else [f"{old} is called {new} in skipstone"])
+
+
+def text_of(name: str, settings: dict[str, Any]) -> str:
+    return " ".join([name, *(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items())])
+
+
+def of_a_plan(loaded: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
+    (place / "plan.yaml").write_text(yaml.safe_dump({"methods": [{"method": name, **settings}]}))
+    (entrant,), _ = plan.create_entries(plan.read(place / "plan.yaml", {}).methods, loaded[0], tune=False)
+    (engine,) = entrant.candidates
+    return engine.method  # type: ignore[attr-defined]
+
+
+def of_the_model(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
+    config = loaded[0].generation_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "skipstone", {"method": name, **settings})
+        return resolve_for(loaded[0], None)
+
+
+def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
+    model, tokenizer = loaded
+    return RequestParser(ModelRunner(model), tokenizer, Autoregressive(), 64).parse_method({"method": name, **settings})
+
+
+def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
+    found = ModelSettings(engine="native", method=text_of(name, settings)).load().method
+    assert found is not None
+    return found
+
+
+WAYS: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {
+    "keywords": lambda _, __, name, settings: METHODS[name](**settings),
+    "a text": lambda _, __, name, settings: resolve(text_of(name, settings)),
+    "a mapping": lambda _, __, name, settings: resolve({"method": name, **settings}),
+    "JSON": lambda _, __, name, settings: resolve(json.dumps({"method": name, **settings})),
+    "generation_config": of_the_model,
+    "a body": of_a_body,
+}
+LOADING: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {"a plan": of_a_plan, "a batch": of_a_batch}
+"""Ways that load a model."""
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "old", "new", "value"),
+    [*((way, *row) for way in WAYS for row in RENAMED), *((way, *RENAMED[6]) for way in LOADING)],
+)
+def test_an_older_name_gives_an_equal_method(
+    way: str, name: str, old: str, new: str, value: Any, loaded: Any, tmp_path: Path
+) -> None:
+    more = NEEDED.get(name, {}) | NEEDED.get(old, {})
+    expected = METHODS[name](**more, **{new: value})
+    for key in (old, new):
+        with one_warning(key, new):
+            found = (WAYS | LOADING)[way](loaded, tmp_path, name, {**more, key: value})
+        assert (replace(found, own=None) if isinstance(found, Auto) else found) == expected, "the bundled model has a method"
+
+
+def test_the_command_line_warns_once() -> None:
+    arguments = ("--prompt", "x", "--max-new-tokens", 2, "--engine", "native", "--json", "--method", "recycle nodes=6")
+    found = succeed("generate", *arguments)
+    assert json.loads(found.stdout)["method"]["num_speculative_tokens"] == 6
+    warning = "skipstone: warning: nodes is called num_speculative_tokens in skipstone"
+    assert found.stderr.count("is called") == found.stderr.count(warning) == 1
+
+
+def test_of_two_names_for_one_setting_neither_wins_and_a_candidate_has_older_names_too() -> None:
+    for make in (lambda: Recycle(nodes=5, num_speculative_tokens=5), lambda: Recycle(5, nodes=5)):  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="num_speculative_tokens is given twice"), pytest.warns(FutureWarning):
+            make()
+    with one_warning("nodes", "num_speculative_tokens"):
+        assert resolve('auto candidates="recycle nodes=5"') == Auto((Recycle(5),))
+
+
+ABSENT = object()
+
+
+@pytest.mark.filterwarnings("ignore:.* is called:FutureWarning")
+def test_adasd_has_the_window_that_its_older_settings_meant() -> None:
+    """Whichever of them the model's own method says, and whichever the call."""
+    values = {"adaptive_length": (ABSENT, True, False), "max_window": (ABSENT, 9), "fixed_window": (ABSENT, 3)}
+    for asked, own in itertools.product(itertools.product(*values.values()), repeat=2):
+        given, default = (
+            {key: value for key, value in zip(values, one, strict=True) if value is not ABSENT} for one in (asked, own)
+        )
+        meant = {"adaptive_length": True, "max_window": 20, "fixed_window": 5, **default, **given}
+        method: Any = resolve({"method": "adasd", **given}, {"method": "adasd", **default})
+        assert method.window == (meant["max_window"] if meant["adaptive_length"] else meant["fixed_window"])
+        assert method == AdaSD(**{**default, **given})
+
+
+def test_a_run_that_was_begun_with_older_names_goes_on(tmp_path: Path) -> None:
+    changes = (("nodes", [4, 6]), ("num_speculative_tokens", [4, 6]), ("num_speculative_tokens", [4, 7]))
+    plans = [{"methods": [{"method": "recycle", "label": "r", key: value}]} for key, value in changes]
+    with RunFile(tmp_path / "run.jsonl", plans[0], {}) as journal:
+        journal.add({"kind": "trial"})
+    with RunFile(tmp_path / "run.jsonl", plans[1], {}) as journal:
+        assert [line["kind"] for line in journal.lines] == ["run", "trial", "resumed"]
+    with pytest.raises(ValueError, match="holds another run: methods differ"):
+        RunFile(tmp_path / "run.jsonl", plans[2], {})
 
 
 @pytest.mark.parametrize("name", METHODS)

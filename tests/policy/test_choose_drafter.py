@@ -32,7 +32,7 @@ def timed(step: float = 0.2, **more: object) -> Policy:
     return policy
 
 
-def drafted(policy: Policy, decision: Decision, tokens: float, drafts: int) -> StepResult:
+def drafted(policy: Policy, tokens: float, drafts: int) -> StepResult:
     """A step of "a" that takes the expected time."""
     drafting, scoring = policy.costs.drafting["a"](drafts), policy.costs.scoring_of("a")(drafts + 1)
     judged = [(0.9, place + 1 < tokens) for place in range(min(round(tokens), drafts))]
@@ -224,7 +224,7 @@ def surprise(policy: Policy, factor: float) -> None:
     for _ in range(2):
         decision = policy.decide()
         assert decision.kind == "a"
-        usual = drafted(policy, decision, 3.0, 2)
+        usual = drafted(policy, 3.0, 2)
         longer = {name: factor * getattr(usual, name) for name in ("seconds", "drafting", "scoring")}
         policy.observe(decision, [replace(usual, **longer)])
 
@@ -234,7 +234,7 @@ def test_one_surprise_at_a_time_causes_no_probe() -> None:
     surprise(policy, 1.0)
     for factor in (3.0, 1.0, 3.0, 0.4):
         decision = policy.decide()
-        usual = drafted(policy, decision, 3.0, 2)
+        usual = drafted(policy, 3.0, 2)
         policy.observe(decision, [usual])
         policy.observe(decision, [replace(usual, seconds=factor * usual.seconds)])
         policy.observe(decision, [usual])
@@ -272,7 +272,7 @@ def test_compiling_is_charged_as_expected_and_teaches_no_times_one_stall_twice_a
     surprise(policy, 1.0)
     decision, learned = policy.decide(), policy.costs.drafting["a"].step
     policy.budget.overall = policy.budget.request = 0.0
-    usual = drafted(policy, decision, 1.0, 2)
+    usual = drafted(policy, 1.0, 2)
     compiling = replace(usual, seconds=900.0, drafting=300.0, scoring=600.0, preparing=True)
     stall = replace(usual, seconds=12.0)
     for result, charged in ((compiling, usual.seconds), (stall, 2 * usual.seconds), (stall, 12.0)):

@@ -166,26 +166,3 @@ def test_no_drafter_of_the_policy_can_lose_more_than_the_budget_allows(seed: int
     for _ in range(400):
         world.turn()
     assert world.forgiven_steps <= world.requests + 1 + world.tokens / HALF_LIFE
-
-
-@pytest.mark.parametrize("guess", [1.0, 2.0, 20.0])
-@pytest.mark.parametrize("kind", ["chain", "whole"])
-def test_a_drafter_that_costs_twenty_plain_steps_loses_a_step_or_two(guess: float, kind: str) -> None:
-    """Each of its draft steps, or each step of its own schedule, takes 20 and is never right."""
-    costs = LearnedCosts(MeanTime(1.0, 3))
-    if kind == "chain":
-        costs.drafting["expensive"] = LineTime(0.0, guess)
-    else:
-        costs.schedules["expensive"] = MeanTime(guess)
-    policy, time, tokens, tries = Policy(costs, {"expensive": DrafterState()}), 0.0, 0.0, 0
-    while tokens < 6000:
-        decision = policy.decide()
-        result = StepResult(decision.steps, decision.steps, decision.steps, warm_steps=decision.steps, warm_seconds=1.0)
-        if decision.kind == "expensive":
-            drafts, tries = max(len(decision.thresholds), 1), tries + 1
-            drafting = 20.0 * (drafts if kind == "chain" else 1)
-            result = StepResult(1.0, drafting + 1.1, 1, drafts, drafts, drafting, 1.1, 0.0, [(0.9, False)])
-        policy.observe(decision, [result])
-        time, tokens = time + result.seconds, tokens + result.tokens
-        assert time <= (1 + policy.budget.slack) * tokens + CREDIT + 20.0 * (8 if kind == "chain" else 1) + 3
-    assert tries <= 6

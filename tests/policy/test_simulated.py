@@ -101,3 +101,13 @@ def test_where_nothing_pays_it_decodes_plainly(everything: bool) -> None:
     assert simulation.kinds["plain"] > 0.9 * sum(simulation.kinds.values())
     assert simulation.rate() > 0.98
     assert (policy, simulation.total) == (same, other.total)
+
+
+@pytest.mark.parametrize("guess", [1.0, 1 / 20])
+def test_drafters_of_twenty_plain_steps_are_hardly_ever_tried(guess: float) -> None:
+    """A chain and a drafter with its own schedule."""
+    work = held_out(3000)["drafters of 20 plain steps, server"]
+    policy = first_policy(work.machine, work.drafters, recycles=False, drafting=guess, measurements=0)
+    simulation, _ = run(work, 0, False, policy)
+    assert sum(simulation.kinds.get(name, 0) for name in ("draft model", "lookahead")) < 10
+    assert simulation.rate() > 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,12 @@ class Dice:
         drafts = tuple(self.dice.randrange(8) if match else 0 for match in matches)
         return Decision(kind, 1.0, None, "by dice", thresholds, (), drafts, tree)
 
-    def next_replay(self, policy: Policy, lag: Mapping[str, int]) -> str | None:
-        return self.dice.choice([None, *policy.costs.replays])
-
 
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
     found = Dice(7)
-    monkeypatch.setattr(Policy, "decide", lambda policy, *asked: found.decide(policy, *asked))
-    monkeypatch.setattr(Policy, "next_replay", lambda policy, lag: found.next_replay(policy, lag))
+    monkeypatch.setattr(Policy, "decide", lambda policy, *given: found.decide(policy, *given))
+    monkeypatch.setattr(Policy, "next_replay", lambda policy, lag: found.dice.choice([None, *policy.costs.replays]))
     return found
 
 
@@ -101,9 +98,8 @@ def test_whatever_is_decided_the_sampled_text_is_plain_decodings(rows: int, dice
     options: dict[str, Any] = {"max_new_tokens": 48, "do_sample": True, "temperature": 1.3, "top_k": 40, "seed": 5}
     model = families.cached("llama")
     prompts, expected = plainly("llama", rows, **options)
-    output = decode(model, prompts, everything(model, truncated("llama")), **options)
+    output: Any = decode(model, prompts, everything(model, truncated("llama")), **options)
     assert_same_texts(model, prompts, expected, output, options)
-    assert output.stats is not None
     assert output.stats.accepted > 0
 
 
@@ -274,23 +270,6 @@ def test_candidates_are_spelled_and_read_and_the_models_own_method_is_one() -> N
     own: Any = resolve("auto", {"method": "layerskip", "exit_layer": 3})
     names = [one.name for one in own.methods(ModelRunner(llama()))]
     assert names == ["prompt_lookup", "recycle", "self_speculative", "layerskip"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('auto candidates="adasd"', "adasd with these settings changes texts"),
-        ("adasd guard=true", "adasd with these settings changes texts"),
-        ('auto candidates="auto"', "auto drafts nothing that could be chosen or left out"),
-        ("autoregressive guard=true", "autoregressive has no setting 'guard'"),
-        ('auto candidates="layerskip exit_layer=9"', "exit_layer"),
-        ('auto candidates="nothing"', "unknown method"),
-        ("auto slack=2", "slack"),
-    ],
-)
-def test_what_is_wrong_is_said_before_any_work(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        skipstone.generate(llama(), prompt(5)[None], text, max_new_tokens=4)
 
 
 def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

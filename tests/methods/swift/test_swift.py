@@ -86,6 +86,9 @@ def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     assert nodes == [(-1, 7), (0, 2), (0, 5), (0, 6), (1, 3), (1, 4), (1, 8)]
     assert tree.tokens[0, :3].tolist() == [7, 5, 3], "the chain comes first"
     assert (tree.draft_steps.tolist(), tree.levels) == ([3], 3)
+    ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
+    ragged = chain(ranked[:, :, 0].tolist(), None, [[True] * 9, [True] * 2 + [False] * 7])
+    assert with_leaves(ragged, ranked, torch.ones_like(ranked, dtype=torch.bool)).valid.sum(1).tolist() == [9 + MOST_LEAVES, 20]
 
 
 def test_the_likeliest_runners_up_are_kept() -> None:
@@ -100,15 +103,6 @@ def test_the_likeliest_runners_up_are_kept() -> None:
         tree.check()
         assert tree.tokens[0].tolist() == [7, 5, 3, *kept]
         assert tree.parents[0, 3:].tolist() == [above[token] for token in kept]
-
-
-def test_ragged_rows_and_the_most_that_a_tree_may_hold() -> None:
-    ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
-    valid = [[True] * 9, [True] * 2 + [False] * 7]
-    tree: Any = with_leaves(chain(ranked[:, :, 0].tolist(), None, valid), ranked, torch.ones_like(ranked, dtype=torch.bool))
-    tree.check()
-    assert tree.valid.sum(1).tolist() == [9 + MOST_LEAVES, 2 + 18]
-    assert tree.draft_steps.tolist() == [9, 2]
 
 
 def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
@@ -179,39 +173,6 @@ def test_searches_change_no_text(family: str) -> None:
             for _ in range(2):
                 assert skipstone.generate(model, asked, method, **wish).new_tokens == plain
             assert guard or method.report(model)["evaluations"] > 0
-
-
-IMPOSSIBLE: list[tuple[Any, str]] = [
-    (Swift(skip_ratio=1.0), "leaves out 4 of the 4 sublayers"),
-    (Swift(skip_ratio=-0.1), r"skip_ratio must be a number in \[0, 1\], found -0.1"),
-    (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
-    (Swift(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
-    (Swift(search="grid"), 'search must be "linear_ts", "swift", "random" or "uniform", found'),  # type: ignore[arg-type]
-    (Swift(guard=2), "guard must be true or false, found 2"),  # type: ignore[arg-type]
-    (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
-    (Swift(target_matchness=2), r"target_matchness must be a number in \[0, 1\], found 2"),
-    (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
-    (SelfSpeculative(), "no layer set is given: name skip_attention .* or let all layers draft in fewer bits"),
-    (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
-    (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
-    (Swift(search_seed=-1), "search_seed must be at least 0, found -1"),
-    (SelfSpeculative((1,), confidence_threshold=2), r"confidence_threshold must be a number in \[0, 1\]"),
-    (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
-]
-
-
-@pytest.mark.parametrize(("method", "words"), IMPOSSIBLE)
-def test_impossible_settings_are_one_sentence(method: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
-
-
-def test_other_layer_numbers_and_models_of_few_layers_are_refused() -> None:
-    for layers in (None, "12", (1.5,), True, [1, "2"]):
-        with pytest.raises(ValueError, match="skip_attention must be layer numbers"):
-            SelfSpeculative(skip_attention=layers)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 4 layers, found 3"):
-        skipstone.generate(families.build("llama", layers=3), prompt(5, vocab=50), Swift(), max_new_tokens=4)
 
 
 def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
