@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import Autoregressive, LayerSkip
@@ -33,17 +32,13 @@ class Fixed(Stats):
         """Nothing more."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_warned", False)
-
-
-def messages(model: PreTrainedModel, stats: Stats, monkeypatch: pytest.MonkeyPatch, method: Any = SKIP) -> list[str]:
+def messages(stats: Stats, monkeypatch: pytest.MonkeyPatch, method: Any = SKIP, warned: bool = False) -> list[str]:
     """Of the warnings of a call whose steps cost what `stats` says."""
     monkeypatch.setattr(loop, "Stats", lambda: stats)
+    monkeypatch.setattr(api, "_warned", warned)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        skipstone.generate(model, families.prompts(1)[0], method, max_new_tokens=4)
+        skipstone.generate(families.cached("llama"), families.prompts(1)[0], method, max_new_tokens=4)
     assert all(warning.filename == __file__ for warning in caught), "it should point at the caller"
     assert all(warning.category is RuntimeWarning for warning in caught)
     return [str(warning.message) for warning in caught]
@@ -56,19 +51,19 @@ def figures(right: int, turns: int = 20, **changed: Any) -> Fixed:
     return stats
 
 
-def test_a_run_that_cannot_have_paid_warns_once_with_its_figures(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_have_paid_warns_once_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain step costs at most one draft pass (1 ms) and one scoring pass (3 ms): 1.45 tokens for 8 ms are at most .725 x."""
     stats = figures(1, accepted=9)
-    [message] = messages(model, stats, monkeypatch)
+    [message] = messages(stats, monkeypatch)
     assert "layerskip ran at 0.72 x the speed of plain decoding here, or less: acceptance rate 0.11, 1.45 tokens" in message
     assert "draft 4.0 ms + scoring 3.0 ms a step" in message
     assert message.endswith("method='auto' drafts only where that pays.")
     assert "not trained" not in message
-    assert messages(model, stats, monkeypatch) == []
+    assert messages(stats, monkeypatch, warned=api._warned) == []
 
 
-def test_untrained_early_exits_are_named_even_if_no_time_is_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    [message] = messages(model, figures(0, seconds_score=0.16, seconds_other=0.0), monkeypatch)
+def test_untrained_early_exits_are_named_even_if_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    [message] = messages(figures(0, seconds_score=0.16, seconds_other=0.0), monkeypatch)
     assert "0.75 x the speed of plain decoding here, or less: acceptance rate 0.00" in message
     assert "An acceptance rate that low says that the model's early exits are not trained." in message
 
@@ -82,11 +77,12 @@ def test_untrained_early_exits_are_named_even_if_no_time_is_lost(model: Any, mon
         (figures(0, drafters={"layerskip, exit 2": 20}), SKIP),  # decided step by step
     ],
 )
-def test_other_runs_do_not_warn(stats: Stats, method: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages(model, stats, monkeypatch, method) == []
+def test_other_runs_do_not_warn(stats: Stats, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert messages(stats, monkeypatch, method) == []
 
 
-def test_a_stream_warns_too(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Stats", lambda: Fixed(0))
+    monkeypatch.setattr(api, "_warned", False)
     with pytest.warns(RuntimeWarning, match=r"ran at 0\.50 x the speed"):
-        list(skipstone.stream(model, families.prompts(1)[0], SKIP, max_new_tokens=4))
+        list(skipstone.stream(families.cached("llama"), families.prompts(1)[0], SKIP, max_new_tokens=4))

