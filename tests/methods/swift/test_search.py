@@ -168,7 +168,11 @@ def test_the_papers_search_keeps_the_highest_score_and_uses_a_gaussian_process_a
 
 def test_a_gaussian_process_proposes_near_a_good_set_and_another_size_may_follow() -> None:
     space = LayerSetSpace(12)
-    search, linear, good = SwiftSearch(space, 8, SearchObjective(by="matchness"), 0), LinearThompson(space, 8), space.uniform(8)
+    search, linear = (
+        SwiftSearch(space, 8, SearchObjective(by="matchness"), 0),
+        LinearThompson(space, 8, SearchObjective(COSTS), 0),
+    )
+    good = space.uniform(8)
     for number in range(24):
         z = good if number == 5 else space.random(8, np.random.default_rng(number))
         for one in (search, linear):
