@@ -97,15 +97,13 @@ def _check(repository: Repository | None, repo_id: str, contents: UploadContents
         raise ValueError(f"{repo_id} holds {' and '.join(sorted(kinds))}: {contents.kind} needs a repository of its own")
 
 
-def _changes(
-    repository: Repository | None, repo_id: str, contents: UploadContents, revision: str | None, say: Say
-) -> list[Any]:
+def _changes(repository: Repository | None, repo: str, contents: UploadContents, revision: str | None, say: Say) -> list[Any]:
     """The commit's operations: new files, and the removal of stale weights of an earlier push."""
     added = {name: content for name, content in contents.files.items() if name != README}
     if repository is not None and repository.keeps_card and README not in contents.files:
-        say(f"{README} of {repo_id} stays as it is: somebody wrote it, so it says nothing new of these files")
+        say(f"{README} of {repo} stays as it is: somebody wrote it, so it says nothing new of these files")
     else:
-        added[README] = card_of(contents, repo_id, revision, licence_in(repository.card) if repository else None).encode()
+        added[README] = card_of(contents, repo, revision, licence_in(repository.card) if repository else None).encode()
     # what transformers would read as a model's weights, or as their index
     there = () if repository is None or contents.kind != MODEL else repository.files
     stale = [name for name in there if name == INDEX or (fnmatchcase(name, "model*.safetensors") and "/" not in name)]

@@ -52,7 +52,7 @@ def count_errors(output: Path, requests: RequestFile) -> int | None:
     ids, num_errors = list[Any](), 0
     with output.open("rb") as file:
         for raw in file:
-            answer = _parse_object(raw) or {}
+            answer = _parse_object(raw)
             ids.append(answer.get("id"))
             num_errors += is_error(answer)
     if ids != [requests[index].id for index in range(len(requests))]:
@@ -61,13 +61,13 @@ def count_errors(output: Path, requests: RequestFile) -> int | None:
     return num_errors
 
 
-def _parse_object(raw: bytes) -> Any:
-    """A JSON object; None for anything else."""
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
     try:
         value = json.loads(raw)
     except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Journal:
@@ -109,11 +109,7 @@ class Journal:
                 line = _parse_object(raw)
                 if number == 1:
                     self._check_head(line, head)
-                elif (
-                    line is None
-                    or line.get("index") not in range(len(self.requests))
-                    or not isinstance(line.get("answer"), dict)
-                ):
+                elif line.get("index") not in range(len(self.requests)) or not isinstance(line.get("answer"), dict):
                     raise ValueError(f"{self._file.path}, line {number} is damaged")
                 else:
                     self._note(line["index"], offset, line["answer"])
@@ -123,7 +119,7 @@ class Journal:
     def _check_head(self, line: Any, head: dict[str, Any]) -> None:
         """ValueError if a journal's first line is that of another run."""
         path = self._file.path
-        if line is None or line.get("kind") != KIND:
+        if line.get("kind") != KIND:
             raise ValueError(self._not_a_journal)
         if line.get("version") != VERSION:
             raise ValueError(f"{path} is of version {line.get('version')}, this skipstone reads version {VERSION}")
