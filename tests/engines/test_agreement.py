@@ -1,12 +1,9 @@
-"""The verification of a model: what it costs, as tokens that go through layers, and that it finds what is computed otherwise in
-one kind of pass only."""
+"""Verification of a model: its cost in tokens, and that it finds a mistake in only one kind of pass."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone.engines.agreement import disagreement
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
-from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.derivation import find_layers
-from skipstone.models.families import attention_reaches, text_config
+from skipstone.models.families import text_config
 from skipstone.models.passes import Pass
-from skipstone.models.trace import shrunk_windows, trace
-from tests.helpers import families
+from tests.helpers import families, support
 from tests.helpers.planted import Patch, Plant, trash_in_slot_zero, window_one_too_wide
 
 ALLOWED = 2 * 64  # tokens a layer: two passes over 64
@@ -61,87 +55,54 @@ def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name
     assert calls == dict.fromkeys(range(depth), CALLS[recurrent] + rows)
 
 
-def test_a_second_model_of_the_shape_is_not_verified_again() -> None:
-    ModelRunner(families.build("llama", vocab=61), "eager")
-    model, tokens = families.build("llama", vocab=61, seed=1), Counter[int]()
-    counted(model, tokens, Counter())
-    ModelRunner(model, "eager")
-    assert not tokens
-
-
-SECOND = """
-import sys
-from collections import Counter
-from skipstone.engines.model_runner import ModelRunner
-from tests.helpers import families
-
-model, passes = families.build("llama", vocab=59), Counter()
-for number, layer in enumerate(model.model.layers):
-    layer.register_forward_pre_hook(lambda *_, number=number: passes.update([number]))
-ModelRunner(model, "eager")
-print(sum(passes.values()))
-"""
-
-
-@pytest.mark.slow
-def test_another_process_does_not_verify_the_family_again(tmp_path: Path) -> None:
-    """What was found out is kept in a folder that nobody has made before."""
-    environment = {**os.environ, "SKIPSTONE_CACHE": str(tmp_path / "not" / "there")}
-    ask = [sys.executable, "-c", SECOND]
-    first, second = (int(subprocess.check_output(ask, env=environment, text=True)) for _ in range(2))
-    assert first > 0
-    assert second == 0
-
-
-def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", [None, '{"family": {"x": 1}}', "[]", "no JSON"])
+def test_what_was_verified_is_kept_on_the_disk(damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process does not verify the family again. A damaged file is made anew."""
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(recognition, "_KNOWN", {})
     ModelRunner(families.build("llama", vocab=53), "eager")
-    (kept,) = (tmp_path / "not" / "there" / "families").iterdir()
-    assert "self_attn" in kept.read_text()
+    (saved,) = (tmp_path / "not" / "there" / "families").iterdir()
+    assert "self_attn" in (content := saved.read_text())
+    if damage is not None:
+        saved.write_text(damage)
+    for process in ("another", "the same"):
+        if process == "another":
+            recognition._KNOWN.clear()
+        model, tokens = families.build("llama", vocab=53, seed=1), Counter[int]()
+        counted(model, tokens, Counter())
+        ModelRunner(model, "eager")
+        assert bool(tokens) == (damage is not None and process == "another")
+    assert saved.read_text() == content
 
 
-@pytest.mark.parametrize("held", ['{"family": {"x": 1}}', "[]", "no JSON"])
-def test_a_damaged_file_is_made_anew(held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path))
-    monkeypatch.setattr(recognition, "_KNOWN", {})
-    ModelRunner(families.build("llama", vocab=51), "eager")
-    (kept,) = (tmp_path / "families").iterdir()
-    whole = kept.read_text()
-    kept.write_text(held)
-    monkeypatch.setattr(recognition, "_KNOWN", {})
-    ModelRunner(families.build("llama", vocab=51, seed=1), "eager")
-    assert kept.read_text() == whole
-
-
-def a_wider_window_without_a_tree(patch: Patch) -> None:
+def seen_otherwise(change: Callable[[Pass, Any], Any]) -> Plant:
+    """A mistake in what a pass sees. change: alters the pass, and returns the reach that is taken instead."""
     own = Pass._visible
 
-    def visible(self: Pass, reach: Any) -> Tensor:
-        return own(self, reach if self.tree is not None else reach._replace(window=reach.window and reach.window + 1))
+    def plant(patch: Patch) -> None:
+        patch.setattr(Pass, "_visible", lambda self, reach: own(self, change(self, reach)))
 
-    patch.setattr(Pass, "_visible", visible)
-
-
-def branches_that_see_one_another(patch: Patch) -> None:
-    own = Pass._visible
-
-    def visible(self: Pass, reach: Any) -> Tensor:
-        if self.tree is not None:
-            self.tree.ancestors = torch.ones_like(self.tree.ancestors).tril()
-        return own(self, reach)
-
-    patch.setattr(Pass, "_visible", visible)
+    plant.__name__ = change.__name__
+    return plant
 
 
-def trees_that_forget_what_is_before_them(patch: Patch) -> None:
-    own = Pass._visible
+@seen_otherwise
+def a_wider_window_without_a_tree(at: Pass, reach: Any) -> Any:
+    return reach if at.tree is not None else reach._replace(window=reach.window and reach.window + 1)
 
-    def visible(self: Pass, reach: Any) -> Tensor:
-        if self.tree is not None:
-            self.tree.seen = torch.ones_like(self.tree.base)
-        return own(self, reach)
 
-    patch.setattr(Pass, "_visible", visible)
+@seen_otherwise
+def branches_that_see_one_another(at: Pass, reach: Any) -> Any:
+    if at.tree is not None:
+        at.tree.ancestors = torch.ones_like(at.tree.ancestors).tril()
+    return reach
+
+
+@seen_otherwise
+def trees_that_forget_what_is_before_them(at: Pass, reach: Any) -> Any:
+    if at.tree is not None:
+        at.tree.seen = torch.ones_like(at.tree.base)
+    return reach
 
 
 def slots_taken_for_positions(patch: Patch) -> None:
@@ -169,19 +130,6 @@ def prompts_that_see_ahead(patch: Patch) -> None:
     patch.setattr(Pass, "mask", mask)
 
 
-@torch.no_grad()
-def found_in(name: str) -> str | None:
-    """Where the verification of a model finds more than is allowed, None where nowhere."""
-    model = families.cached(name)
-    facts, config = DecoderModel(model), text_config(model)
-    engine = EagerEngine(model, facts)
-    with shrunk_windows(config):
-        engine.reaches = attention_reaches(config, facts.family)
-    layers = torch.nn.ModuleList(facts.layers)
-    difference = disagreement(engine, facts, trace(model, facts.decoder, layers, config, facts.max_positions))
-    return None if difference.share <= difference.allowed else difference.where
-
-
 MISTAKES: list[tuple[str, Plant]] = [
     *(("mistral", plant) for plant in (window_one_too_wide, a_wider_window_without_a_tree, phases_of_the_token_before)),
     *(("llama", plant) for plant in (branches_that_see_one_another, trees_that_forget_what_is_before_them)),
@@ -192,6 +140,6 @@ MISTAKES: list[tuple[str, Plant]] = [
 
 @pytest.mark.parametrize(("name", "plant"), MISTAKES)
 def test_what_is_computed_otherwise_in_one_kind_of_pass_is_found(name: str, plant: Plant, monkeypatch: Patch) -> None:
-    assert found_in(name) is None
+    assert support.differing_place(families.cached(name)) is None
     plant(monkeypatch)
-    assert found_in(name) is not None
+    assert support.differing_place(families.cached(name)) is not None

@@ -1,50 +1,35 @@
-"""The engine that compiles layers: the texts of the eager engine, and few graphs, all of them before the first token if asked.
-
-"eager" as torch.compile's backend captures graphs and compiles nothing, so that counting is quick.
-"""
+"""The engine that compiles layers: the eager engine's texts, few graphs, and the types that it runs."""
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from skipstone.engines import choose_engine as choice
+from skipstone.cli.families import described
 from skipstone.engines.compiled import BACKEND_VARIABLE, COLUMNS
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods import METHODS as KNOWN
-from skipstone.methods import AdaSD, Speculative
+from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
 from skipstone.models.passes import Pass
-from tests.helpers import families
-from tests.helpers.pairwise import round_robin, slow_except
+from tests.helpers import families, wrapped
+from tests.helpers.conformance import ROWS
+from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
 pytestmark = QUIET
 
-METHODS = [
-    "autoregressive",
-    "layerskip exit_layer=2 num_speculative_tokens=4",
-    "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6",
-    "adadecode heads=original confidence_threshold=0.3",
-    "lookahead",
-    "recycle num_speculative_tokens=5 num_candidates=3",
-    "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",
-    "early_exit exit_layer=2",
-    "self_speculative skip_attention=1 skip_mlp=2 num_speculative_tokens=4",
-    "prompt_lookup num_speculative_tokens=4",
-    "jacobi num_speculative_tokens=5",
-    "speculative num_speculative_tokens=4",
-    "adasd num_speculative_tokens=4",
-    "auto",
-]
+METHODS = [*(name for name, row in ROWS.items() if not row.variant), "layerskip, some tokens"]
 DRAFTED = ("speculative", "adasd")  # by another model, which has graphs of its own
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]
 WIDTHS = 7  # of compiled passes: 1, 2, 4, ... COLUMNS tokens
@@ -58,63 +43,41 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not counters["graph_break"]
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return families.build("llama")
-
-
-@functools.cache
-def kept(name: str) -> PreTrainedModel:
-    """A family's model for all tests of it here, so that its graphs are compiled once."""
-    return families.build(name)
+cached = functools.cache(families.build)  # a family's model for all tests of it here, so that its graphs are compiled once
 
 
 def engine_of(model: PreTrainedModel) -> Any:
     return ModelRunner(model, "compiled").engine
 
 
-def method_of(text: str, name: str) -> Any:
-    if text.startswith("speculative"):
-        return Speculative(families.near(name), 4)
-    return AdaSD(families.near(name), num_speculative_tokens=4, relaxed=False) if text.startswith("adasd") else text
-
-
-def assert_texts_are_the_eager_engine_s(model: Any, name: str, text: str, rows: int, options: dict[str, Any]) -> None:
-    prompts, method = families.prompts(rows), method_of(text, name)
-    expected = decode(model, prompts, method, engine="eager", **options)
-    found = decode(model, prompts, method, engine="compiled", **options)
-    assert (found.engine, found.engine_reason) == ("compiled", None)
-    assert engine_of(model).graphs.count
-    assert expected.new_tokens is not None
-    assert_same_texts(model, prompts, expected.new_tokens, found, options)
-
-
-USUAL = [(3, SAMPLING[0]), (1, SAMPLING[1])]
-
-
-def test_every_method_is_decoded_with() -> None:
-    assert {text.split()[0] for text in METHODS} == {*KNOWN}
-
-
-@round_robin(text=slow_except(METHODS[:6], METHODS), rows=(1, 3), options=SAMPLING)
-def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
-    assert_texts_are_the_eager_engine_s(model, "llama", text, rows, options)
+def method_of(method: str, family: str = "llama") -> Any:
+    return replace(ROWS[method], second=families.near).method(family, 4, "standard")
 
 
 FURTHER = ["gpt_oss", "deepseek_v3", "phimoe"]
-"""Sinks of attention, latent keys and values, experts whose router computes much: beside the usual families."""
-OTHERS = [name for name in families.NAMES if name != "llama"] + FURTHER
-QUICK = [("gpt_oss", "early_exit exit_layer=2")]
+"""Sinks of attention, latent keys and values, experts whose router computes much: next to the usual families."""
+FAMILIES, WAYS = [*families.NAMES, *FURTHER], ((3, SAMPLING[0]), (1, SAMPLING[1]))
+CELLS = [
+    (family, name, way)
+    for index, (family, name) in enumerate(product(FAMILIES, METHODS))
+    for way in ((0, 1) if family == "llama" else (index % 2,))
+]
+FAST = [("llama", name, index % 2) for index, name in enumerate(("autoregressive", "swift", "adadecode", "layerskip"))]
+FAST += [cell for cell in CELLS if cell[:2] == ("gpt_oss", "recycle")]
 
 
-PAIRS = list(product(OTHERS, METHODS))
-
-
-@pytest.mark.parametrize(("name", "text"), slow_except(QUICK, PAIRS, full=PAIRS[::9]))
-def test_every_method_on_every_family_writes_what_the_eager_engine_writes(name: str, text: str) -> None:
+@pytest.mark.parametrize(("family", "name", "way"), slow_except(FAST, CELLS, full=[*CELLS[:30], *CELLS[30::9]]))
+def test_texts_are_those_of_the_eager_engine(family: str, name: str, way: int) -> None:
     """Ragged rows greedily, or one row drawn."""
-    rows, options = USUAL[(OTHERS.index(name) + METHODS.index(text)) % 2]
-    assert_texts_are_the_eager_engine_s(kept(name), name, text, rows, options)
+    model, method, (rows, options) = cached(family), method_of(name, family), WAYS[way]
+    prompts, engine = families.prompts(rows), engine_of(model)
+    expected = decode(model, prompts, method, engine="eager", **options)
+    found = decode(model, prompts, method, engine="compiled", **options)
+    assert (found.engine, found.engine_reason) == ("compiled", None)
+    assert engine.graphs.count
+    assert len(set(engine._kinds)) <= 2, "layers of a kind share their graphs"
+    assert expected.new_tokens is not None
+    assert_same_texts(model, prompts, expected.new_tokens, found, options)
 
 
 @pytest.mark.slow
@@ -129,9 +92,9 @@ def test_all_graphs_are_there_after_the_warm_up() -> None:
     assert told == engine.detail
     assert f"{2 * WIDTHS} graphs" in told
     assert engine.graphs.seconds > 0
-    for index, text in enumerate(text for text in METHODS if not text.startswith(DRAFTED)):
+    for index, name in enumerate(name for name in METHODS if name not in DRAFTED):
         prompts = [torch.arange(1, 80), torch.arange(3, 40)]
-        decode(model, prompts, text, engine="compiled", max_new_tokens=60, **SAMPLING[index % 2])
+        decode(model, prompts, method_of(name), engine="compiled", max_new_tokens=60, **SAMPLING[index % 2])
     assert engine_of(model) is engine
     assert engine.graphs.count == 2 * WIDTHS == counters["stats"]["unique_graphs"]
 
@@ -185,25 +148,30 @@ def test_wide_passes_and_those_outside_inference_mode_are_the_eager_engine_s(wid
 
 @pytest.mark.slow
 def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
-    """Buffers that stay where they are, results that are copied; what lowers the graphs is the same."""
+    """Buffers stay where they are, results are copied. A request gets the buffers of the request before: a CUDA graph knows
+    addresses."""
     model, prompts = families.build("llama"), families.prompts(3)
-    graphs = []
+    graphs, places = [], []
     for cuda in (False, True):
         engine = engine_of(model)
         engine.graphs.cuda, before = cuda, engine.graphs.count
         engine._regions.clear()
-        for text in (METHODS[1], METHODS[4]):
-            expected = decode(model, prompts, text, engine="eager", do_sample=False)
-            assert decode(model, prompts, text, engine="compiled", do_sample=False).new_tokens == expected.new_tokens
+        for method in map(method_of, ("layerskip", "layerskip", "lookahead")):
+            expected = decode(model, prompts, method, engine="eager", do_sample=False)
+            assert decode(model, prompts, method, engine="compiled", do_sample=False).new_tokens == expected.new_tokens
+            assert not engine._borrowed
+            places.append({shape: [one.keys[0].data_ptr() for one in spare] for shape, spare in engine._spare.items()})
         graphs.append(engine.graphs.count - before)
     assert graphs[0] == graphs[1] > 0
+    assert places[-1]
+    assert places[-2] == places[-3]
 
 
-def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    assert ModelRunner(model).engine.name != "compiled"
-    monkeypatch.setenv(choice.VARIABLE, "compiled")
-    assert ModelRunner(model).engine.name == "compiled"
+class Peeking(torch.nn.Module):
+    """Computes in a way that depends on a value, which no graph can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else x * 1
 
 
 def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
@@ -216,17 +184,6 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
         ModelRunner(model, "compiled")
     handle.remove()
     assert engine_of(model) is engine
-
-
-class Peeking(torch.nn.Module):
-    """Does what no graph can hold: how it computes depends on a value."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else x * 1
-
-
-def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:
-    model: Any = families.build("llama")
     model.model.layers[2].mlp = Peeking()
     with pytest.raises(ValueError, match=r"engine='compiled' cannot run this model: torch.compile says .*; take"):
         decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
@@ -235,17 +192,26 @@ def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_new_weights_are_read() -> None:
+def test_new_weights_are_read_and_old_graphs_freed() -> None:
     """In place, and in the place of the old ones."""
-    model = families.build("llama")
-    layer: Any = model.get_decoder().layers[1]
-    other: Any = families.build("llama", seed=5).get_decoder()
-    for change in (lambda: layer.mlp.up_proj.weight.data.mul_(-2), lambda: setattr(layer, "mlp", other.layers[0].mlp)):
-        before = decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False).new_tokens
+    model: Any = families.build("llama")
+    layer, other = model.model.layers[1], families.build("llama", seed=5)
+
+    def text(engine: str = "compiled") -> Any:
+        return decode(model, families.prompts(1), "autoregressive", engine=engine, do_sample=False).new_tokens
+
+    for change in (
+        lambda: layer.mlp.up_proj.weight.data.mul_(-2),
+        lambda: setattr(layer.self_attn, "scaling", 0.9),
+        lambda: setattr(layer, "mlp", other.model.layers[0].mlp),
+    ):
+        before = text()
         change()
-        after = decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False).new_tokens
-        assert after == decode(model, families.prompts(1), "autoregressive", engine="eager", do_sample=False).new_tokens
-        assert after != before
+        assert before != text() == text("eager")
+    engine, weight = ref(engine_of(model)), ref(model.model.layers[0].mlp.up_proj.weight)
+    model = layer = change = None
+    gc.collect()
+    assert (engine(), weight()) == (None, None)
 
 
 @pytest.mark.slow
@@ -253,9 +219,37 @@ def test_inductor_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None
     """It compiles C++ for half a minute."""
     monkeypatch.setenv(BACKEND_VARIABLE, "inductor")
     model, prompts = families.build("llama"), families.prompts(3)
-    for text in ("autoregressive", METHODS[1]):
-        expected = decode(model, prompts, text, engine="eager", do_sample=False)
-        found = decode(model, prompts, text, engine="compiled", do_sample=False)
+    for method in map(method_of, ("autoregressive", "layerskip")):
+        expected = decode(model, prompts, method, engine="eager", do_sample=False)
+        found = decode(model, prompts, method, engine="compiled", do_sample=False)
         assert expected.new_tokens is not None
         assert_same_texts(model, prompts, expected.new_tokens, found, {"do_sample": False})
     assert "layers compiled by inductor" in engine_of(model).detail
+
+
+TYPES = [*families.FURTHER, *wrapped.WRAPPERS]
+
+
+@pytest.mark.parametrize("name", slow_except(("lfm2", "mpt", "qwen2_vl"), TYPES, full=TYPES[::4]))
+def test_a_type_runs_compiled_where_the_table_says_so(name: str) -> None:
+    model = wrapped.build(name) if name in wrapped.WRAPPERS else families.build(name)
+    if {name, model.config.model_type} & UNCOMPILED:
+        with pytest.raises(ValueError, match=r"'compiled' cannot run this model: .* its graphs do not.*; take engine='auto'"):
+            decode(model, families.prompts(1), "autoregressive", engine="compiled", max_new_tokens=2)
+        assert ModelRunner(model, "eager").engine.name == "eager"
+        return
+    prompts, options = families.prompts(2), {"max_new_tokens": 8, "do_sample": False}
+    assert ModelRunner(model, "compiled").engine.name == "compiled"
+    plain: Any = decode(model, prompts, "autoregressive", engine="eager", **options)
+    found = decode(model, prompts, "autoregressive", engine="compiled", **options)
+    assert_same_texts(model, prompts, plain.new_tokens, found, options)
+
+
+def test_the_table_of_families_lists_the_engines_of_every_type() -> None:
+    rows = {row["type"]: row for row in described()}
+    engines = {"llama": "native, eager, compiled", "qwen2_vl": "eager, compiled", "lfm2": "eager", "mamba": ""}
+    assert {kind: rows[kind]["engines"] for kind in engines} == engines
+    assert {kind for kind, row in rows.items() if "compiled" in row["engines"]} == (TESTED | TESTED_AROUND_TEXT) - UNCOMPILED
+    assert UNCOMPILED <= TESTED | TESTED_AROUND_TEXT
+    assert {rows[kind]["support"] for kind in wrapped.WRAPPERS} == {"tested"}
+    assert (rows["llava_next"]["support"], rows["florence2"]["support"]) == ("derived", "refused")

@@ -1,28 +1,30 @@
-"""Which engine runs a model: asked for, attached, from the environment or chosen; and what a user is told of it."""
+"""A model's engine and the dtype of its keys and values: chosen by a call, attached, from the environment or automatic."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import skipstone
 from skipstone.cli import model_options
 from skipstone.engines import choose_engine as choice
+from skipstone.engines.compiled import BACKEND_VARIABLE
 from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import load
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.rotary import RotaryTables
+from skipstone.engines.native import library
 from skipstone.methods import Speculative
-from skipstone.models.families import RotarySource
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]
+NATIVE = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 REASON = "it has no wheels"
 
 
@@ -37,8 +39,9 @@ class Native(EagerEngine):
 
 
 @pytest.fixture(autouse=True)
-def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.KV_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -54,8 +57,8 @@ def unable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "why_not", lambda *_: REASON)
 
 
-def decode(model: Any, **more: Any) -> skipstone.Output:
-    return skipstone.generate(model, IDS, "layerskip exit_layer=2", max_new_tokens=4, do_sample=False, **more)
+def decode(model: Any, method: str = "layerskip exit_layer=2", max_new_tokens: int = 4, **more: Any) -> skipstone.Output:
+    return skipstone.generate(model, IDS, method, max_new_tokens=max_new_tokens, do_sample=False, **more)
 
 
 @pytest.mark.usefixtures("unable")
@@ -74,14 +77,20 @@ def test_auto_falls_back_to_eager_and_says_why() -> None:
 
 @pytest.mark.usefixtures("able")
 def test_auto_is_native_where_that_can_run_the_model() -> None:
-    model = families.build("llama")
+    model: Any = families.build("llama")
     found, asked = ModelRunner(model), ModelRunner(model, "native")
     assert (found.engine.name, found.engine_reason) == ("native", None)
     assert asked.engine is found.engine is ModelRunner(model).engine
     output = decode(model)
     assert (output.engine, output.engine_reason) == ("native", None)
     assert decode(model, engine="eager").engine == "eager", "for one call"
-    assert decode(model).engine == "native"
+    for name in ("eager", "native"):
+        assert Speculative(families.build("llama"), 2).draft_model_for(ModelRunner(model, name)).engine.name == name
+    skipstone.enable(model, "autoregressive")
+    assert model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True).engine == "native"
+    model.to(torch.bfloat16)
+    assert ModelRunner(model).engine is not found.engine
+    assert ModelRunner(model).engine.dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("unable")
@@ -98,57 +107,81 @@ def test_native_asked_for_and_impossible_is_an_error_before_any_work() -> None:
     assert ModelRunner(model).engine.name == "eager", "what failed is not remembered"
 
 
-def test_an_unknown_engine_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.build("llama")
-    with pytest.raises(ValueError, match="engine must be one of auto, eager, native, compiled, found 'warp'"):
-        ModelRunner(model, "warp")
-    with pytest.raises(ValueError, match="one of auto, eager, native, compiled"):
-        load(engine="warp")
-    monkeypatch.setenv(choice.VARIABLE, "warp")
-    with pytest.raises(ValueError, match=f"{choice.VARIABLE} must be one of auto, eager, native, compiled, found 'warp'"):
+@pytest.mark.parametrize(
+    ("field", "variable", "known"), [("engine", choice.VARIABLE, ENGINES), ("kv_dtype", choice.KV_VARIABLE, choice.KV_DTYPES)]
+)
+def test_an_unknown_name_is_refused_with_the_choices(
+    field: str, variable: str, known: Iterable[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, words = families.build("llama"), f"must be one of {', '.join(known)}, found 'warp'"
+    options: Any = {field: "warp"}
+    for attempt in (lambda: ModelRunner(model, **options), lambda: load(**options), lambda: decode(model, **options)):
+        with pytest.raises(ValueError, match=f"{field} {words}"):
+            attempt()
+    monkeypatch.setenv(variable, "warp")
+    with pytest.raises(ValueError, match=f"{variable} {words}"):
         ModelRunner(model)
-    assert model_options.ENGINES == ENGINES
+    assert (ENGINES, tuple(choice.KV_DTYPES)) == (model_options.ENGINES, model_options.KV_DTYPES)
+
+
+SETTINGS = {  # the variable of the environment, its value and default, another value
+    "engine": (choice.VARIABLE, "eager", "auto", "native"),
+    "kv_dtype": (choice.KV_VARIABLE, "bfloat16", "float32", "float32"),
+    "quantize": ("SKIPSTONE_NOTHING", "int8", "none", "none"),
+}
 
 
 @pytest.mark.usefixtures("able")
-def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.build("llama")
-    monkeypatch.setenv(choice.VARIABLE, "eager")
-    assert ModelRunner(model).engine.name == "eager"
-    choice.attach(model, "native")
-    assert ModelRunner(model).engine.name == "native"
-    assert ModelRunner(model, "eager").engine.name == "eager"
-    monkeypatch.setenv(choice.VARIABLE, "")
-    assert ModelRunner(families.build("llama")).engine_options.engine == "auto", "an empty variable says nothing"
+@pytest.mark.parametrize("field", SETTINGS)
+def test_a_call_s_setting_goes_over_the_attached_one_and_that_over_the_environment(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable, first, default, second = SETTINGS[field]
 
+    def setting(model: Any, **options: Any) -> str:
+        return getattr(ModelRunner(model, **options).engine_options, field)
 
-@pytest.mark.usefixtures("able")
-def test_load_and_enable_remember_the_choice() -> None:
-    model: Any = load(engine="eager")[0]
-    assert ModelRunner(model).engine.name == "eager"
-    assert ModelRunner(load()[0]).engine.name == "native"
-    skipstone.enable(model, "autoregressive")
-    assert ModelRunner(model).engine.name == "eager", "None leaves it as it is"
-    skipstone.enable(model, "autoregressive", engine="native")
-    assert model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True).engine == "native"
-
-
-@pytest.mark.usefixtures("able")
-def test_a_draft_model_runs_on_the_engine_of_its_target() -> None:
-    model, draft = families.build("llama"), families.build("llama")
-    method = Speculative(draft, 2)
-    for name in ("eager", "native"):
-        assert method.draft_model_for(ModelRunner(model, name)).engine.name == name
-
-
-@pytest.mark.usefixtures("able")
-def test_engines_are_made_anew_when_the_model_has_changed() -> None:
     model: Any = families.build("llama")
-    before = ModelRunner(model).engine
-    model.to(torch.bfloat16)
-    after = ModelRunner(model)
-    assert after.engine is not before
-    assert after.engine.dtype == torch.bfloat16
+    assert setting(model) == default
+    monkeypatch.setenv(variable, first)
+    assert setting(model) == (default if field == "quantize" else first)
+    choice.attach(model, **{field: second})
+    assert setting(model) == second
+    assert setting(model, **{field: first}) == first, "for one call"
+    assert setting(model) == second
+    monkeypatch.setenv(variable, "")
+    assert setting(families.build("llama")) == default, "an empty variable says nothing"
+    loaded: Any = load(**{field: first})[0]
+    skipstone.enable(loaded, "autoregressive")
+    assert setting(loaded) == first, "None leaves it as it is"
+    skipstone.enable(loaded, "autoregressive", **{field: second})
+    assert setting(loaded) == second
+    runner = ModelRunner(loaded, **{field: first})
+    assert first in (runner.engine.name, str(runner.kv_dtype).removeprefix("torch."), runner.engine.quantize)
+
+
+@pytest.mark.parametrize(
+    "engine", ["eager", pytest.param("native", marks=NATIVE), pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_drafts_change_nothing_and_stores_hold_bfloat16(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right = [], KVCache.__init__
+
+    def note(self: KVCache, *given: Any) -> None:
+        right(self, *given)
+        made.append(self)
+
+    model = families.build("llama")
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
+    ModelRunner(model, engine)  # its threads are measured with a store of their own
+    monkeypatch.setattr(KVCache, "__init__", note)
+    texts = [
+        decode(model, method, engine=engine, kv_dtype="bfloat16", max_new_tokens=40).sequences
+        for method in ("autoregressive", "layerskip exit_layer=2", "prompt_lookup")
+    ]
+    assert len(made) >= len(texts)
+    for store in made:
+        assert {one.dtype for one in (*store.keys, *store.values) if one is not None} == {torch.bfloat16}
+    assert all(torch.equal(texts[0], one) for one in texts[1:])
 
 
 @pytest.mark.usefixtures("able")
@@ -165,16 +198,3 @@ def test_a_model_with_several_engines_is_freed_with_its_last_reference() -> None
         assert layer() is None
     finally:
         gc.enable()
-
-
-def test_rotary_tables_grow_and_hold_what_the_module_says() -> None:
-    runner = ModelRunner(families.build("llama"))
-    tables, like = RotaryTables(runner.decoder, 600), torch.zeros(1, 1, 8)
-    small = tables.table(RotarySource("rotary_emb"), 3, like)
-    assert small[0].shape[0] == 256
-    assert tables.table(RotarySource("rotary_emb"), 256, like) is small
-    cos, sin = tables.table(RotarySource("rotary_emb"), 10_000, like)
-    assert cos.shape[0] == sin.shape[0] == 600
-    expected: tuple[Tensor, Tensor] = runner.decoder.rotary_emb(like, torch.arange(600)[None])
-    assert torch.equal(cos, expected[0][0])
-    assert torch.equal(sin, expected[1][0])

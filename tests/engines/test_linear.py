@@ -1,18 +1,24 @@
-"""Linear layers over few rows: the same products, only where they were measured to pay."""
+"""Linear layers over few rows: the same products, and only where they are faster."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from skipstone.engines.eager import linear
+from skipstone import Output
+from skipstone.engines.compiled import BACKEND_VARIABLE
+from skipstone.engines.eager import attention, linear
+from tests.helpers import families
 from tests.helpers.pairwise import pairwise
+from tests.helpers.support import assert_same_texts, decode
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")
+MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")
 
 
 @pytest.fixture
@@ -23,6 +29,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@MKL
 @pairwise(
     rows=[1, 2, 3, 8, 9, 17],
     bias=[False, True],
@@ -44,47 +51,72 @@ def test_the_product_is_that_of_nn_linear(
             assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_row_is_a_product_of_as_many_blocks_as_there_are_threads(
-    bias: bool, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads(2)
-    blocks: list[int] = []
-    name = "baddbmm" if bias else "bmm"
-    real = getattr(torch, name)
-    monkeypatch.setattr(torch, name, lambda *tensors: blocks.append(len(tensors[-2])) or real(*tensors))
-    with torch.no_grad():
-        for size in (40, 37):  # the prime one stays whole
-            linear.few_rows(nn.Linear(24, size, bias=bias), torch.randn(1, 1, 24))
-        transposed = nn.Linear(24, 40, bias=bias)
-        transposed.weight = nn.Parameter(torch.randn(24, 40).t())
-        linear.few_rows(transposed, torch.randn(1, 1, 24))
-    assert blocks == [2]
-
-
-def test_it_pays_for_plain_float32_linears_only() -> None:
+@MKL
+def test_it_pays_for_plain_float32_linears_with_mkl_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.Linear):
         pass
 
-    assert not any(map(linear.pays, [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double(), Own(3, 3), nn.ReLU()]))
+    class Odd(torch.Tensor):
+        """As torchao's, which keeps nn.Linear and whose tensors call themselves float32."""
+
+    plain, others = nn.Linear(3, 3), [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double(), Own(3, 3), nn.ReLU()]
+    packed = nn.Linear(3, 3)
+    packed.weight = nn.Parameter(packed.weight.data.as_subclass(Odd))
+    assert linear.pays(plain)
+    assert not any(map(linear.pays, [*others, packed]))
+    assert not any(map(linear.is_faster_transposed, [plain, *others])), "on the CPU"
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not linear.pays(plain)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
+def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    module = nn.Linear(24, 40, bias=bias)
+    module, calls, transposed = nn.Linear(24, 40, bias=bias), [], linear.transposed
     expected_of = copy.deepcopy(module).double()
     module.__class__ = linear.TransposedLinear
-    calls: list[int] = []
-
-    def counted(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x[0]))
-        return transposed(x, *given)
-
-    transposed = linear.transposed
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "transposed", counted)
+    monkeypatch.setattr(linear, "transposed", lambda x, *given: calls.append(len(x[0])) or transposed(x, *given))
+    with torch.no_grad():
         for rows in (1, 2, 7, 8, 16, 31, 32, 64):
             x = torch.randn(1, rows, 24)
             assert torch.allclose(module(x).double(), expected_of(x.double()), atol=1e-6)
     assert calls == [8, 16, 31], "few rows and many are F.linear's"
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("seen", [True, False], ids=["bool", "added"])
+def test_it_is_torch_s_attention(scaling: float | None, seen: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 8)
+    mask = torch.rand(2, 1, 5, 11) < 0.5  # [b, 1, n, extent]
+    mask[..., 0] = True  # no row is empty
+    given = mask if seen else torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=mask, scale=scaling)
+    assert torch.allclose(attention.unfused(query, key, value, given, scaling).double(), expected, atol=1e-6)
+
+
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Graphs for the CPU compute what those for a GPU do; nothing is compiled but traced."""
+    patch.setenv(BACKEND_VARIABLE, "eager")
+    patch.setattr(linear, "is_faster_transposed", lambda module: type(module) is nn.Linear)
+    patch.setattr(attention, "is_faster_unfused", lambda query: torch.compiler.is_compiling())
+
+
+def texts(name: str, engine: str) -> Output:
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    return decode(families.build(name), families.prompts(3), "layerskip exit_layer=2", engine=engine, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_graphs_computed_so_write_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mistake in either, the texts are others."""
+    as_on_a_gpu(monkeypatch)
+    expected = texts(name, "eager").new_tokens
+    assert expected is not None
+    assert_same_texts(families.build(name), families.prompts(3), expected, texts(name, "compiled"), {"do_sample": False})
+    for module, part in ((attention, "unfused"), (linear, "transposed")) if name == "llama" else ():
+        with monkeypatch.context() as patch:
+            right = getattr(module, part)
+            patch.setattr(module, part, lambda *given, right=right: -right(*given))
+            assert texts(name, "compiled").new_tokens != expected

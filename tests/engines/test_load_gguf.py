@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import skipstone
 from skipstone.engines.loading import expect_config, load_model, load_tokenizer
@@ -24,18 +25,24 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+
+
 def written(path: Path, model: Any, packed: bool = False, architecture: str = "llama") -> Path:
     """A file as llama.cpp's converter writes it, with a tokenizer of single bytes. packed: matrices in Q8_0."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, field in FIELDS.items():
+        getattr(writer, f"add_{key}")(getattr(config, field))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     tokens = [*(chr(code) for code in range(33, 33 + config.vocab_size - 1)), "AB"]
@@ -64,31 +71,36 @@ def written(path: Path, model: Any, packed: bool = False, architecture: str = "l
     return path
 
 
-def test_a_file_is_the_model_that_was_written(tmp_path: Path) -> None:
-    model = families.cached("llama")
-    path = written(tmp_path / "tiny.gguf", model)
-    found = load_model(path)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path / "tiny.gguf", families.cached("llama"))
+
+
+def test_a_file_is_the_model_that_was_written(path: Path) -> None:
+    found, expected = load_model(path), families.cached("llama").state_dict()
     assert found.dtype == torch.float32
-    expected = model.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
     expect_config(path)
+    model, tokenizer = skipstone.load(path)
+    text = skipstone.generate(model, "ABBA", LAYERSKIP, tokenizer=tokenizer, max_new_tokens=8, do_sample=False).text
+    method = "layerskip exit_layer=2 num_speculative_tokens=3"
+    out = commandline.succeed("generate", path, "--prompt", "ABBA", "--method", method, "--max-new-tokens", "8")
+    assert text[0] in out.stdout
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.002, 0.5, 0.99999])
-def test_a_file_that_is_cut_off_is_said_to_be(share: float, tmp_path: Path) -> None:
-    whole = written(tmp_path / "whole.gguf", families.cached("llama")).read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(whole[: max(5, int(share * len(whole)))])
+def test_a_file_that_is_cut_off_is_said_to_be(share: float, path: Path) -> None:
+    whole, cut = path.read_bytes(), path.with_name("cut.gguf")
+    cut.write_bytes(whole[: max(5, int(share * len(whole)))])
     for attempt in (load_model, load_tokenizer) if share < 0.5 else (load_model,):
         with pytest.raises(ValueError, match=r"cut\.gguf is cut off.*fetch it again"):
-            attempt(tmp_path / "cut.gguf")
+            attempt(cut)
 
 
 @pytest.mark.parametrize("packed", slow_except([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
     """Unpacked weights are plain: every engine runs them."""
     path = written(tmp_path / "tiny.gguf", families.cached("llama"), packed)
-    from transformers import AutoModelForCausalLM
-
     ids = torch.tensor([[5, 17, 3, 60, 22]])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()
     expected = theirs.generate(ids, max_new_tokens=20, do_sample=False)[0, 5:].tolist()
@@ -101,42 +113,20 @@ def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
     assert same != packed
 
 
-def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
-    path = written(tmp_path / "tiny.gguf", families.cached("llama"))
-    model, tokenizer = skipstone.load(path)
-    text = skipstone.generate(model, "ABBA", LAYERSKIP, tokenizer=tokenizer, max_new_tokens=8, do_sample=False).text
-    out = commandline.succeed(
-        "generate",
-        path,
-        "--prompt",
-        "ABBA",
-        "--method",
-        "layerskip exit_layer=2 num_speculative_tokens=3",
-        "--max-new-tokens",
-        "8",
-    )
-    assert text[0] in out.stdout
-
-
-def test_a_file_that_is_none_is_an_os_error(tmp_path: Path) -> None:
+def test_what_is_no_file_of_a_known_architecture_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04 and so on")
     for attempt in (skipstone.load, load_tokenizer, expect_config):
         with pytest.raises(OSError, match=r"not a GGUF file, it begins with b'PK.*expected b'GGUF'.*model\.gguf"):
             attempt(path)
-
-
-def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "tiny.gguf", families.cached("llama"), architecture="plamo")
-    with pytest.raises(ValueError, match=r"tiny\.gguf cannot be loaded.*plamo"):
-        load_model(path)
-    with pytest.raises(ValueError, match=r"tiny\.gguf cannot be loaded.*plamo"):
-        load_tokenizer(path)
+    written(path, families.cached("llama"), architecture="plamo")
+    for attempt in (load_model, load_tokenizer):
+        with pytest.raises(ValueError, match=r"model\.gguf cannot be loaded.*plamo"):
+            attempt(path)
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_missing_package_is_one_sentence(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "tiny.gguf", families.cached("llama"))
+def test_a_missing_package_is_one_sentence(package: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'^GGUF files need {package}: pip install "skipstone\[quantised\]"$'):
         load_model(path)

@@ -1,4 +1,4 @@
-"""The native engine's build and loader: what is compiled, what is found, and what is said where there is nothing to find."""
+"""The native engine's build and loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 
 
 def has_compiler() -> bool:
-    """Whether libraries can be built here."""
     try:
         build.compiler()
     except build.BuildError:
@@ -55,24 +54,26 @@ def built(folder: Path, *names: str) -> list[Path]:
     return build.build(names, folder, ["-O0"], csrc=folder / "csrc")
 
 
-def found(folder: Path, wanted: str | None = None) -> library.LibrarySearchResult:
-    """What this machine's CPU finds in a folder."""
-    return library.find(folder, library.features(), wanted)
+def found(folder: Path, requested: str | None = None) -> library.LibrarySearchResult:
+    """The library that this machine's CPU loads from a folder."""
+    return library.find(folder, library.features(), requested)
 
 
 @needs_compiler
 @pytest.mark.skipif(not OWN, reason="this CPU has no level")
 def test_the_best_built_level_of_the_cpu_is_loaded(folder: Path) -> None:
     assert [path.name for path in built(folder, *NAMES)] == [build.name_of(name) for name in NAMES]
-    loaded, missing = found(folder)
-    assert missing is None
-    assert loaded is not None
-    assert loaded.sk_level() == OWN[-1].encode()
+    for requested, expected in [(None, OWN[-1]), *((name, name) for name in OWN)]:
+        loaded, missing = found(folder, requested)
+        assert missing is None
+        assert loaded is not None
+        assert loaded.sk_level() == expected.encode()
     assert library.find(folder, library.features() & build.levels()[0].features, None).library is not None
-    for name in OWN:
-        asked = found(folder, name).library
-        assert asked is not None
-        assert asked.sk_level() == name.encode()
+    (folder / "csrc" / build.SOURCE).write_text("#error no\n")
+    with pytest.raises(build.BuildError, match="failed for"):
+        built(folder, NAMES[0])
+    assert not (folder / build.name_of(NAMES[0])).exists(), "an old library"
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 @needs_compiler
@@ -80,56 +81,40 @@ def test_the_best_built_level_of_the_cpu_is_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("change", ["source", "header", "abi", "no function"])
 def test_a_library_of_other_sources_is_stale(folder: Path, change: str) -> None:
     source = folder / "csrc" / build.SOURCE
-    if change == "abi":
-        source.write_text(STAND_IN.replace("ABI_OF_THE_TEST", str(library.ABI + 1)))
-    if change == "no function":
-        source.write_text("")
+    before = {"abi": STAND_IN.replace("ABI_OF_THE_TEST", str(library.ABI + 1)), "no function": ""}
+    source.write_text(before.get(change, source.read_text()))
     built(folder, OWN[0])
     if change == "source":
         source.write_text(source.read_text() + "\n")
     if change == "header":
         (folder / "csrc" / "more.h").write_text("")
     assert found(folder) == library.LibrarySearchResult(None, library.STALE)
-    if change in ("source", "header"):
-        assert build.stale(NAMES, folder, folder / "csrc") == NAMES
-        built(folder, OWN[0])
-        assert build.stale([OWN[0]], folder, folder / "csrc") == []
-        # By its old path this process would get the library that it has loaded.
-        again = folder.rename(folder.with_name(f"{folder.name}-again"))
-        assert found(again).missing is None
+    if change in before:
+        return
+    assert build.stale(NAMES, folder, folder / "csrc") == NAMES
+    built(folder, OWN[0])
+    assert build.stale([OWN[0]], folder, folder / "csrc") == []
+    # By its old path this process would get the library that it has loaded.
+    assert found(folder.rename(folder.with_name(f"{folder.name}-again"))).missing is None
 
 
-def test_what_is_not_built_is_said_with_the_command_that_builds_it(folder: Path) -> None:
-    missing = library.find(folder, ALL, None).missing
-    assert missing is not None
-    assert missing.startswith("the native engine is not built: ")
-    assert build.COMMAND in missing
-    shutil.rmtree(folder / "csrc")
-    without_sources = library.find(folder, ALL, None).missing
-    assert without_sources is not None
-    assert "pip install" in without_sources
-
-
-def test_a_cpu_below_the_least_level_is_told_what_it_lacks(folder: Path) -> None:
-    lacking = min(build.levels()[0].features)
-    missing = library.find(folder, ALL - {lacking}, None).missing
-    assert missing is not None
-    assert missing.endswith(f"this one lacks {lacking}")
-
-
-def test_a_level_that_is_not_there_or_not_of_this_cpu_is_refused(folder: Path) -> None:
+def test_a_library_that_is_missing_or_cannot_run_is_said_to_be(folder: Path) -> None:
+    first = build.levels()[0].features
+    unbuilt = str(library.find(folder, ALL, None).missing)
+    assert unbuilt.startswith("the native engine is not built: ")
+    assert build.COMMAND in unbuilt
+    lacking = min(first)
+    assert str(library.find(folder, ALL - {lacking}, None).missing).endswith(f"this one lacks {lacking}")
     with pytest.raises(ValueError, match=f"is 'sse2', and the levels of {platform.machine()} are {', '.join(NAMES)}"):
         library.find(folder, ALL, "sse2")
     with pytest.raises(ValueError, match=f"{library.VARIABLE} is {NAMES[-1]!r}, and this CPU lacks "):
         library.find(folder, frozenset(), NAMES[-1])
-
-
-@needs_compiler
-def test_a_file_that_is_no_library_is_said_to_be_none(folder: Path) -> None:
-    (folder / build.name_of(NAMES[0])).write_text("not a library")
-    missing = library.find(folder, build.levels()[0].features, None).missing
-    assert missing is not None
-    assert missing.startswith("the native engine cannot be loaded: ")
+    if has_compiler():
+        (damaged := folder / build.name_of(NAMES[0])).write_text("not a library")
+        assert str(library.find(folder, first, None).missing).startswith("the native engine cannot be loaded: ")
+        damaged.unlink()
+    shutil.rmtree(folder / "csrc")
+    assert "pip install" in str(library.find(folder, ALL, None).missing)
 
 
 def test_without_a_compiler_one_sentence_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -142,16 +127,6 @@ def test_without_a_compiler_one_sentence_says_so(folder: Path, monkeypatch: pyte
         built(folder, NAMES[0])
     assert build.main(["--out", str(folder)]) == 1
     assert "not built: there is no C++ compiler" in capsys.readouterr().err
-
-
-@needs_compiler
-def test_a_level_that_does_not_compile_leaves_no_old_library(folder: Path) -> None:
-    built(folder, *NAMES)
-    (folder / "csrc" / build.SOURCE).write_text("#error no\n")
-    with pytest.raises(build.BuildError, match="failed for"):
-        built(folder, NAMES[0])
-    assert not (folder / build.name_of(NAMES[0])).exists()
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 def package(tmp_path: Path, kind: str, **environment: str) -> Path:
@@ -175,32 +150,23 @@ needs_setuptools = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@needs_compiler
 @needs_setuptools
-def test_a_wheel_with_libraries_is_for_this_platform_and_any_python(tmp_path: Path) -> None:
-    wheel = package(tmp_path, "wheel")
-    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+@pytest.mark.parametrize("kind", [pytest.param("libraries", marks=needs_compiler), "no compiler", "sources"])
+def test_wheels_and_source_distributions(kind: str, tmp_path: Path) -> None:
+    """A wheel with libraries is for this platform and any Python, one that was made without a compiler for every platform."""
+    if kind == "sources":
+        with tarfile.open(package(tmp_path, "sdist")) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        assert {f"src/{NATIVE}/csrc/{build.SOURCE}", f"src/{NATIVE}/build.py", "setup.py"} <= names
+        return
+    wheel = package(tmp_path, "wheel", **({"CXX": "no-such-compiler"} if kind == "no compiler" else {}))
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (about,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL")]
-    assert {f"{NATIVE}/{build.name_of(name)}" for name in NAMES} <= names
+    libraries = {f"{NATIVE}/{build.name_of(name)}" for name in NAMES} if kind == "libraries" else set()
+    assert {name for name in names if name.endswith(".so")} == libraries
     assert {f"{NATIVE}/csrc/{build.SOURCE}", f"{NATIVE}/library.py"} <= names
-    assert "Root-Is-Purelib: false" in about
-
-
-@pytest.mark.slow
-@needs_setuptools
-def test_a_wheel_made_without_a_compiler_is_for_every_platform(tmp_path: Path) -> None:
-    wheel = package(tmp_path, "wheel", CXX="no-such-compiler")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert [name for name in archive.namelist() if name.endswith(".so")] == []
-    assert "Everything else works" in (tmp_path / "said").read_text()
-
-
-@pytest.mark.slow
-@needs_setuptools
-def test_a_source_distribution_has_the_sources(tmp_path: Path) -> None:
-    with tarfile.open(package(tmp_path, "sdist")) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"src/{NATIVE}/csrc/{build.SOURCE}", f"src/{NATIVE}/build.py", "setup.py"} <= names
+    platforms = f"-py3-none-linux_{platform.machine()}.whl" if libraries else "-py3-none-any.whl"
+    assert wheel.name.endswith(platforms)
+    assert f"Root-Is-Purelib: {str(not libraries).lower()}" in about
+    assert ("Everything else works" in (tmp_path / "said").read_text()) == (not libraries)

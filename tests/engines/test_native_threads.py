@@ -1,18 +1,25 @@
-"""How many threads the native engine takes."""
+"""How many threads the native engine takes. torch's threads step back while it decodes, and come back after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+from skipstone import Autoregressive
+from skipstone.decoding.loop import DecodingLoop
+from skipstone.decoding.request import Request
+from skipstone.decoding.session import Session
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, threads
+from skipstone.engines.torch_threads import SingleTorchThread
 from tests.helpers import families
 
 
 class Machine:
-    """A clock that work moves on. milliseconds: what the work takes on so many threads, of every call with them."""
+    """A clock that work moves on. milliseconds: the time of the work on so many threads, by the number of calls with them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[[int, int], float]) -> None:
         self.now, self.milliseconds, self.calls = 0.0, milliseconds, []
@@ -65,3 +72,56 @@ def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.requested_number() is None
     monkeypatch.delenv(threads.VARIABLE)
     assert threads.requested_number() is None
+
+
+@pytest.fixture
+def several() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("several")
+def test_every_host_thread_has_its_own_back() -> None:
+    """One that begins meanwhile has them all."""
+    inside, leave, counts = threading.Barrier(2), threading.Event(), []
+
+    def other() -> None:
+        torch.ones(3).add_(1)
+        counts.append(torch.get_num_threads())
+        torch.set_num_threads(3)
+        with SingleTorchThread():
+            inside.wait()
+            leave.wait()
+        counts.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    with SingleTorchThread(), SingleTorchThread():
+        assert torch.get_num_threads() == 1
+        thread.start()
+        inside.wait()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    leave.set()
+    thread.join()
+    assert counts == [2, 3]
+    with pytest.raises(KeyError), SingleTorchThread():
+        raise KeyError
+    assert torch.get_num_threads() == 2, "after an error, too"
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_in_steps_on_the_native_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine == "native" and (reason := library.missing()) is not None:
+        pytest.skip(reason)
+    seen, score = [], Session.score
+    monkeypatch.setattr(Session, "score", lambda self, draft: seen.append(torch.get_num_threads()) or score(self, draft))
+    decoder = Autoregressive().start(ModelRunner(families.build("llama"), engine), 1, 20)
+    loop = DecodingLoop(decoder)
+    loop.admit(0, Request(torch.tensor([1, 2, 3]), 5))
+    while loop.busy:
+        loop.step()
+        assert torch.get_num_threads() == 2
+    assert set(seen) == {1 if engine == "native" else 2}

@@ -1,4 +1,4 @@
-"""What skipstone puts on a model's modules: outside a pass nothing shows, copies have their own, `disable` takes it off."""
+"""skipstone's patches on a model's modules: nothing shows outside a pass, copies have their own, `disable` removes them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ import copy
 import gc
 import io
 import itertools
-import weakref
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import skipstone
-from skipstone import SelfSpeculative
-from skipstone.engines.eager import attention, linear
-from skipstone.engines.kv_cache import KVCache
+from skipstone import LayerSkip, SelfSpeculative
+from skipstone.engines.eager import linear
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.pairwise import slow_except
 
 IDS = families.prompts(1)[0][None]
 SKIP = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
-NAMES = ["llama", "opt", "falcon", "gpt2", "gemma3_text", "gemma2"]
+NAMES = ["llama", "opt", "falcon", "gpt2", "gemma3_text", "gemma2", "qwen3_next"]
 
 pytestmark = pytest.mark.usefixtures("eager_engine")
 
 
-def decode(model: Any, method: Any = SKIP) -> list[list[int]] | None:
-    return skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False).new_tokens
+def decode(model: Any, method: Any = None) -> list[list[int]] | None:
+    return skipstone.generate(model, IDS, method or method_for(model), max_new_tokens=12, do_sample=False).new_tokens
+
+
+def method_for(model: Any) -> Any:
+    """Sublayers of a hybrid model cannot be skipped."""
+    return LayerSkip(exit_layer=2) if model.config.model_type in families.HYBRIDS else SKIP
 
 
 def own(model: Any) -> tuple[Tensor, Tensor]:
@@ -51,44 +53,33 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", slow_except(("llama", "gpt2", "gemma2"), NAMES))
-def test_the_models_own_forward_is_bit_for_bit_the_same_before_while_and_after(name: str) -> None:
+@pytest.mark.parametrize("name", slow_except(("llama", "gemma2", "qwen3_next"), NAMES))
+def test_the_models_own_forward_is_bit_for_bit_the_same_before_while_and_after(name: str, tmp_path: Path) -> None:
     model = families.build(name)
     before, modules = own(model), attributes(model)
+    model.save_pretrained(tmp_path / "before")
     text = decode(model)
     assert attributes(model) != modules
     assert same(own(model), before)
-    skipstone.enable(model, SKIP)
+    model.save_pretrained(tmp_path / "after")
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
+    skipstone.enable(model, method_for(model))
     assert same(own(model), before)
-    steps = skipstone.stream(model, IDS, SKIP, max_new_tokens=12)
-    next(steps)
+    steps = skipstone.stream(model, IDS, method_for(model), max_new_tokens=12, do_sample=False)
+    tokens = list(next(steps).tokens[0])
     assert same(own(model), before), "between the steps of a text"
     skipstone.disable(model)
     assert attributes(model) == modules
     assert same(own(model), before)
+    for step in steps:
+        tokens += step.tokens[0]
+    assert [tokens] == text, "it was disabled in the middle of the text"
     assert decode(model) == text, "decoding again puts the patches on again"
 
 
-def test_disabling_in_the_middle_of_a_text_does_not_change_it() -> None:
-    model = families.build("llama")
-    expected = decode(model)
-    steps = skipstone.stream(model, IDS, SKIP, max_new_tokens=12, do_sample=False)
-    text = list(next(steps).tokens[0])
-    skipstone.disable(model)
-    for step in steps:
-        text += step.tokens[0]
-    assert [text] == expected
-
-
-def test_modules_are_looked_for_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = families.build("llama")
-    layers = ModelRunner(model).layers
-    for walk in ("modules", "named_modules", "parameters", "named_parameters"):
-        monkeypatch.setattr(nn.Module, walk, lambda *_, **__: pytest.fail("walked again"))
-    assert ModelRunner(model).layers is layers
-
-
 def test_what_changes_a_model_is_seen() -> None:
+    """Its attention, layers, dtype, embeddings and adapters."""
     model: Any = families.build("llama")
     text, layers = decode(model), ModelRunner(model).layers
     model.set_attn_implementation("eager")
@@ -102,8 +93,7 @@ def test_what_changes_a_model_is_seen() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     model.resize_token_embeddings(120, mean_resizing=False)
     assert ModelRunner(model).embeddings == 120
-    model.float()
-    assert decode(model, "autoregressive") != text
+    assert decode(model.float(), "autoregressive") != text
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     ModelRunner(adapted.eval())
     added = model.model.layers[0].self_attn.q_proj.lora_A["default"]
@@ -139,28 +129,17 @@ def test_a_copy_has_its_own_weights_and_patches(how: str, name: str) -> None:
     decode(other)
 
 
-def test_a_model_is_freed_with_its_last_reference() -> None:
-    model = families.build("llama")
-    gc.collect()
-    gc.disable()
-    try:
-        decode(model)
-        layer = weakref.ref(ModelRunner(model).layers[1].mlp)
-        del model
-        assert layer() is None
-    finally:
-        gc.enable()
-
-
-def test_a_saved_config_knows_nothing_of_skipstone(tmp_path: Path) -> None:
-    model = families.build("llama")
-    model.save_pretrained(tmp_path / "before")
-    decode(model)
-    model.save_pretrained(tmp_path / "after")
-    for name in ("config.json", "generation_config.json"):
-        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
-    assert model.config._attn_implementation == "sdpa"
-    assert attention.NAME not in repr(model.config)
+def test_two_models_may_share_their_layers() -> None:
+    model: Any = families.build("llama")
+    other: Any = copy.copy(model)
+    other._modules = {**model._modules, "lm_head": copy.deepcopy(model.lm_head)}
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    texts = decode(model), decode(other)
+    assert texts[0] != texts[1]
+    assert (decode(model), decode(other)) == texts
+    skipstone.disable(other)
+    assert (decode(model), decode(other)) == texts
 
 
 @pytest.mark.slow  # importing the compiler takes longer than any other test of a model
@@ -176,22 +155,20 @@ def test_a_models_own_forward_can_still_be_compiled_whole() -> None:
 @pytest.mark.parametrize("name", slow_except(("llama", "gemma2"), ("llama", "opt", "falcon", "gemma2")))
 def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) -> None:
     model: Any = families.build(name)
-    before, modules = own(model), attributes(model)
-    runner = ModelRunner(model)
+    before, modules, runner = own(model), attributes(model), ModelRunner(model)
     wrapped = getattr(runner.layers[1], runner.family.attention)
     inner = wrapped.forward
     wrapped.forward = cover = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's hooks do
 
+    calls = itertools.count()
+
     def fail(*_: Any) -> None:
-        raise RuntimeError("a full disk, say")
+        if next(calls) == 1:  # in the first draft, behind sublayers that are skipped
+            raise RuntimeError("a full disk, say")
 
     handle = runner.layers[3].register_forward_pre_hook(fail)
-    store, positions = KVCache(1, 4, 3), torch.arange(3)[None]
-    store.reserve(3)
-    at = Pass(positions, positions, None, slice(0, 1), 3, 0)
-    hidden = runner.embed(IDS[:, :3], positions)
     with pytest.raises(RuntimeError, match="full disk"):
-        runner.run(hidden, at, store, range(4), SkipSet(frozenset({0, 1}), frozenset({1, 2})))
+        decode(model)
     handle.remove()
     assert same(own(model), before)
     skipstone.disable(model)

@@ -20,7 +20,7 @@ from skipstone.models.families import text_config
 
 WINDOW = 8
 POSITIONS = 2048
-_LLAMA_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
@@ -29,15 +29,15 @@ _LLAMA_SHAPE: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
-_OPT = {
-    "hidden_size": 32,
-    "ffn_dim": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": POSITIONS,
-    "word_embed_proj_dim": 32,
-}
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": POSITIONS}
+_OPT = {**_FALCON, "ffn_dim": 64, "word_embed_proj_dim": 32}
+_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
+_FACTORS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
+_PHI: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "original_max_position_embeddings": POSITIONS,
+}
 
 
 def _alternating(layers: int, kind: str = "sliding_attention") -> list[str]:
@@ -45,7 +45,7 @@ def _alternating(layers: int, kind: str = "sliding_attention") -> list[str]:
 
 
 def _qwen(layers: int) -> dict[str, Any]:
-    return {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    return {**_SLIDING, "max_window_layers": 1}
 
 
 def _gemma(layers: int) -> dict[str, Any]:
@@ -54,42 +54,19 @@ def _gemma(layers: int) -> dict[str, Any]:
 
 # name: (model_type, config fields, further ones that depend on the number of layers)
 _TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "llama": ("llama", _LLAMA_SHAPE, None),
-    "mistral": ("mistral", {**_LLAMA_SHAPE, "sliding_window": WINDOW}, None),
-    "qwen2": ("qwen2", _LLAMA_SHAPE, _qwen),
-    "qwen3": ("qwen3", {**_LLAMA_SHAPE, "head_dim": 12}, _qwen),
-    "gemma": ("gemma", {**_LLAMA_SHAPE, "head_dim": 12}, None),
-    "gemma2": ("gemma2", {**_LLAMA_SHAPE, "final_logit_softcapping": 20.0, "attn_logit_softcapping": 3.0}, _gemma),
-    "gemma3_text": ("gemma3_text", {**_LLAMA_SHAPE, "final_logit_softcapping": 20.0}, _gemma),
-    "phi3": (
-        "phi3",
-        {
-            **_LLAMA_SHAPE,
-            "sliding_window": WINDOW,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": POSITIONS,
-        },
-        None,
-    ),
-    "olmo2": ("olmo2", _LLAMA_SHAPE, None),
-    "granite": (
-        "granite",
-        {
-            **_LLAMA_SHAPE,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.4,
-        },
-        None,
-    ),
-    "cohere": ("cohere", {**_LLAMA_SHAPE, "logit_scale": 0.6, "use_qk_norm": True}, None),
-    "smollm3": (
-        "smollm3",
-        {**_LLAMA_SHAPE, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW},
-        None,
-    ),
-    "starcoder2": ("starcoder2", {**_LLAMA_SHAPE, "sliding_window": WINDOW}, None),
+    "llama": ("llama", SHAPE, None),
+    "mistral": ("mistral", {**SHAPE, "sliding_window": WINDOW}, None),
+    "qwen2": ("qwen2", SHAPE, _qwen),
+    "qwen3": ("qwen3", {**SHAPE, "head_dim": 12}, _qwen),
+    "gemma": ("gemma", {**SHAPE, "head_dim": 12}, None),
+    "gemma2": ("gemma2", {**SHAPE, "final_logit_softcapping": 20.0, "attn_logit_softcapping": 3.0}, _gemma),
+    "gemma3_text": ("gemma3_text", {**SHAPE, "final_logit_softcapping": 20.0}, _gemma),
+    "phi3": ("phi3", {**SHAPE, **_PHI}, None),
+    "olmo2": ("olmo2", SHAPE, None),
+    "granite": ("granite", {**SHAPE, **_FACTORS}, None),
+    "cohere": ("cohere", {**SHAPE, "logit_scale": 0.6, "use_qk_norm": True}, None),
+    "smollm3": ("smollm3", {**SHAPE, "no_rope_layer_interval": 2, **_SLIDING}, None),
+    "starcoder2": ("starcoder2", {**SHAPE, "sliding_window": WINDOW}, None),
     "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": POSITIONS}, None),
     "opt": ("opt", _OPT, None),
     "opt_projected": ("opt", {**_OPT, "word_embed_proj_dim": 24}, None),
@@ -99,18 +76,10 @@ _TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
     "falcon": ("falcon", {**_FALCON, "multi_query": True}, None),
     "falcon_new": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, None),
     "falcon_sequential": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}, None),
-    "mixtral": ("mixtral", {**_LLAMA_SHAPE, **_MOE, "num_local_experts": 4, "sliding_window": WINDOW}, None),
+    "mixtral": ("mixtral", {**SHAPE, **_MOE, "num_local_experts": 4, "sliding_window": WINDOW}, None),
     "qwen3_moe": (
         "qwen3_moe",
-        {
-            **_LLAMA_SHAPE,
-            **_MOE,
-            "head_dim": 12,
-            "mlp_only_layers": [1],
-            "norm_topk_prob": True,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-        },
+        {**SHAPE, **_MOE, **_SLIDING, "head_dim": 12, "mlp_only_layers": [1], "norm_topk_prob": True},
         None,
     ),
 }
@@ -129,7 +98,6 @@ _TINY: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
     "num_key_value_heads": 2,
 }
-_MIXED = {"mixed": "sliding_attention"}
 _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and values for every head
 _SHARING = {  # the last two layers read the keys and values of the two before
     "mixed": "sliding_attention",
@@ -149,11 +117,8 @@ granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kol
 ministral3 mpt nanochat olmo olmoe persimmon phi phimoe seed_oss solar_open stablelm vaultgemma xglm
 """
 _LINEAR: dict[str, Any] = {
-    "mixed": "linear_attention",
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"mixed": "linear_attention", "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 # model type: the same of those that mix attention with layers whose states have no positions
@@ -161,14 +126,8 @@ _HYBRID: dict[str, dict[str, Any]] = {
     **{kind: {"mixed": "conv"} for kind in ("lfm2", "lfm2_moe", "lfm3")},
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"), _LINEAR),
     "granitemoehybrid": {
-        **_MAMBA,
-        "mixed": "linear_attention",
-        "shared_intermediate_size": 32,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.4,
-        "position_embedding_type": "nope",
+        **{**_MAMBA, **_FACTORS, "mixed": "linear_attention"},
+        **{"shared_intermediate_size": 32, "position_embedding_type": "nope"},
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
 }
@@ -215,14 +174,6 @@ FURTHER: list[str] = list(_FURTHER)
 HYBRIDS: list[str] = list(_HYBRID)
 """Those among them that mix attention with layers whose states have no positions."""
 TYPES: set[str] = {kind for kind, _, _ in _TABLE.values()} | {*FURTHER}
-
-
-def slides(name: str) -> bool:
-    """Whether a family has layers with a sliding window."""
-    if name in _FURTHER:
-        return bool(_further(name, 4).get("sliding_window"))
-    _, settings, more = _TABLE[name]
-    return bool({**settings, **(more(4) if more else {})}.get("sliding_window"))
 
 
 EAGER_ONLY = ("gemma2",)

@@ -95,8 +95,9 @@ def decode(
         stats.add(steps[-1])
         for row, more in enumerate(steps[-1].tokens):
             texts[row] += more
-        if check:
-            check_rows(decoder, requests, texts)
+        for row, alive in enumerate(decoder.session.alive):
+            if check and alive:
+                decoder.session.check(row, torch.cat([requests[row].prompt, torch.tensor(texts[row])]))
     return texts, stats, steps
 
 
@@ -124,13 +125,6 @@ def serve(method: Method, model: ModelRunner, requests: list[Request], chunk: in
             assert state is not None
             assert state.tokens == texts[owner.pop(row)]
     return texts, traces
-
-
-def check_rows(decoder: DecodingLoop, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:
-    """Session.check of every row that is alive."""
-    for row, alive in enumerate(decoder.session.alive):
-        if alive:
-            decoder.session.check(row, torch.cat([requests[row].prompt, torch.tensor(texts[row])]))
 
 
 def silenced(model: Any, skip: SkipSet) -> Any:

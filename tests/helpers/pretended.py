@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,25 +219,13 @@ def place() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename.rsplit('/skipstone/', 1)[1]}:{frame.f_lineno}"
 
 
-class Event:
-    """Stands for a CUDA event."""
-
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def elapsed_time(self, other: Any) -> float:
-        """Milliseconds."""
-        return 1.0
-
-
 @contextmanager
 def pretended() -> Iterator[Pretended]:
     """A `Pretended` that is entered. No tensor of it is left in the project's caches afterwards."""
     device = Pretended()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: object())
-        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: mock.Mock(elapsed_time=lambda _: 1.0))  # milliseconds
         patch.setattr(FakeTensor, "tolist", lambda tensor: device.read(tensor))  # its own reads number by number
         patch.setattr(choose_engine, "refuse_weights", lambda model: None)  # which wants plain tensors
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -21,43 +22,35 @@ from tests.helpers.machine import sharpened, small
 GROUP = 32  # inputs that share a scale
 
 
-def plain(layers: int = 4) -> PreTrainedModel:
-    """What is quantised: early exits are right often, and wrong often enough."""
+def plain() -> PreTrainedModel:
+    """The model that is quantised: early exits are right often, and wrong often enough."""
     torch.manual_seed(0)
-    config = small(LlamaConfig, vocab=97, hidden=64, layers=layers)
-    return sharpened(LlamaForCausalLM(config), layers // 2, head=6.0, later=0.2).eval()
+    return sharpened(LlamaForCausalLM(small(LlamaConfig, vocab=97, hidden=64, layers=4)), 2, head=6.0, later=0.2)
 
 
 def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="quantised-"))
 
 
-def loaded(config: Any, dtype: torch.dtype = torch.float32, layers: int = 4) -> PreTrainedModel:
+def loaded(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """By transformers, which quantises while it loads."""
     with tempfile.TemporaryDirectory() as folder:
-        plain(layers).save_pretrained(folder)
+        plain().save_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype).eval()
 
 
 def bitsandbytes(dtype: torch.dtype = torch.float32, **fields: Any) -> PreTrainedModel:
     pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    return loaded(BitsAndBytesConfig(**fields), dtype)
+    return loaded(transformers.BitsAndBytesConfig(**fields), dtype)
 
 
-def torchao(make: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    package = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    return loaded(TorchAoConfig(make(package)), dtype)
+def torchao(make: Callable[[Any], Any]) -> PreTrainedModel:
+    return loaded(transformers.TorchAoConfig(make(pytest.importorskip("torchao.quantization"))))
 
 
 def quanto(weights: str) -> PreTrainedModel:
     pytest.importorskip("optimum.quanto")
-    from transformers import QuantoConfig
-
-    return loaded(QuantoConfig(weights=weights))
+    return loaded(transformers.QuantoConfig(weights=weights))
 
 
 def hqq(bits: int) -> PreTrainedModel:

@@ -16,14 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.helpers.pretended import INDEXED
+
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
-_INDEXED = {
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
-    torch.ops.aten._index_put_impl_.default,
-}
 
 
 class There(Tensor):
@@ -83,9 +79,9 @@ def pretended_devices() -> Iterator[None]:
 
 def computed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation's result, on the device that it was asked for or that its tensors are on. RuntimeError for several."""
-    looked_at = (args[0], args[2:], kwargs) if func in _INDEXED else (args, kwargs)
+    looked_at = (args[0], args[2:], kwargs) if func in INDEXED else (args, kwargs)
     tensors = [one for one in tree_leaves(looked_at) if isinstance(one, Tensor)]
-    if func in _INDEXED:
+    if func in INDEXED:
         tensors += [one for one in tree_leaves(args[1]) if isinstance(one, There)]
     places = {one.device for one in tensors if one.ndim or isinstance(one, There)}
     if len(places) > 1 and func not in _COPIES:

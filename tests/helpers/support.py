@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
+from skipstone.engines.agreement import disagreement
 from skipstone.engines.choose_engine import VARIABLE
+from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.check import ScoredDifference, TieDetector
+from skipstone.models.decoder_model import DecoderModel
+from skipstone.models.families import attention_reaches, text_config
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.trace import shrunk_windows, trace
 from tests.helpers import families
 
 TIE = 1e-4
@@ -44,6 +50,21 @@ def margin(model: PreTrainedModel, prompt: Tensor, **options: Any) -> tuple[list
     return output.sequences[0, len(prompt) :].tolist(), smallest
 
 
+def without_ties(
+    model: PreTrainedModel, prompts: Iterable[Tensor], rows: int, **options: Any
+) -> tuple[list[Tensor], list[list[int]]]:
+    """The first prompts [T] whose greedy references are no near-ties, and the new tokens of the model's own `generate`."""
+    found: list[tuple[Tensor, list[int]]] = []
+    for prompt in prompts:
+        tokens, smallest = margin(model, prompt, **options)
+        if smallest >= TIE:
+            found.append((prompt, tokens))
+        if len(found) == rows:
+            break
+    assert len(found) == rows, "too many near-ties among the references"
+    return [prompt for prompt, _ in found], [tokens for _, tokens in found]
+
+
 def logits_in_chunks(
     runner: ModelRunner, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None
 ) -> Tensor:
@@ -60,6 +81,17 @@ def logits_in_chunks(
         parts.append(runner.logits(hidden))
         start = stop
     return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def differing_place(model: PreTrainedModel) -> str | None:
+    """Where the verification of a model finds more than is allowed, None where nowhere."""
+    facts, config = DecoderModel(model), text_config(model)
+    engine, layers = EagerEngine(model, facts), torch.nn.ModuleList(facts.layers)
+    with shrunk_windows(config):
+        engine.reaches = attention_reaches(config, facts.family)
+    difference = disagreement(engine, facts, trace(model, facts.decoder, layers, config, facts.max_positions))
+    return None if difference.share <= difference.allowed else difference.where
 
 
 def references(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:
@@ -186,3 +218,10 @@ def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """Writes the model and a tokenizer to a folder, and returns the folder."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

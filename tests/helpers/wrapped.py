@@ -11,20 +11,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.helpers.families import POSITIONS, WINDOW
+from tests.helpers.families import SHAPE, WINDOW
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": POSITIONS,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **{**SHAPE, "vocab_size": 97, "head_dim": 8},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
 }
 _VISION: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), 16),

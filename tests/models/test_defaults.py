@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import skipstone
-from skipstone import AdaDecode, ExitHeads, LayerSkip, PromptLookup
+from skipstone import AdaDecode, ExitHeads, LayerSkip
 from skipstone.engines.host_transfer import dense, on_device, pointer
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
@@ -25,6 +26,7 @@ from skipstone.models import recognition
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
+from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import tokenizer
 
@@ -37,32 +39,31 @@ METHODS = [name for name, row in ROWS.items() if not row.variant]
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+        change(before)
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
+    **{
+        str(dtype).removeprefix("torch."): lambda dtype=dtype: changed(torch.set_default_dtype, dtype, torch.float32)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    },
     "meta context": lambda: torch.device("meta"),
-    "meta device": lambda: default_device("meta"),
+    "meta device": lambda: changed(torch.set_default_device, "meta", None),
 }
 """What a caller may have changed."""
+
+
+def assert_unchanged(call: Callable[[], Any]) -> None:
+    """A call returns the same under every change."""
+    expected = call()
+    for change, context in CHANGES.items():
+        with context():
+            assert call() == expected, change
 
 
 def texts(model: Any, method: Any, engine: str, **options: Any) -> list[list[int]]:
@@ -73,59 +74,46 @@ def texts(model: Any, method: Any, engine: str, **options: Any) -> list[list[int
 
 
 @cache
-def usual(name: str, engine: str, family: str = "llama") -> list[list[int]]:
+def usual(family: str, name: str, engine: str) -> list[list[int]]:
     return texts(families.build(family), ROWS[name].method(family, 4, "standard"), engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
-def test_defaults_change_no_text(name: str, engine: str) -> None:
+OTHERS = {
+    "phimoe": "layerskip",
+    "gemma3n_text": "layerskip",
+    "xglm": "prompt_lookup",
+    "ministral3": "layerskip",
+    "qwen3_next": "layerskip",
+}
+"""Types with modules that create tensors without a device or a dtype."""
+CELLS = [*(("llama", *pair) for pair in product(METHODS, ENGINES)), *((*pair, "eager") for pair in OTHERS.items())]
+
+
+@pytest.mark.parametrize(("family", "name", "engine"), slow_except([cell for cell in CELLS if cell[1] in FAST][:4], CELLS))
+def test_defaults_change_no_text(family: str, name: str, engine: str) -> None:
     """Each change meets the first use of a model, too: its family is derived and its engine made under the changed default."""
-    expected, method = usual(name, engine), ROWS[name].method("llama", 4, "standard")
-    changes = list(CHANGES) if name not in FAST else ["bfloat16", "meta context"]
-    for change in changes:
-        model = families.build("llama")
+    expected, method = usual(family, name, engine), ROWS[name].method(family, 4, "standard")
+    for change in ("bfloat16", "meta context") if name in FAST and family == "llama" else CHANGES:
+        model = families.build(family)
         recognition._KNOWN.clear()
         with CHANGES[change]():
             assert texts(model, method, engine) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["phimoe", "gemma3n_text", "xglm", "ministral3", "qwen3_next"])
-def test_modules_of_transformers_see_no_changed_default(family: str) -> None:
-    """Types with modules that create tensors without a device or a dtype."""
-    method, model = LayerSkip(2, 4), families.build(family)
-    if family == "xglm":
-        method = PromptLookup()
-    expected = texts(model, method, "eager")
-    for change in CHANGES.values():
-        model = families.build(family)
-        recognition._KNOWN.clear()
-        with change():
-            assert texts(model, method, "eager") == expected
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_changed_default_between_two_calls_changes_no_text(engine: str) -> None:
     """Buffers that were made before are used after: store, rotary tables, a prompt of several hundred tokens."""
-    model, prompt = families.build("llama"), PROMPT.repeat(20)
-    options: dict[str, Any] = {"max_new_tokens": 4, "engine": engine, "do_sample": False}
-    expected = skipstone.generate(model, prompt, "autoregressive", **options).new_tokens
-    for change in CHANGES.values():
-        with change():
-            assert skipstone.generate(model, prompt, "autoregressive", **options).new_tokens == expected
+    model, options = families.build("llama"), {"max_new_tokens": 4, "engine": engine, "do_sample": False}
+    assert_unchanged(lambda: skipstone.generate(model, PROMPT.repeat(20), "autoregressive", **options).new_tokens)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "options", [{"bad_words_ids": [[5], [6, 7]]}, {"typical_p": 0.9}, {"min_new_tokens": 4, "eos_token_id": [5, 6]}]
+    "options", [{"bad_words_ids": [[5], [6, 7]], "typical_p": 0.9}, {"min_new_tokens": 4, "eos_token_id": [5, 6]}]
 )
 def test_processors_of_transformers_see_no_changed_default(engine: str, options: dict[str, Any]) -> None:
     model = families.build("llama")
-    expected = texts(model, LayerSkip(2, 4), engine, **options)
-    for change in CHANGES.values():
-        with change():
-            assert texts(model, LayerSkip(2, 4), engine, **options) == expected
+    assert_unchanged(lambda: texts(model, LayerSkip(2, 4), engine, **options))
 
 
 def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
@@ -142,10 +130,7 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
             skipstone.disable(model)
         return [one.text, [step.tokens for step in steps], enabled]
 
-    expected = written()
-    for change in CHANGES.values():
-        with change():
-            assert written() == expected
+    assert_unchanged(written)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -153,30 +138,29 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
 def test_trained_heads_see_no_changed_default(tmp_path: Path, kind: Any, engine: str) -> None:
     """They are read from their files in the first call of a model."""
     heads = ExitHeads(new_card(ModelRunner(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
-    for number, weight in enumerate(heads.parameters()):
-        with torch.no_grad():
+    with torch.no_grad():
+        for number, weight in enumerate(heads.parameters()):
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
     heads.save(tmp_path)
-    method = AdaDecode(str(tmp_path), 0.1, 3)
-    expected = texts(families.build("llama"), method, engine)
-    for change in CHANGES.values():
-        model = families.build("llama")
-        with change():
-            assert texts(model, method, engine) == expected
+    models = iter([families.build("llama") for _ in range(len(CHANGES) + 1)])
+    assert_unchanged(lambda: texts(next(models), AdaDecode(str(tmp_path), 0.1, 3), engine))
 
 
 def test_loading_looks_at_no_default_and_leaves_it(tmp_path: Path) -> None:
     families.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    expected = load_model(tmp_path).state_dict()
-    for change in CHANGES.values():
-        with change():
-            before = torch.get_default_dtype()
-            found = load_model(tmp_path).state_dict()
-            assert torch.get_default_dtype() is before
-        assert all(found[name].device.type == "cpu" and torch.equal(found[name], one) for name, one in expected.items())
+
+    def loaded() -> Any:
+        before, state = torch.get_default_dtype(), load_model(tmp_path).state_dict()
+        assert torch.get_default_dtype() is before
+        return {name: (one.device.type, one.dtype, one.tolist()) for name, one in state.items()}
+
+    assert_unchanged(loaded)
 
 
 def test_a_load_waits_for_a_pass_and_changes_no_default_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for context in (loading, stable_defaults):  # an error ends both
+        with pytest.raises(KeyError), context():
+            raise KeyError
     families.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     model: Any = families.build("llama")
     begins, changes, seen = threading.Event(), threading.Event(), []
@@ -208,15 +192,6 @@ def test_a_load_waits_for_a_pass_and_changes_no_default_in_it(tmp_path: Path, mo
     assert set(seen) == {torch.float32}
 
 
-def test_a_pass_waits_for_a_change_and_an_error_ends_both() -> None:
-    with pytest.raises(KeyError), loading():
-        raise KeyError
-    with pytest.raises(KeyError), stable_defaults(), stable_defaults():
-        raise KeyError
-    with stable_defaults():
-        assert torch.empty(1).dtype is torch.float32
-
-
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 @pytest.mark.slow
 def test_the_native_engine_decodes_while_another_thread_changes_the_default_dtype() -> None:
@@ -239,28 +214,24 @@ def test_the_native_engine_decodes_while_another_thread_changes_the_default_dtyp
         torch.set_default_dtype(torch.float32)
 
 
-WRONG: dict[str, tuple[Tensor, int, str]] = {
-    "dtype": (torch.zeros(2, 3, dtype=torch.float64), 0, "float64"),
-    "device": (torch.zeros(2, 3, device="meta"), 0, "meta"),
-    "size": (torch.zeros(2, 4), 0, r"\[2, 4\]"),
-    "number of dimensions": (torch.zeros(6), 0, r"\[6\]"),
-    "strides": (torch.zeros(3, 2).t(), 0, "strides"),
-    "strides within a row": (torch.zeros(3, 2).t(), 1, "strides"),
-    "distance of rows": (torch.zeros(2, 5)[:, :3], 0, "strides"),
-}
+WRONG: list[tuple[Tensor, int, str]] = [
+    (torch.zeros(2, 3, dtype=torch.float64), 0, "float64"),
+    (torch.zeros(2, 3, device="meta"), 0, "meta"),
+    (torch.zeros(2, 4), 0, r"\[2, 4\]"),
+    (torch.zeros(6), 0, r"\[6\]"),
+    (torch.zeros(3, 2).t(), 0, "strides"),
+    (torch.zeros(3, 2).t(), 1, "strides"),
+    (torch.zeros(2, 5)[:, :3], 0, "strides"),
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_c_is_handed_no_other_buffer_than_it_expects(what: str) -> None:
-    tensor, free, found = WRONG[what]
-    with pytest.raises(ValueError, match=rf"wants states \[2, 3\] in float32 on the CPU, found .*{found}"):
-        pointer("states", tensor, (2, 3), torch.float32, free)
-
-
-def test_buffers_that_fit_are_handed_on_without_a_copy() -> None:
+def test_c_is_handed_no_other_buffer_than_it_expects() -> None:
+    for tensor, free, found in WRONG:
+        with pytest.raises(ValueError, match=rf"wants states \[2, 3\] in float32 on the CPU, found .*{found}"):
+            pointer("states", tensor, (2, 3), torch.float32, free)
     whole = torch.zeros(2, 5)
     rows, columns = whole[:, :3], torch.zeros(3, 2).t()
-    assert pointer("states", rows, (2, 3), torch.float32, free=1) == whole.data_ptr()
+    assert pointer("states", rows, (2, 3), torch.float32, free=1) == whole.data_ptr(), "no copy of what fits"
     assert dense(rows, free=1) is rows
     assert dense(whole) is whole
     assert dense(columns).is_contiguous()
@@ -270,10 +241,9 @@ def test_buffers_that_fit_are_handed_on_without_a_copy() -> None:
 
 def test_values_of_the_host_keep_their_kind() -> None:
     """A drafter of a user's makes its mask of valid drafts by `on_device`, as docs/add-a-method.md shows."""
-    kinds = [(torch.bool, [[True], [False]]), (torch.int64, [[1, 2]]), (torch.float32, [0.5, 1]), (torch.float32, [1, 0.5])]
-    kinds += [(torch.int64, [True, 2]), (torch.int64, [[]]), (torch.int64, [2**62 + 1])]
-    for dtype, values in kinds:
-        made = on_device(values, torch.device("cpu"))
+    values = [[True], [False]], [[1, 2]], [0.5, 1], [1, 0.5], [True, 2], [[]], [2**62 + 1], []
+    kinds = [torch.bool, torch.int64, torch.float32, torch.float32, *[torch.int64] * 4]
+    for dtype, one in zip(kinds, values, strict=True):
+        made: Any = on_device(one, torch.device("cpu"))
         assert made.dtype is dtype
-        assert made.tolist() == values
-    assert on_device([], torch.device("cpu")).dtype is torch.int64
+        assert made.tolist() == one

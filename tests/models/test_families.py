@@ -1,7 +1,4 @@
-"""What is promised of every family: its text is transformers' own (forward and `generate`), for each row alone and unpadded.
-
-Logits, skipped sublayers and trees are in test_layers.py, models that are refused in test_refusals.py.
-"""
+"""The promise to every family: its text is transformers' own `generate`'s, for each row alone and unpadded."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.noise import TARGET, Noise, row_seed
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.families import RECURRENT, layer_types
-from tests.helpers import families, support, wrapped
+from tests.helpers import families, support
 from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
-from tests.helpers.wrapped import WRAPPERS
 
 NEW = 4 * families.WINDOW
 METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
@@ -48,20 +44,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def greedy(
-    model: PreTrainedModel, rows: int = 3, new: int = NEW, longest: int = 21, method: LayerSkip = METHOD
-) -> skipstone.Output:
-    """A ragged left-padded batch by layerskip, each row asserted to be `model.generate`'s own; near-ties are left out."""
-    prompts, expected = [], []
-    for prompt in families.prompts(rows + 2, longest=longest):
-        if len(prompts) == rows:
-            break
-        tokens, smallest = support.margin(model, prompt, max_new_tokens=new)
-        if smallest >= support.TIE:
-            prompts.append(prompt)
-            expected.append(tokens)
-    assert len(prompts) == rows, "too many near-ties among the references"
-    out = skipstone.generate(model, families.padded(prompts), method, max_new_tokens=new)
+def greedy(model: PreTrainedModel, rows: int = 3, new: int = NEW, longest: int = 21) -> skipstone.Output:
+    """A ragged left-padded batch by layerskip. Each row is asserted to be `model.generate`'s own."""
+    prompts, expected = support.without_ties(model, families.prompts(rows + 2, longest=longest), rows, max_new_tokens=new)
+    out = skipstone.generate(model, families.padded(prompts), METHOD, max_new_tokens=new)
     assert out.new_tokens == expected
     return out
 
@@ -106,30 +92,26 @@ def test_sampled_text_is_what_the_models_own_distributions_and_the_seed_give(nam
     assert_speculated(drafted)
 
 
-EAGER = [name for name in families.NAMES if name not in families.EAGER_ONLY]
+EAGER = {
+    f"{name}, eager attention": (name, {"attn_implementation": "eager"})
+    for name in families.NAMES
+    if name not in families.EAGER_ONLY
+}
+FAST = ("llama3 RoPE", "tied OPT", "mistral, eager attention", "falcon, eager attention")
 
 
-@pytest.mark.parametrize("name", slow_except(("mistral", "falcon"), EAGER, full=EAGER[::3]))
-def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
-    assert_speculated(greedy(families.build(name, attn_implementation="eager"), rows=2, new=24))
-
-
-@pytest.mark.parametrize("variant", slow_except(list(VARIANTS)[::4], VARIANTS))
+@pytest.mark.parametrize("variant", slow_except(FAST, [*VARIANTS, *EAGER], full=[*VARIANTS, *[*EAGER][::3]]))
 def test_what_only_some_models_of_a_family_show_is_exact_too(variant: str) -> None:
-    name, overrides = VARIANTS[variant]
+    name, overrides = (VARIANTS | EAGER)[variant]
     assert_speculated(greedy(families.build(name, **overrides), rows=2, new=16))
 
 
-LONG = [
-    *(pytest.param("llama", None, marks=pytest.mark.slow), pytest.param("mistral", 8, marks=pytest.mark.slow)),
-    *(("mistral", 700), pytest.param("gemma3_text", 300, marks=pytest.mark.slow)),
-]
+LONG = [("mistral", {"sliding_window": 700}), ("llama", {}), ("mistral", {}), ("gemma3_text", {"sliding_window": 300})]
 
 
-@pytest.mark.parametrize(("name", "window"), LONG)
-def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str, window: int | None) -> None:
-    model = families.build(name, **({"sliding_window": window} if window else {}))
-    out = greedy(model, rows=2, new=16, longest=1500)
+@pytest.mark.parametrize(("name", "fields"), slow_except(LONG[:1], LONG))
+def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str, fields: dict[str, Any]) -> None:
+    out = greedy(families.build(name, **fields), rows=2, new=16, longest=1500)
     assert_speculated(out)
     assert out.stats is not None
     assert out.stats.prefill_tokens == 2
@@ -174,15 +156,5 @@ def test_a_further_type_is_derived_and_verified(name: str) -> None:
 @pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER, full=()))
 def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
     out = greedy(families.cached(name), rows=2)
-    assert out.stats is not None
-    assert out.stats.drafted > 0
-
-
-@pytest.mark.parametrize("kind", slow_except(("gemma3", "qwen2_vl"), [*WRAPPERS]))
-def test_the_text_model_inside_a_multimodal_one_gives_the_text_of_generate(kind: str) -> None:
-    model, prompt = wrapped.build(kind), families.prompts(1)[0][None]
-    expected = support.alone(model, prompt[0], max_new_tokens=NEW, do_sample=False)
-    out = skipstone.generate(model, prompt, METHOD, max_new_tokens=NEW)
-    assert out.new_tokens == [expected]
     assert out.stats is not None
     assert out.stats.drafted > 0

@@ -1,4 +1,4 @@
-"""What is loaded by a hub id, with and without a revision, and what is said where it cannot be had."""
+"""Loads by a hub id, with and without a revision, and the sentence where there is nothing to load."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 import skipstone
+from skipstone.lab.search.tune import tune
 from skipstone.methods.adadecode.heads import load_heads
 from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.methods.drafting.layer_sets import load_profile
@@ -28,58 +29,54 @@ from tests.helpers.settings import QUIET
 pytestmark = QUIET
 
 
-def new_tokens(method: Any, tokens: int = 30) -> Any:
-    """What the target writes, and how."""
+def new_tokens(method: Any, tokens: int = 16) -> Any:
     return skipstone.generate(target().model, prompt(9), method, max_new_tokens=tokens, do_sample=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("org/name", HubName("org/name", None)),
-        ("org/name@main", HubName("org/name", "main")),
-        ("org/na.me-1_b@refs/pr/1", HubName("org/na.me-1_b", "refs/pr/1")),
-        ("gpt2", HubName("gpt2", None)),
-        ("gpt2@v1", HubName("gpt2", "v1")),
-        *(
-            (wrong, None)
-            for wrong in ("", "./name", "../name", "/org/name", "a/b/c", "org/name@", "@v1", "org/na me", "a@b@c", "~/a")
-        ),
-    ],
-)
-def test_a_hub_id_is_a_name_with_or_without_a_revision(name: str, meant: HubName | None) -> None:
-    assert hub_name(name) == meant
+NAMES: dict[str, HubName | None] = {
+    "org/name": HubName("org/name", None),
+    "org/name@main": HubName("org/name", "main"),
+    "org/na.me-1_b@refs/pr/1": HubName("org/na.me-1_b", "refs/pr/1"),
+    "gpt2": HubName("gpt2", None),
+    "gpt2@v1": HubName("gpt2", "v1"),
+    **dict.fromkeys(("", "./name", "../name", "/org/name", "a/b/c", "org/name@", "@v1", "org/na me", "a@b@c", "~/a")),
+}
+
+
+def test_a_hub_id_is_a_name_with_or_without_a_revision() -> None:
+    assert {name: hub_name(name) for name in NAMES} == NAMES
 
 
 def test_heads_by_their_hub_id_are_those_of_the_folder(hub: Hub, tmp_path: Path) -> None:
     old, new = heads_folder(tmp_path / "old"), heads_folder(tmp_path / "new", seed=1)
-    model = target()
+    model, hidden = target(), torch.randn(1, 3, 32)
     hub.add("me/heads", everything(old))
     first = hub.repos["me/heads"].branches["main"]
     hub.repos["me/heads"].commit("main", everything(new), "better ones")
-    hidden = torch.randn(1, 3, 32)
     for name, folder in (("me/heads", new), (f"me/heads@{first}", old), ("me/heads@main", new)):
         loaded, here = load_heads(name, model), load_heads(folder, model)
         with torch.no_grad():
             assert torch.equal(loaded.logits(model, 0, hidden), here.logits(model, 0, hidden)), name
-    by_id, by_folder = (
-        new_tokens("adadecode heads=me/heads confidence_threshold=0.1"),
-        new_tokens(f"adadecode heads={new} confidence_threshold=0.1"),
-    )
+    by_id, by_folder = (new_tokens(f"adadecode heads={heads} confidence_threshold=0.1") for heads in ("me/heads", new))
     assert by_id.new_tokens == by_folder.new_tokens
     assert by_id.stats.drafted == by_folder.stats.drafted > 0
 
 
-def test_both_files_are_of_one_commit_and_the_hub_is_asked_once(hub: Hub, tmp_path: Path) -> None:
+def test_both_files_are_of_one_commit_and_the_hub_is_asked_once(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = "exit_heads.json", "exit_heads.safetensors"
     hub.add("me/heads", everything(heads_folder(tmp_path / "heads")))
     commit = hub.repos["me/heads"].branches["main"]
-    folder = fetching.fetch("me/heads", "exit_heads.json", "exit_heads.safetensors")
-    assert [line for line in hub.asked if "safetensors" in line] == [
-        f"{verb} /me/heads/resolve/{commit}/exit_heads.safetensors" for verb in ("HEAD", "GET")
-    ]
+    folder = fetching.fetch("me/heads", *files)
+    requests = [f"{verb} /me/heads/resolve/{commit}/{files[1]}" for verb in ("HEAD", "GET")]
+    assert [line for line in hub.asked if "safetensors" in line] == requests
     asked = len(hub.asked)
     hub.repos["me/heads"].commit("main", {}, "moved on")
-    assert fetching.fetch("me/heads", "exit_heads.json", "exit_heads.safetensors") == folder
+    assert fetching.fetch("me/heads", *files) == folder
+    fetching.fetch.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetching.fetch("me/heads", *files) == folder, "it is there without a network"
     assert len(hub.asked) == asked
 
 
@@ -112,9 +109,7 @@ def test_a_layer_set_by_its_hub_id(method: str, hub: Hub, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `auto` has learnt of the target, with the name of a machine that is not this one."""
-    from skipstone.lab.search.tune import tune
-
+    """The profile that `auto` has learnt of the target, with the name of a machine that is not this one."""
     model = target()
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
     with pytest.MonkeyPatch.context() as patch:
@@ -126,40 +121,35 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def first_position(log: Path, method: str) -> int:
-    """How much text `auto` has learnt from when a request begins."""
-    new_tokens(f"{method} log={log}", tokens=4)
-    return json.loads(log.read_text().splitlines()[0])["state"]["position"]
-
-
 def test_what_another_machine_has_learnt_is_where_auto_begins(hub: Hub, tuned: Path, tmp_path: Path) -> None:
+    def first_position(method: str, log: Path) -> int:
+        """How much text `auto` has learnt from when a request begins."""
+        new_tokens(f"auto use_profile=false {method} log={log}", tokens=4)
+        return json.loads(log.read_text().splitlines()[0])["state"]["position"]
+
     hub.add("me/tuned", {"tune.json": tuned.read_bytes()})
-    learnt = json.loads(tuned.read_text())["state"]["position"]
-    assert learnt > 10
-    for number, profile in enumerate(("me/tuned", tuned)):
-        assert first_position(tmp_path / f"{number}.jsonl", f"auto use_profile=false profile={profile}") == learnt
-    assert first_position(tmp_path / "none.jsonl", "auto use_profile=false") == 0
+    assert first_position("", tmp_path / "none.jsonl") == 0
+    for name, profile in (("hub", "me/tuned"), ("file", tuned)):
+        position = first_position(f"profile={profile}", tmp_path / f"{name}.jsonl")
+        assert position == json.loads(tuned.read_text())["state"]["position"] > 10
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda held: held["key"].update(model="0" * 16), "was learnt elsewhere: its model is 0000000000000000, here it is"),
-        (lambda held: held["key"].update(machine="abacus"), "was learnt elsewhere: its machine is abacus, here it is"),
-        (lambda held: held.update(version=1), "of version 1, this skipstone reads version"),
-        (lambda held: held.pop("state"), "says nothing of a profile of `skipstone tune`"),
-        (lambda held: held["state"].clear(), "is damaged: its state cannot be read"),
-    ],
-)
-def test_a_tuned_profile_that_does_not_fit_is_an_error(
-    change: Callable[[dict[str, Any]], Any], message: str, tuned: Path, tmp_path: Path
-) -> None:
-    held = json.loads(tuned.read_text())
-    change(held)
-    path = tmp_path / "tuned.json"
-    path.write_text(json.dumps(held))
-    with pytest.raises(ValueError, match=message):
-        new_tokens(f"auto profile={path}", tokens=4)
+MISFITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "was learnt elsewhere: its model is 0000000000000000, here it is": lambda held: held["key"].update(model="0" * 16),
+    "was learnt elsewhere: its machine is abacus, here it is": lambda held: held["key"].update(machine="abacus"),
+    "of version 1, this skipstone reads version": lambda held: held.update(version=1),
+    "says nothing of a profile of `skipstone tune`": lambda held: held.pop("state"),
+    "is damaged: its state cannot be read": lambda held: held["state"].clear(),
+}
+
+
+def test_a_tuned_profile_that_does_not_fit_is_an_error(tuned: Path, tmp_path: Path) -> None:
+    for words, change in MISFITS.items():
+        held, path = json.loads(tuned.read_text()), tmp_path / "tuned.json"
+        change(held)
+        path.write_text(json.dumps(held))
+        with pytest.raises(ValueError, match=words):
+            new_tokens(f"auto profile={path}", tokens=4)
 
 
 LOADS: dict[str, Callable[[str], Any]] = {
@@ -176,11 +166,11 @@ def refusal(what: str, name: str) -> str:
     """One sentence of moderate length."""
     with pytest.raises(OSError) as caught:
         LOADS[what](name)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert len(said) < 330, said
-    assert name in said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 330, message
+    assert name in message
+    return message
 
 
 @pytest.mark.parametrize("what", LOADS)
@@ -207,16 +197,6 @@ def test_a_hub_that_does_not_answer_is_one_sentence(what: str, monkeypatch: pyte
         stand_in.use(monkeypatch, address, tmp_path / "cache")
         monkeypatch.setattr(_http.time, "sleep", lambda _: None)  # between the client's tries
         assert f"the hub at {address} cannot be reached" in refusal(what, "me/silent")
-
-
-def test_what_was_fetched_once_is_there_without_a_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add("me/heads", everything(heads_folder(tmp_path / "heads")))
-    folder = fetching.fetch("me/heads", "exit_heads.json")
-    fetching.fetch.cache_clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    asked = len(hub.asked)
-    assert fetching.fetch("me/heads", "exit_heads.json") == folder
-    assert len(hub.asked) == asked
 
 
 def test_a_folder_here_comes_before_a_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

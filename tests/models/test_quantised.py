@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,6 @@ import torch
 from torch import nn
 
 import skipstone
-from skipstone import LayerSkip, SelfSpeculative, Speculative, Swift
-from skipstone.engines.eager import linear
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
@@ -25,20 +25,18 @@ from skipstone.lab.check.check import TieDetector
 from skipstone.models import quantised_checkpoints
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families, quantised
+from tests.helpers.conformance import ROWS
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import round_robin, slow_except
 
 NEW = 20  # tokens of a text
 LENGTH = 9  # tokens of a prompt
 BY_NAME = slow_except([name for name in quantised.NAMES if not name.startswith("compressed")], quantised.NAMES)
-METHODS: dict[str, Callable[[], Any]] = {
-    "autoregressive": lambda: "autoregressive",
-    "layerskip": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3),
-    "layerskip, some tokens": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3, draft_vocabulary=60),
-    "self_speculative": lambda: SelfSpeculative((1,), (2,), None, 3),
-    "swift": lambda: Swift(),
-    "speculative": lambda: Speculative(quantised.plain(), 3),
-}
+METHODS = ["autoregressive", "layerskip", "layerskip, some tokens", "self_speculative", "swift", "speculative"]
+
+
+def method_of(name: str) -> Any:
+    return replace(ROWS[name], second=lambda _: quantised.plain()).method("llama", 3, "standard")
 
 
 @functools.cache
@@ -63,32 +61,24 @@ def assert_same(name: str, found: Any) -> None:
 def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> None:
     """The kernels run for the first time in skipstone, where they have to unpack what they pack."""
     model = quantised.cached(name)
-    output = skipstone.generate(model, prompt(LENGTH, seed=1)[None], METHODS[method](), max_new_tokens=NEW, do_sample=False)
+    output = skipstone.generate(model, prompt(LENGTH, seed=1)[None], method_of(method), max_new_tokens=NEW, do_sample=False)
     assert quantised_checkpoints.kernels(model), "it is not quantised"
     assert_same(name, output.new_tokens)
     assert output.engine == "eager"
     assert (output.stats.drafted > 0) == (method != "autoregressive")
 
 
+@pytest.mark.skipif(library.missing() is not None, reason="no native engine")
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str) -> None:
-    if library.missing() is not None:
-        pytest.skip("no native engine")
-    model = quantised.cached(name)
-    (kernel,) = quantised_checkpoints.kernels(model)
-    reason = ModelRunner(model).engine_reason
-    assert reason is not None
-    assert f"is quantised ({kernel}), and the native engine reads plain weights only" in reason
-    for asked in ({"engine": "native"}, {"quantize": "int8"}):
-        with pytest.raises(ValueError, match="reads plain weights only"):
-            ModelRunner(model, **asked)
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_fingerprint_is_of_the_quantised_weights_and_stays(name: str) -> None:
+def test_the_native_engine_says_why_and_the_fingerprint_is_of_the_quantised_weights(name: str) -> None:
     """Kernels that repack their weights when they first run have done so."""
     model = quantised.build(name)
-    ModelRunner(model)
+    (kernel,) = quantised_checkpoints.kernels(model)
+    words = f"is quantised ({kernel}), and the native engine reads plain weights only"
+    assert words in str(ModelRunner(model).engine_reason)
+    for options in ({"engine": "native"}, {"quantize": "int8"}):
+        with pytest.raises(ValueError, match="reads plain weights only"):
+            ModelRunner(model, **options)
     known = fingerprint(model)
     model.generate(prompt(LENGTH)[None], max_new_tokens=2)
     assert fingerprint(copy.copy(model)) == known
@@ -112,21 +102,15 @@ def with_odd_weight(model: Any, place: str) -> Any:
     return model
 
 
-def test_a_kernel_that_is_not_tested_is_refused_by_name() -> None:
-    model = with_odd_weight(families.build("llama"), "model.layers.1.mlp.up_proj")
-    with pytest.raises(ValueError) as caught:
-        ModelRunner(model)
-    assert "quantised (torchao), its layers are torchao Odd, expected torchao Int8Tensor" in str(caught.value)
-
-
-@pytest.mark.parametrize(("place", "part"), [("lm_head", "LM head"), ("model.embed_tokens", "embedding")])
-def test_a_quantised_head_or_embedding_is_refused(place: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_tested_and_quantised_heads_and_embeddings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"quantised \(torchao\), its layers are torchao Odd, expected torchao Int8Tensor"):
+        ModelRunner(with_odd_weight(families.build("llama"), "model.layers.1.mlp.up_proj"))
     known = quantised_checkpoints.METHODS["torchao"]
-    monkeypatch.setitem(
-        quantised_checkpoints.METHODS, "torchao", quantised_checkpoints.Quantisation(known.package, ("torchao Odd",))
-    )
-    with pytest.raises(ValueError, match=rf"the model's {part} is quantised \(torchao Odd\), expected a plain one"):
-        ModelRunner(with_odd_weight(llama(), place))
+    odd = quantised_checkpoints.Quantisation(known.package, ("torchao Odd",))
+    monkeypatch.setitem(quantised_checkpoints.METHODS, "torchao", odd)
+    for place, part in (("lm_head", "LM head"), ("model.embed_tokens", "embedding")):
+        with pytest.raises(ValueError, match=rf"the model's {part} is quantised \(torchao Odd\), expected a plain one"):
+            ModelRunner(with_odd_weight(llama(), place))
 
 
 def test_gguf_blocks_that_stay_packed_are_refused_and_unpacked_ones_are_not() -> None:
@@ -138,18 +122,9 @@ def test_gguf_blocks_that_stay_packed_are_refused_and_unpacked_ones_are_not() ->
         ModelRunner(model)
 
 
-def test_the_patch_for_few_rows_leaves_quantised_weights_alone() -> None:
-    """torchao keeps nn.Linear, and its tensors call themselves float32."""
-    layer = nn.Linear(8, 8)
-    assert linear.pays(layer) == torch.backends.mkl.is_available()
-    layer.weight = nn.Parameter(layer.weight.data.as_subclass(Odd))
-    assert not linear.pays(layer)
-
-
 def checkpoint(folder: Path, method: str) -> Path:
-    """A folder whose config says that it is quantised."""
-    llama(layers=1).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
+    """A folder that says of itself that it is quantised."""
+    config = llama(layers=1).config.to_dict()
     settings = {"quant_method": method, "load_in_8bit": True}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     return folder
@@ -161,32 +136,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("method", REFUSED)
-def test_a_checkpoint_that_cannot_be_decoded_is_refused_before_it_is_loaded(method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
-        load_model(checkpoint(tmp_path, method))
-    assert REFUSED[method] in str(caught.value)
-
-
-@pytest.mark.parametrize("method", [name for name, one in quantised_checkpoints.METHODS.items() if one.unloadable is None])
-def test_a_missing_package_is_one_sentence_that_says_what_to_install(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_checkpoints_that_cannot_be_decoded_or_lack_a_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = quantised_checkpoints.METHODS[method]
-    monkeypatch.setitem(sys.modules, known.package, None)
-    with pytest.raises(ImportError) as caught:
-        load_model(checkpoint(tmp_path, method))
-    assert type(caught.value) is ImportError, "the command line prints only these in one sentence"
-    assert str(caught.value) == f"the checkpoint is quantised ({method}), which needs {known.package}: {known.install}"
-
-
-CHECKPOINTS: dict[str, Callable[[], Path]] = {
-    "compressed-tensors int4": lambda: quantised.compressed_checkpoint(4, "pack-quantized"),
-    "gptq": lambda: pytest.importorskip("gptqmodel") and quantised.four_bit_checkpoint("gptq"),
-    "bitsandbytes 8 bit": lambda: saved("bitsandbytes 8 bit"),
-    "bitsandbytes nf4": lambda: saved("bitsandbytes nf4"),
-    "torchao int8": lambda: saved("torchao int8"),
-}
+    for method, words in REFUSED.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            load_model(checkpoint(tmp_path, method))
+    for method, known in quantised_checkpoints.METHODS.items():
+        if known.unloadable is None:
+            monkeypatch.setitem(sys.modules, known.package, None)
+            with pytest.raises(ImportError) as caught:
+                load_model(checkpoint(tmp_path, method))
+            assert type(caught.value) is ImportError, "the command line prints only these in one sentence"
+            assert str(caught.value) == f"the checkpoint is quantised ({method}), which needs {known.package}: {known.install}"
 
 
 def saved(name: str) -> Path:
@@ -197,11 +159,18 @@ def saved(name: str) -> Path:
     return folder
 
 
+CHECKPOINTS: dict[str, Callable[[], Path]] = {
+    "compressed-tensors int4": lambda: quantised.compressed_checkpoint(4, "pack-quantized"),
+    "gptq": lambda: pytest.importorskip("gptqmodel") and quantised.four_bit_checkpoint("gptq"),
+    **{name: functools.partial(saved, name) for name in ("bitsandbytes 8 bit", "bitsandbytes nf4", "torchao int8")},
+}
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_quantised_checkpoint_is_loaded_and_decoded(name: str) -> None:
     model = load_model(CHECKPOINTS[name]())
     output = skipstone.generate(
-        model, prompt(LENGTH, seed=1)[None], METHODS["layerskip"](), max_new_tokens=NEW, do_sample=False
+        model, prompt(LENGTH, seed=1)[None], method_of("layerskip"), max_new_tokens=NEW, do_sample=False
     )
     assert quantised_checkpoints.kernels(model), "it is not quantised"
     assert_same(name, output.new_tokens)

@@ -1,9 +1,7 @@
 """Builds the native engine into a temporary folder and lets driver.cpp call it: `make test-native`.
 
-Each level that this CPU has is run twice over random models, passes and hostile values: with the address and
-undefined-behaviour sanitizers, and with the thread sanitizer. Then each gives a hash of what it computes for fixed random
-models, and all must be the same: those of aarch64 too where there is a compiler for it and an emulator (on Debian, the packages
-g++-aarch64-linux-gnu and qemu-user).
+Each level that this CPU has runs over random models, passes and hostile values under two sets of sanitizers. Then hashes of the
+levels' results must be the same, those of aarch64 too (on Debian: g++-aarch64-linux-gnu and qemu-user).
 """
 
 from __future__ import annotations
