@@ -266,7 +266,7 @@ class Sampler:
 
     def _changed(self) -> None:
         """Forget what was derived from the settings. The next use computes it again, once for a batch of new requests."""
-        for name in ("greedy", "processed", "_own_warpers", "picks_only", "warping", "noise", "_ends"):
+        for name in ("greedy", "processed", "_own_warpers", "uses_argmax_only", "warping", "noise", "_ends"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -285,7 +285,7 @@ class Sampler:
         return any(row is not None and row.warpers for row in self.settings)
 
     @cached_property
-    def picks_only(self) -> bool:
+    def uses_argmax_only(self) -> bool:
         """Whether every token is the argmax of its raw logits."""
         return self.greedy and not self.processed
 

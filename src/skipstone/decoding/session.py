@@ -127,8 +127,8 @@ class Session:
         assert draft.forward is not None, "a draft needs its forward to be scored"
         draft.forward.advance(draft.forward.top)
         scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.forward)
-        picks_only = self.sampler.picks_only and not self.drafter.needs_logits(draft)
-        _ = scores.best if picks_only else scores.logits  # computed now, so that its time counts as scoring
+        uses_argmax_only = self.sampler.uses_argmax_only and not self.drafter.needs_logits(draft)
+        _ = scores.best if uses_argmax_only else scores.logits  # computed now, so that its time counts as scoring
         return scores
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
@@ -142,7 +142,7 @@ class Session:
         if self.accepts_all:
             return verify.accept_all(draft, scores.p, scores.logits[:, :-1].argmax(-1), scores.position, self.sampler.noise)
         waived = self.drafter.waive_tokens(draft, scores)
-        if draft.q is None and self.sampler.picks_only:
+        if draft.q is None and self.sampler.uses_argmax_only:
             return verify.match_greedy(draft, scores.best, waived)
         noise = self.sampler.noise
         if draft.q is None:

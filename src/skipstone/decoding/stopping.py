@@ -14,29 +14,30 @@ class RunningRequest:
     """A request while it runs, with its new tokens on the host.
 
     is_stopped: the last token ends the text. False if the text has only reached max_new_tokens.
-    is_doubted: the latest step had a draft and no token to choose. The draft may be the cause, so the next step drafts nothing.
+    must_decode_plainly: the latest step had a draft and no token to choose. The draft may be the cause, so the next step drafts
+    nothing.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     is_stopped: bool = False
-    is_doubted: bool = False
+    must_decode_plainly: bool = False
 
     @property
     def room(self) -> int:
         """Maximum number of draft tokens in the next step. Verification adds one more token."""
-        return 0 if self.is_doubted else self.request.max_new_tokens - len(self.tokens) - 1
+        return 0 if self.must_decode_plainly else self.request.max_new_tokens - len(self.tokens) - 1
 
     def take(self, verdict: RowVerdict) -> None:
         """Append the new tokens up to the first that ends the row, and cut the verdict there.
 
         NO_TOKEN cuts the verdict before it. The row fails only if it had no draft, so every method fails at the same place."""
-        self.is_doubted = False
+        self.must_decode_plainly = False
         for count, token in enumerate(verdict.tokens, 1):
             if token == NO_TOKEN:
                 verdict.cut(count - 1)
-                verdict.is_broken, self.is_doubted = True, bool(verdict.nodes)
-                verdict.finished = not self.is_doubted
+                verdict.is_broken, self.must_decode_plainly = True, bool(verdict.nodes)
+                verdict.finished = not self.must_decode_plainly
                 return
             self.tokens.append(token)
             self.is_stopped = token in self.request.eos or self._meets_criterion()

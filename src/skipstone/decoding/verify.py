@@ -21,11 +21,11 @@ Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 The result for rows that do not walk is arbitrary.
 """
-ToDrawFrom = Callable[[Tensor, Tensor, Tensor], Tensor | LazyDistribution]
+DrawSource = Callable[[Tensor, Tensor, Tensor], Tensor | LazyDistribution]
 """As `Probability`, for a draw only."""
 
 
-def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
+def match(draft: Draft, p: DrawSource, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
     """Draw x from p at the root. While x is a child of the current node, move to that child and draw again.
 
     With the same seed the text is that of plain sampling. position: [B], of the first new token. waived: [B, n] bool, tokens of

@@ -1,4 +1,4 @@
-"""skipstone behind `model.generate`: `enable` a method on a model, `disable` it again."""
+"""skipstone in `model.generate`: `enable` a method on a model, or `disable` it."""
 
 import warnings
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class _Generate:
         seed: int | list[int] | None = None,
         **options: Any,
     ) -> Output | LongTensor:
-        """Arguments and results are those of transformers' `generate`."""
+        """Arguments and results as in transformers' `generate`."""
         named = {"generation_config": generation_config, "logits_processor": logits_processor}
         named["stopping_criteria"] = stopping_criteria
         options |= {name: value for name, value in named.items() if value is not None}

@@ -98,8 +98,8 @@ def prepare_method(method: MethodLike, call: GenerateCall) -> Method:
 
 def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
     """A user's method, completed with the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
-    own = getattr(unwrap(model).generation_config, OWN_FIELD, None)
-    return resolve(method, getattr(config, OWN_FIELD, None) or own)
+    default = getattr(unwrap(model).generation_config, OWN_FIELD, None)
+    return resolve(method, getattr(config, OWN_FIELD, None) or default)
 
 
 def prepare_call(

@@ -28,8 +28,8 @@ def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | No
         raise ValueError(f"{OVERRIDE}: there is no field {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     refuse_wrong_types(overrides, OVERRIDE)
     own: Any = model.generation_config
-    kept = {name: getattr(own, name, None) for name in KEPT_DEFAULTS}
-    fields = own.to_dict() if replacement is None else {**kept, **replacement}
+    preserved = {name: getattr(own, name, None) for name in KEPT_DEFAULTS}
+    fields = own.to_dict() if replacement is None else {**preserved, **replacement}
     model.generation_config = build_generation_config({**fields, **overrides}, "the chosen generation config")
 
 

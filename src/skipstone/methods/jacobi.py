@@ -23,7 +23,7 @@ from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.lookups import tokens_of_prompt
+from skipstone.methods.drafting.lookups import random_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class JacobiDrafter(Drafter):
         self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest tokens after the root and every guess
 
     def add_request(self, row: int, request: Request) -> None:
-        self.first_guesses[row] = tokens_of_prompt(request, self.block)
+        self.first_guesses[row] = random_prompt_tokens(request, self.block)
         is_new = on_device([number == row for number in range(self.view.rows)], self.device, torch.bool)[:, None]  # [B, 1]
         self.guesses = torch.where(is_new, on_device(self.first_guesses, self.device), self.guesses)
 

@@ -20,7 +20,7 @@ from skipstone.decoding.drafter import Candidate, layers_used
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.candidates import of_layers
+from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.replay import replay_hidden_states
@@ -68,13 +68,13 @@ class LayerSkip(ShortlistMethod):
         chain = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None, reuse_cache=True)
         chain = replace(chain, rejection_sample_method="coupled")
         drafter = chain.create_drafter(model, rows, capacity)
-        return {f"layerskip, exit {self.exit_layer}": of_layers(drafter, chain, model, self.exit_layer)}
+        return {f"layerskip, exit {self.exit_layer}": layer_candidate(drafter, chain, model, self.exit_layer)}
 
 
 class LayerSkipDrafter(ChainDrafter):
     """Drafts at depth E. The scoring pass runs layers[E:] on the n+1 exit states of drafting."""
 
-    looks = False  # drafting for stopped rows is cheap: it runs only E layers
+    checks_for_stops = False  # drafting for stopped rows is cheap: it runs only E layers
 
     def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
         max_drafts, threshold = method.num_speculative_tokens, method.confidence_threshold

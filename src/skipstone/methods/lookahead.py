@@ -25,7 +25,7 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, tokens_of_prompt
+from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft, random_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LookaheadDrafter(LookupDrafter):
         tokens, pool = self.text[row], NgramPool(self.guesses)
         for first in range(len(tokens) - self.ngram + 1):
             pool.add(tuple(tokens[first : first + self.ngram]))
-        self.pools[row], self.windows[row] = pool, LookaheadWindow([tokens_of_prompt(request, self.width)])
+        self.pools[row], self.windows[row] = pool, LookaheadWindow([random_prompt_tokens(request, self.width)])
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Both branches of every row."""

@@ -15,7 +15,7 @@ from typing import ClassVar
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.candidates import check_draft_quantize, of_layers
+from skipstone.methods.drafting.candidates import check_draft_quantize, layer_candidate
 from skipstone.methods.drafting.confidence import Threshold
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
@@ -111,5 +111,5 @@ class SelfSpeculative(ShortlistMethod):
         chain, skip = replace(self, num_speculative_tokens=MAX_DRAFTS, confidence_threshold=None), self.skip_set(model)
         skipped, name = [sorted(skip.attention), sorted(skip.mlp)], "self_speculative"
         drafter, layers = chain.create_drafter(model, rows, capacity), model.depth - sum(map(len, skipped)) / 2
-        candidate = of_layers(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
+        candidate = layer_candidate(drafter, chain, model, layers, skipped, bits=self.draft_quantize or "")
         return {name if self.draft_quantize is None else f"{name}, {self.draft_quantize}": candidate}

@@ -69,7 +69,10 @@ class SpeculativeDrafter(DraftModelDrafter):
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
         super().__init__(method, model, draft_model, rows, capacity, method.num_speculative_tokens, threshold)
-        self.method, self.looks = method, threshold is not None  # without a threshold only the end of a text stops a row
+        self.method, self.checks_for_stops = (
+            method,
+            threshold is not None,
+        )  # without a threshold only the end of a text stops a row
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)

@@ -1,7 +1,7 @@
-"""Atomic writes of files and folders, files of JSON lines that only grow, cache folders, hashes of contents.
+"""Atomic writes of files and folders, append-only files of JSON lines, cache folders, hashes of contents.
 
-After a crash or on a full disk there is either the old content or all of the new one. Everything is written under a hidden name
-next to its place, flushed to the disk, and renamed.
+After a crash or on a full disk, a file has either all of the old or all of the new content. Everything is written under a
+hidden name in the same folder, flushed to the disk, and renamed.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-DISCARDED = ".discarded"  # the name of a folder that is being removed
-CACHE = "SKIPSTONE_CACHE"  # the environment variable that names the folder for what can be made again
+DISCARDED = ".discarded"  # temporary name of a folder during its removal
+CACHE = "SKIPSTONE_CACHE"  # environment variable with the cache folder
 
 
 def cache_place(*names: str) -> Path | None:
-    """The path of a file that can be made again. It lies in the folder SKIPSTONE_CACHE, or else in `skipstone` in the user's
-    cache folder (XDG_CACHE_HOME, or else ~/.cache). It need not exist. None if the user has no home."""
-    if own := os.environ.get(CACHE):
-        return Path(own, *names)
+    """The path of a cache file, which may not exist. None if the user has no home.
+
+    It is in the folder SKIPSTONE_CACHE, else in `skipstone` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    if folder := os.environ.get(CACHE):
+        return Path(folder, *names)
     users = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return Path(users if os.path.isabs(users) else Path.home() / ".cache", "skipstone", *names)
@@ -72,7 +73,7 @@ def _flush(*paths: Path) -> None:
 
 
 def publish(written: Path, place: Path) -> None:
-    """Rename a file or folder that was written under another name, atomically. It replaces what has the name."""
+    """Rename a finished file or folder to its place, atomically. It replaces an old one."""
     _flush(*written.rglob("*"), written)
     if place.is_dir():
         discard(place)
@@ -81,18 +82,17 @@ def publish(written: Path, place: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all. Until all of it is on the disk, the old content stays. A text is UTF-8.
+    """Write a file atomically. Texts are UTF-8. Missing folders are created. OSError if the file cannot be written.
 
-    Missing folders are made. One process at a time. A device or pipe such as /dev/stdout is written to directly. OSError if the
-    disk is full or the file cannot be written.
+    One process at a time may write a file. Devices and pipes such as /dev/stdout are written to directly.
     """
     data = content.encode() if isinstance(content, str) else content
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # symbolic links are kept
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}")  # one name, so that what a killed process left is written over
+    hidden = path.with_name(f".{path.name}")  # always one name, so that leftovers of killed processes are overwritten
     try:
         hidden.write_bytes(data)
         publish(hidden, path)
@@ -101,7 +101,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value, indented, whole or not at all."""
+    """Write an indented JSON value atomically."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -109,9 +109,9 @@ _failed: set[Path] = set()  # cache folders that this process has warned of
 
 
 def write_cache(path: Path | None, value: Any) -> bool:
-    """Write a cache file as `write_json` does, and return whether that worked. path: None if there is no place for it.
+    """Write a cache file like `write_json`. Returns whether that worked. path: None if the user has no cache folder.
 
-    A failure is a warning, once per process and folder.
+    A failure causes a warning, once per process and folder.
     """
     if path is None:
         reason, folder = "there is no home folder", Path()
@@ -192,13 +192,13 @@ def discard(folder: Path) -> None:
 def read_lines(path: Path) -> list[Any]:
     """The values of all whole lines of a file of JSON lines. A last line without its end is left out, because its writer was
     killed. ValueError with the number of a line that is damaged."""
-    found = []
+    values = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            found.append(json.loads(line))
+            values.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-    return found
+    return values
 
 
 class LineFile:
@@ -224,12 +224,12 @@ class LineFile:
             raise
 
     def begin(self, head: dict[str, Any], refusal: str | None) -> None:
-        """Write the first line instead of the old content. refusal: text of the ValueError if the old content does not look
-        like the beginning of such a line; None to begin anew in any case."""
+        """Replace the old content with the first line. refusal: text of the ValueError if the old content is not the beginning
+        of such a line; None to replace any content."""
         name, value = next(iter(head.items()))
         beginning = json_line({name: value}).rstrip("}\n").encode()
-        there = self.path.read_bytes()[: len(beginning)]
-        if refusal is not None and not beginning.startswith(there):
+        old = self.path.read_bytes()[: len(beginning)]
+        if refusal is not None and not beginning.startswith(old):
             raise ValueError(refusal)
         self._file.truncate(0)
         self.add(head)

@@ -22,10 +22,10 @@ class HubRecords:
     extra: str = "train"
 
     def read(self, who: str, otherwise: str, streaming: bool = False) -> Placed:
-        """The records in their order. streaming: without fetching the whole.
+        """The records in order. streaming: do not download the whole data set first.
 
-        who, otherwise: for messages, who asks and what else can be done. ImportError without the package `datasets`; OSError if
-        the hub does not have the data set or cannot be reached.
+        who, otherwise: for messages: the caller, and an alternative. ImportError without the package `datasets`; OSError if the
+        hub does not have the data set or cannot be reached.
         """
         need = f"{who}: the data set {self.path} of the hub is read with the package datasets, which is not installed"
         datasets = installed("datasets", need, self.extra)

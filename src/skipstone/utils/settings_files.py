@@ -56,14 +56,14 @@ def read_json(path: Path, form: type[Form], version: int, what: str, source: obj
     source = path if source is None else source
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        found = form.model_validate(values)
+        settings = form.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{source}: {path.name} says nothing of {what}: {first_fault(error)}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: {path.name} is damaged: {error}") from error
     if (other := values.get("version", version)) != version:
         raise ValueError(f"{source}: {path.name} holds {what} of version {other}, this skipstone reads version {version}")
-    return found
+    return settings
 
 
 def first_fault(error: ValidationError) -> str:
@@ -78,7 +78,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A clause with the known word that is most like an unknown one; empty if there is none."""
-    plain = {one.lower().replace("_", "-"): one for one in known}
+    """A clause with the known word most similar to an unknown one; empty if none is similar."""
+    plain = {word.lower().replace("_", "-"): word for word in known}
     close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1, cutoff=0.65)
     return f" (did you mean {plain[close[0]]!r}?)" if close else ""

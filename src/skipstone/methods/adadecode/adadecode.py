@@ -29,7 +29,7 @@ from skipstone.methods.adadecode.auto_candidate import HeadChainDrafter
 from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.drafting import method_states
-from skipstone.methods.drafting.candidates import of_layers
+from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.chain import DraftChain
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.policy.draft_length import MAX_DRAFTS
@@ -113,7 +113,7 @@ class AdaDecode(ShortlistMethod):
         for number, layer in enumerate(heads.card.layers):
             if not self.exit_layers or layer in self.exit_layers:
                 drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
-                candidates[f"adadecode, head {layer}"] = of_layers(drafter, self, model, layer)
+                candidates[f"adadecode, head {layer}"] = layer_candidate(drafter, self, model, layer)
         return candidates
 
 
@@ -172,7 +172,7 @@ class AdaDecodeDrafter(Drafter):
     def _picks_at_exits(self) -> bool:
         """Whether the engine computes a head's likeliest token and its probability itself."""
         model = self.model
-        return self.sampler.picks_only and self.heads.linear and model.engine.supports_chains and model.uses_engine_argmax
+        return self.sampler.uses_argmax_only and self.heads.linear and model.engine.supports_chains and model.uses_engine_argmax
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Algorithm 1 up to the verification: each sweep predicts one more token."""

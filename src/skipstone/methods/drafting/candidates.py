@@ -7,7 +7,7 @@ from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.utils.files import digest
 
-FEWER_BITS = {"int8": 0.6, "int4": 0.35}
+QUANTIZED_STEP_COST = {"int8": 0.6, "int4": 0.35}
 """Assumed time of a quantised draft step relative to one in the stored weights, from the bytes that it reads. A replay is not
 faster, because with many tokens arithmetic takes the time."""
 
@@ -18,17 +18,19 @@ def size_ratio(draft_model: ModelRunner, target: ModelRunner) -> float:
     return min(draft_size / target_size, 1.0)
 
 
-def of_layers(drafter: Drafter, method: Method, model: ModelRunner, layers: float, *more: Any, bits: str = "") -> Candidate:
+def layer_candidate(
+    drafter: Drafter, method: Method, model: ModelRunner, layers: float, *more: Any, bits: str = ""
+) -> Candidate:
     """A candidate that runs `layers` layers of the target over the target's KV cache.
 
     more: distinguishes candidates with the same settings. Recurrent models have no replay, because their states cannot run over
     committed tokens again."""
     share = layers / model.depth
     replay = None if model.family.recurrent else share
-    return Candidate(drafter, lambda: digest([method.spelled, *more]), share * FEWER_BITS.get(bits, 1.0), replay)
+    return Candidate(drafter, lambda: digest([method.spelled, *more]), share * QUANTIZED_STEP_COST.get(bits, 1.0), replay)
 
 
 def check_draft_quantize(value: Any) -> None:
     """ValueError for a value that the native engine does not support."""
-    if value is not None and value not in FEWER_BITS:
-        raise ValueError(f"draft_quantize must be one of {', '.join(FEWER_BITS)} or none, found {value!r}")
+    if value is not None and value not in QUANTIZED_STEP_COST:
+        raise ValueError(f"draft_quantize must be one of {', '.join(QUANTIZED_STEP_COST)} or none, found {value!r}")

@@ -49,12 +49,12 @@ class DraftChain:
         return len(self._tokens)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether every row has reached its limit."""
         return len(self) == self.width
 
     @property
-    def ragged(self) -> bool:
+    def is_ragged(self) -> bool:
         """Whether rows may have different numbers of tokens."""
         return any(column is not None for column in self._valid)
 
@@ -77,7 +77,7 @@ class DraftChain:
             self._confidence.append(confidence)
 
     @property
-    def going(self) -> Tensor:
+    def going_rows(self) -> Tensor:
         """Rows [B] bool that have neither stopped nor reached their limit."""
         below_limit = self._limits > len(self)
         return below_limit if self._going is None else below_limit & self._going
@@ -87,11 +87,11 @@ class DraftChain:
         going = [True] * len(self.max_drafts) if self._going is None else self._going.tolist()
         return [len(self) < max_drafts and goes for max_drafts, goes in zip(self.max_drafts, going, strict=True)]
 
-    def stop(self, *may_go_on: Tensor | None, look: bool = False) -> bool:
+    def stop(self, *may_go_on: Tensor | None, check: bool = False) -> bool:
         """Stop the rows that any of `may_go_on` excludes ([B] bool, None for all rows). Returns whether all are known to have
         stopped.
 
-        A check synchronises with an accelerator, so there it happens only with `look`, after every CHECK_EVERY tokens. Until
+        A check synchronises with an accelerator, so there it happens only with `check`, after every CHECK_EVERY tokens. Until
         then, stopped rows draft invalid tokens.
         """
         conditions = [rows for rows in may_go_on if rows is not None]
@@ -104,7 +104,7 @@ class DraftChain:
         self._going = going if self._going is None else self._going & going
         if readable:
             return not bool((self._going & (self._limits > len(self))).any())
-        return look and len(self) % CHECK_EVERY == 0 and not any(self.open_rows())
+        return check and len(self) % CHECK_EVERY == 0 and not any(self.open_rows())
 
     def draft(self, forward: PartialForward, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: the layer that its tokens were drafted at, for reports."""
@@ -131,7 +131,7 @@ class ChainDrafter(Drafter):
     which a row stops drafting.
     """
 
-    looks = True  # whether to check on an accelerator, from time to time, if every row has stopped
+    checks_for_stops = True  # whether to check on an accelerator, from time to time, if every row has stopped
     transform: Tensor | None = None  # [d', d'], applied to states before the LM head
     shortlist: Tensor | None = None  # [S], the ids that may be drafted; None for all
     drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, if these draft
@@ -152,11 +152,11 @@ class ChainDrafter(Drafter):
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Draft token by token until every row has stopped."""
         view, max_drafts = self.view, list(map(min, self.max_drafts, limits))
-        self.rule, looks = self.confidence, self.looks or stop_rule is not None
+        self.rule, check = self.confidence, self.checks_for_stops or stop_rule is not None
         if stop_rule is not None:
             self.rule = SurvivalRule(stop_rule, view.rows, sum(view.alive), self.model.device)
         forward = view.start_forward(max_drafts, self.shortlist, self.drafting_model)
-        if (draft := self.draft_at_once(max_drafts, forward)) is not None:
+        if (draft := self.draft_in_one_call(max_drafts, forward)) is not None:
             return draft
         chain = DraftChain(max_drafts, view.alive, self.model.device)
         position = forward.positions[:, 0] + 1  # [B]
@@ -172,9 +172,9 @@ class ChainDrafter(Drafter):
                 confidence = None if confidence is None else confidence.nan_to_num(0.0)
             chain.add(token, q, confidence)
             path = self.append(chain, forward)
-            if all_stopped or chain.full or chain.stop(confident, self.sampler.unfinished(token), look=looks):
+            if all_stopped or chain.is_full or chain.stop(confident, self.sampler.unfinished(token), check=check):
                 break
-            if self.rule.joint and chain.stop(self.rule.together(chain.going), look=looks):
+            if self.rule.joint and chain.stop(self.rule.together(chain.going_rows), check=check):
                 break
         return self.finish(chain, forward)
 
@@ -183,7 +183,7 @@ class ChainDrafter(Drafter):
         impossible."""
         return None
 
-    def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
+    def draft_in_one_call(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain in one engine call; None if it must be drafted token by token."""
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:

@@ -25,8 +25,8 @@ class ConfidenceRule:
     survival: SurvivalThresholds | None = None  # a further stop rule
     joint = False  # whether `together` applies
 
-    FIRST = 0.6  # threshold of a new request
-    TARGET = 0.9  # desired acceptance rate, and assumed rate of a new request
+    FIRST_THRESHOLD = 0.6  # threshold of a new request
+    TARGET_RATE = 0.9  # desired acceptance rate, and assumed rate of a new request
     STEP = 0.01  # change of the threshold after a step, before smoothing
     SMOOTH_RATE = 0.5  # share of the old acceptance rate in the new one
     SMOOTH_THRESHOLD = 0.9  # share of the old threshold in the new one
@@ -35,16 +35,16 @@ class ConfidenceRule:
         self.active = threshold is not None
         self.adaptive = threshold == "adaptive"
         self.max_drafts = max_drafts
-        first = self.FIRST if threshold is None or threshold == "adaptive" else threshold
+        first = self.FIRST_THRESHOLD if threshold is None or threshold == "adaptive" else threshold
         self.thresholds = [first] * rows
-        self._acceptance_rates = [self.TARGET] * rows
+        self._acceptance_rates = [self.TARGET_RATE] * rows
         self._device = device
         self._thresholds_on_device: Tensor | None = None  # [B], None if they are out of date
 
     def reset(self, row: int) -> None:
         """Reset a row for a new request, so that earlier requests do not change its text."""
         if self.adaptive:
-            self.thresholds[row], self._acceptance_rates[row] = self.FIRST, self.TARGET
+            self.thresholds[row], self._acceptance_rates[row] = self.FIRST_THRESHOLD, self.TARGET_RATE
             self._thresholds_on_device = None
 
     def of(self, scores: Tensor) -> Tensor | None:
@@ -73,7 +73,7 @@ class ConfidenceRule:
             rate = self.SMOOTH_RATE * self._acceptance_rates[row]
             rate += (1 - self.SMOOTH_RATE) * len(verdict.path) / verdict.draft_steps
             old = self.thresholds[row]
-            step = self.STEP if rate < self.TARGET else 0.0 if verdict.draft_steps == self.max_drafts else -self.STEP
+            step = self.STEP if rate < self.TARGET_RATE else 0.0 if verdict.draft_steps == self.max_drafts else -self.STEP
             self._acceptance_rates[row] = rate
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
             self.thresholds[row] = min(max(moved, 0.0), 1.0)

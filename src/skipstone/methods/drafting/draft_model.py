@@ -290,9 +290,9 @@ class DraftModelDrafter(ChainDrafter):
             self._forward.append(tokens, None if valid is None else to_device(valid, device))
         return to_device(self._forward.exit_logits(self.draft_model.depth), self.model.device)
 
-    def draft_at_once(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
+    def draft_in_one_call(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
-        if self.one_call() is None or not self.sampler.picks_only or not any(max_drafts):
+        if self.one_call() is None or not self.sampler.uses_argmax_only or not any(max_drafts):
             return None
         self._forward = self._start_draft_forward(
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
@@ -341,7 +341,7 @@ class DraftModelDrafter(ChainDrafter):
         """Append all tokens of the draft to the target's forward."""
         draft = chain.draft(forward)
         if draft.width:
-            forward.append(draft.tokens, draft.valid if chain.ragged else None)
+            forward.append(draft.tokens, draft.valid if chain.is_ragged else None)
         return draft
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -39,7 +39,7 @@ class RowDraft:
         return self
 
 
-def tokens_of_prompt(request: Request, count: int) -> list[int]:
+def random_prompt_tokens(request: Request, count: int) -> list[int]:
     """`count` random tokens of a row's prompt as first guesses. The row's seed determines them."""
     tokens, rng = request.prompt.tolist(), random.Random(request.sampling.seed)
     return [rng.choice(tokens) for _ in range(count)]

@@ -75,9 +75,9 @@ class SkippingDrafter(ChainDrafter):
     def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """Run the tokens through the layers without the skipped sublayers, in one pass."""
         model = self.drafting_model or self.model
-        states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.model.depth, self.replayed_skip())
+        states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.model.depth, self.choose_replay_skip())
         return model.logits(states, self.shortlist)[0]
 
-    def replayed_skip(self) -> SkipSet:
+    def choose_replay_skip(self) -> SkipSet:
         """The skip set of the next replay."""
         return self.skip

@@ -22,7 +22,7 @@ class SwiftChainDrafter(SkippingDrafter):
         self.optimisation, self._candidate, self.shortlist = optimisation, optimisation.skipped, shortlist
         self.skip = optimisation.skip
 
-    def replayed_skip(self) -> SkipSet:
+    def choose_replay_skip(self) -> SkipSet:
         self.skip, candidate = self.optimisation.skip, self.optimisation.candidate()
         self._candidate = self.optimisation.skipped if candidate is None else candidate
         return self.optimisation.space.to_skip_set(self._candidate)

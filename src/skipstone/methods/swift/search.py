@@ -67,7 +67,7 @@ class RandomSearch(LayerSetSearch):
     """Random sets. Every fourth proposal evaluates the most promising set again, to reject sets that were only lucky."""
 
     adaptive: ClassVar[bool] = True
-    AGAIN: ClassVar[int] = 4  # one of so many proposals repeats a set
+    REPEAT_INTERVAL: ClassVar[int] = 4  # one of so many proposals repeats a set
 
     def forget(self) -> None:
         self.seen: dict[bytes, tuple[LayerMask, float, int]] = {}  # (set, positions that matched, positions)
@@ -75,7 +75,7 @@ class RandomSearch(LayerSetSearch):
     def propose(self) -> LayerMask:
         if not self.seen:
             return super().best()
-        if self.observations % self.AGAIN == self.AGAIN - 1:
+        if self.observations % self.REPEAT_INTERVAL == self.REPEAT_INTERVAL - 1:
             return self._extreme(+1)
         return self.space.random(self.count, self.rng)
 

@@ -26,7 +26,7 @@ from skipstone.decoding.sampling import Scores
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.methods.drafting import method_states
-from skipstone.methods.drafting.candidates import of_layers
+from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
 from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
@@ -51,7 +51,7 @@ class Swift(SwiftSettings):
         optimisation = self.optimisation(model)
         drafter = SwiftChainDrafter(optimisation, model, rows, MAX_DRAFTS, self.shortlist(model))
         layers = model.depth - float(optimisation.skipped.sum()) / 2
-        return {"swift": replace(of_layers(drafter, self, model, layers), searches=True)}
+        return {"swift": replace(layer_candidate(drafter, self, model, layers), searches=True)}
 
     def optimisation(self, model: ModelRunner) -> LayerSetOptimisation:
         """The state of the search on a model, across requests."""
