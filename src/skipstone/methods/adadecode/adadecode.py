@@ -234,12 +234,8 @@ class AdaDecodeDrafter(Drafter):
                 forward.depth[row, -1] = forward.top  # the column has no token in this row, so no layer needs to run
         unfinished = self.sampler.unfinished(sweep.token)
         open_rows = [True] * self.view.rows if unfinished is None else unfinished.tolist()
-        return [
-            layer > 0 and is_open and not doubted and len(chain) < max_drafts
-            for layer, is_open, doubted, max_drafts in zip(
-                sweep.layers, open_rows, sweep.doubted, chain.max_drafts, strict=True
-            )
-        ]
+        columns = zip(sweep.layers, open_rows, sweep.doubted, chain.max_drafts, strict=True)
+        return [layer > 0 and is_open and not doubted and len(chain) < limit for layer, is_open, doubted, limit in columns]
 
     def _sweep(
         self, forward: PartialForward, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
