@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 
-from skipstone.assets import NANO
 from skipstone.lab.bench.report import aggregate as report
-from tests.helpers.served import Process, serving
+from tests.helpers.served import Process, serving, with_template
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-"""Of a Chromium's program."""
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
 METHOD = "layerskip exit_layer=6 confidence_threshold=0.3"
 CLIPPED = """() => [...document.querySelectorAll("input[placeholder]")].filter((one) => {
@@ -37,12 +35,11 @@ CLIPPED = """() => [...document.querySelectorAll("input[placeholder]")].filter((
 }).map((one) => one.id)"""
 """Inputs whose placeholder is wider than they are."""
 LONG = 60_000
-"""Milliseconds that a machine with much else to do may take for a text."""
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    program = next((result for name in NAMES if (result := shutil.which(name))), None)
     if program is None:
         pytest.skip(f"there is no Chromium here: none of {', '.join(NAMES)} is a program")
     api = pytest.importorskip("playwright.sync_api", reason='playwright is missing: pip install "skipstone[browser]"')
@@ -60,15 +57,12 @@ def server(chromium: Any) -> Iterator[Process]:
 
 
 def expect(one: Any) -> Any:
-    """Playwright's, which waits until a thing is so."""
     from playwright.sync_api import expect as wait
 
     return wait(one)
 
 
 class Watched:
-    """A page, what it asked for, and what it complained of."""
-
     def __init__(self, chromium: Any, url: str, **more: Any) -> None:
         self.context = chromium.new_context(viewport={"width": 1000, "height": 900}, **more)
         self.page = self.context.new_page()
@@ -97,7 +91,6 @@ def page(watched: Watched) -> Any:
 
 
 def ask(page: Any, method: str = METHOD, max_tokens: int = 60, **fields: str) -> None:
-    """Fill in the form, and send it."""
     values = {"prompt": PROMPT, "method": method, "max_tokens": str(max_tokens), "temperature": "0", **fields}
     for name, value in values.items():
         page.fill(f"#{name}", value)
@@ -105,8 +98,6 @@ def ask(page: Any, method: str = METHOD, max_tokens: int = 60, **fields: str) ->
 
 
 def endless(page: Any) -> None:
-    """Texts do not end by themselves from now on."""
-
     def longer(route: Any) -> None:
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
 
@@ -114,7 +105,6 @@ def endless(page: Any) -> None:
 
 
 def written(page: Any) -> None:
-    """Waits until a text is whole."""
     expect(page.locator("#status")).to_have_text(re.compile(r"^Done: \d+ tokens"), timeout=LONG)
 
 
@@ -128,76 +118,73 @@ def test_a_prompt_is_written_with_tokens_coloured_by_origin(page: Any) -> None:
     origins = page.eval_on_selector_all("#right_text .token:not(.refused)", "all => all.map(one => one.className)")
     kinds = {kind for name in origins for kind in name.split()} & {"prefill", "draft", "recovered", "bonus"}
     assert kinds >= {"prefill", "draft", "recovered"}
-    looks = {
-        kind: page.eval_on_selector(
-            f"#right_text .token.{kind}", "one => { const s = getComputedStyle(one); return s.textDecorationStyle; }"
-        )
-        for kind in kinds
-    }
+    style = "one => getComputedStyle(one).textDecorationStyle"
+    looks = {kind: page.eval_on_selector(f"#right_text .token.{kind}", style) for kind in kinds}
     assert len(set(looks.values())) == len(kinds), "they differ by more than their colour"
     assert "fibonacci" in text_of(page, "#right_text").lower()
     assert int(text_of(page, "#all")) > 0
     assert float(text_of(page, "#mean_length")) > 1
     assert re.fullmatch(r"\d+ %", text_of(page, "#accepted"))
     assert text_of(page, "#choice").startswith(f"Method: {METHOD}. Step ")
+    rows = page.locator(".step")
+    assert rows.count() > 5, "every step has a row with its times"
+    label = rows.nth(3).get_attribute("aria-label")
+    result = re.fullmatch(r"Step 3: (\d) of (\d) drafts accepted, [\d.]+ ms of drafting, [\d.]+ ms of verifying", label)
+    assert result
+    assert rows.nth(3).locator(".cell:not(.own)").count() == int(result[2])
+    assert rows.nth(3).locator(".cell.yes").count() == int(result[1])
+    rows.nth(3).click()
+    assert "step 3," in text_of(page, "#detail")
 
 
-def test_a_token_tells_its_probabilities_when_pointed_at_or_focused(page: Any) -> None:
+def test_a_model_without_a_chat_template_offers_no_chat(page: Any) -> None:
+    """Nor are details asked for without the box. Refused drafts have to be asked for: they are details."""
+    expect(page.locator("#chat_switch")).to_be_hidden()
+    page.uncheck("#details")
+    with page.expect_request("**/v1/completions") as request:
+        ask(page)
+    assert request.value.post_data_json["prompt"] == PROMPT
+    assert request.value.post_data_json["stream_speculative"] is True
+    written(page)
+    page.hover("#right_text .token.draft >> nth=1")
+    assert "probability" not in text_of(page, "#detail")
+    expect(page.locator("#map")).to_be_hidden()
+    page.check("#refused")
+    assert page.is_checked("#details")
+
+
+def test_a_token_tells_its_probabilities_and_refused_drafts_are_shown_on_request(page: Any) -> None:
     ask(page)
     written(page)
     page.hover("#right_text .token.draft >> nth=2")
-    told = text_of(page, "#detail")
-    assert re.search(r"drafted by layerskip", told)
-    assert re.search(r"step \d+, \d of \d accepted", told)
-    assert re.search(r"probability [01]\.\d{3} by the model · [01]\.\d{3} by the drafter · after layer 6 of 24", told)
+    info = text_of(page, "#detail")
+    assert re.search(r"drafted by layerskip", info)
+    assert re.search(r"step \d+, \d of \d accepted", info)
+    assert re.search(r"probability [01]\.\d{3} by the model · [01]\.\d{3} by the drafter · after layer 6 of 24", info)
     assert page.locator(".step.here").count() == 1
     page.focus("#right_text .token[tabindex='0']")
     first = text_of(page, "#detail")
     assert "prefill · step 0" in first
-    for _ in range(3):
-        page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
     assert text_of(page, "#detail") != first
     assert page.evaluate("document.activeElement.classList.contains('token')")
     page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowLeft")
     assert text_of(page, "#detail") == first
-
-
-def test_refused_drafts_are_shown_struck_through_on_request(page: Any) -> None:
-    ask(page)
-    written(page)
-    plain = text_of(page, "#right_text")
-    lost = page.locator("#right_text del.refused")
+    plain, lost = text_of(page, "#right_text"), page.locator("#right_text del.refused")
     assert lost.count() > 0
     expect(lost.first).to_be_hidden()
     page.check("#refused")
     expect(lost.first).to_be_visible()
     assert "line-through" in lost.first.evaluate("one => getComputedStyle(one).textDecorationLine")
-    assert text_of(page, "#right_text") != plain
     lost.first.hover()
     assert re.search(r"refused · step \d+, .* · drafted by layerskip", text_of(page, "#detail"))
     page.uncheck("#refused")
     assert text_of(page, "#right_text") == plain
 
 
-def test_without_details_none_are_asked_for(page: Any) -> None:
-    page.uncheck("#details")
-    with page.expect_request("**/v1/completions") as asked:
-        ask(page)
-    assert asked.value.post_data_json["stream_speculative"] is True
-    written(page)
-    page.hover("#right_text .token.draft >> nth=1")
-    assert "probability" not in text_of(page, "#detail")
-    expect(page.locator("#map")).to_be_hidden()
-    page.check("#refused")
-    assert page.is_checked("#details"), "refused drafts have to be asked for"
-
-
 def test_a_race_says_how_much_faster_and_that_the_texts_are_the_same(page: Any) -> None:
-    page.fill("#prompt", PROMPT)
-    page.fill("#method", METHOD)
-    page.fill("#max_tokens", "40")
+    for name, value in (("prompt", PROMPT), ("method", METHOD), ("max_tokens", "40")):
+        page.fill(f"#{name}", value)
     page.click("#race")
     expect(page.locator("#status")).to_have_text(re.compile(r"^Race done"), timeout=LONG)
     assert re.fullmatch(r"\d+\.\d\d x, identical", text_of(page, "#ratio"))
@@ -207,8 +194,7 @@ def test_a_race_says_how_much_faster_and_that_the_texts_are_the_same(page: Any) 
     speeds = re.search(r"(\d+) and (\d+) tokens/s", text_of(page, "#difference"))
     assert speeds
     assert float(ratio.removesuffix(" x")) == pytest.approx(int(speeds[2]) / int(speeds[1]), rel=0.02)
-    tokens = page.locator("#right_text .token")
-    expect(tokens).to_have_count(40, timeout=LONG)
+    expect(page.locator("#right_text .token")).to_have_count(40, timeout=LONG)
     expect(page.locator("#left_text")).to_have_text(page.locator("#right_text").text_content(), timeout=LONG)
     assert text_of(page, "#left_text") == text_of(page, "#right_text") != ""
     assert text_of(page, "#against") == ratio, "there is one speed-up"
@@ -226,64 +212,34 @@ def test_a_text_is_stopped_and_its_row_is_free(page: Any, server: Process) -> No
     expect(page.locator("#stop")).to_be_disabled()
 
 
-def test_every_step_has_a_row_with_its_times(page: Any) -> None:
-    ask(page)
-    written(page)
-    rows = page.locator(".step")
-    assert rows.count() > 5
-    label = rows.nth(3).get_attribute("aria-label")
-    found = re.fullmatch(
-        r"Step 3: (\d) of (\d) drafts accepted, ([\d.]+) ms of drafting, ([\d.]+) ms of verifying", label or ""
-    )
-    assert found
-    cells = rows.nth(3).locator(".cell:not(.own)")
-    assert cells.count() == int(found[2])
-    assert rows.nth(3).locator(".cell.yes").count() == int(found[1])
-    widths = [rows.nth(3).locator(f".{kind}").bounding_box()["width"] for kind in ("drafting", "verifying")]
-    assert widths[0] / widths[1] == pytest.approx(float(found[3]) / float(found[4]), rel=0.3, abs=0.3)
-    rows.nth(3).click()
-    assert text_of(page, "#detail").find("step 3,") > 0
-
-
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        ("layerskip exit_layer=6", r"layerskip predicts after layer 6 of 24"),
-        ("adadecode", r"adadecode predicts after layers? [\d, ]+ of 24"),
+        ("adadecode verification=false confidence_threshold=0.2", r"adadecode predicts after layers? [\d, ]+ of 24.*"),
         ("swift", r"swift drafts without \d+ attentions and \d+ MLPs of 24 layers"),
         ("early_exit exit_layer=12", r"early_exit predicts after layer 12 of 24 \(lossy\)"),
     ],
 )
-def test_the_map_shows_which_layers_draft(page: Any, method: str, told: str) -> None:
-    ask(page, method)
+def test_the_map_shows_which_layers_draft_and_what_a_lossy_method_keeps(page: Any, method: str, told: str) -> None:
+    ask(page, method, 120)
     written(page)
     stack = page.locator("#maps [role=img]")
-    assert stack.count() == 1
-    assert re.fullmatch(told, stack.get_attribute("aria-label"))
+    label = stack.get_attribute("aria-label")
+    assert re.fullmatch(told, label)
     assert stack.locator(".layer").count() == 24
     if method == "swift":
-        assert stack.locator(".skipped").count() == sum(map(int, re.findall(r"without (\d+).* (\d+) MLPs", told_by(stack))[0]))
-    else:
-        exits = stack.locator(".layer.exit").count()
-        assert exits >= 1
-        assert re.match(r"This text's tokens by layer: \d+: \d+ kept", text_of(page, "#maps .counts"))
-    if method == "early_exit exit_layer=12":
+        assert stack.locator(".skipped").count() == sum(map(int, re.findall(r"without (\d+).* (\d+) MLPs", label)[0]))
+        return
+    assert stack.locator(".layer.exit").count() >= 1
+    assert re.match(r"This text's tokens by layer: \d+: \d+ kept", text_of(page, "#maps .counts"))
+    if method.startswith("early_exit"):
         assert stack.locator(".beyond").count() == 12
-
-
-def told_by(stack: Any) -> str:
-    return stack.get_attribute("aria-label")
-
-
-def test_what_a_lossy_method_keeps_against_the_models_choice_is_marked(page: Any) -> None:
-    ask(page, "adadecode verification=false confidence_threshold=0.2", 120)
-    written(page)
+        return
     marked = page.locator("#right_text .overruled")
     assert marked.count() > 0
     assert "≠" in marked.first.evaluate("one => getComputedStyle(one, '::before').content")
     marked.first.hover()
     assert "kept against the model's own choice" in text_of(page, "#detail")
-    assert marked.first.evaluate("one => one.classList.contains('exit') && getComputedStyle(one).getPropertyValue('--early')")
 
 
 def test_auto_tells_what_it_chose_and_why(page: Any) -> None:
@@ -293,43 +249,40 @@ def test_auto_tells_what_it_chose_and_why(page: Any) -> None:
     assert not re.search(r"\d", text_of(page, "#against")), "only a race knows"
 
 
-def test_no_placeholder_is_clipped(page: Any) -> None:
+def test_no_placeholder_is_clipped(chromium: Any, server: Process, page: Any) -> None:
+    """Nor does a narrow page scroll sideways. It is light and dark, and the system's wish comes first."""
+    ask(page, max_tokens=20)
+    written(page)
     for width in (380, 1000, 1280):
         page.set_viewport_size({"width": width, "height": 800})
-        clipped = page.evaluate(CLIPPED)
-        assert clipped == [], width
-
-
-def test_a_model_without_a_chat_template_offers_no_chat(page: Any) -> None:
-    expect(page.locator("#chat_switch")).to_be_hidden()
-    with page.expect_request("**/v1/completions") as asked:
-        ask(page, max_tokens=4)
-    assert asked.value.post_data_json["prompt"] == PROMPT
-    written(page)
+        assert page.evaluate(CLIPPED) == [], width
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+    colour = "getComputedStyle(document.body).backgroundColor"
+    colours = [page.evaluate(colour)]
+    for _ in range(2):
+        page.click("#theme")
+        colours.append(page.evaluate(colour))
+    assert colours[0] == colours[2] != colours[1]
+    other = Watched(chromium, server.url, color_scheme="dark")
+    assert other.page.evaluate(colour) == colours[1]
+    other.context.close()
 
 
 @pytest.fixture(scope="module")
 def instructed(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server of the bundled model with a chat template."""
-    folder = tmp_path_factory.mktemp("instructed") / "model"
-    shutil.copytree(NANO, folder)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
-    (folder / "chat_template.jinja").write_text(template)
-    with serving(str(folder)) as process:
+    with serving(str(with_template(tmp_path_factory.mktemp("instructed")))) as process:
         yield process
 
 
 def test_a_model_with_a_chat_template_is_asked_in_it_unless_that_is_switched_off(chromium: Any, instructed: Process) -> None:
     page = Watched(chromium, instructed.url).page
     expect(page.locator("#chat")).to_be_checked(timeout=LONG)
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request:
         ask(page, max_tokens=20)
-    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": PROMPT}]
+    assert request.value.post_data_json["messages"] == [{"role": "user", "content": PROMPT}]
     written(page)
     assert page.locator("#right_text .token:not(.refused)").count() == 20
-    page.click("#python")
-    found = subprocess.run([sys.executable, "-c", page.input_value("#code")], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
+    run_python(page)
     page.uncheck("#chat")
     with page.expect_request("**/v1/completions") as plain:
         ask(page, max_tokens=20)
@@ -342,28 +295,17 @@ def test_a_model_with_a_chat_template_is_asked_in_it_unless_that_is_switched_off
     page.context.close()
 
 
-def test_light_and_dark(chromium: Any, server: Process, page: Any) -> None:
-    def paper(one: Any) -> str:
-        return one.evaluate("getComputedStyle(document.body).backgroundColor")
-
-    light = paper(page)
-    page.click("#theme")
-    dark = paper(page)
-    assert light != dark
-    page.click("#theme")
-    assert paper(page) == light
-    other = Watched(chromium, server.url, color_scheme="dark")
-    assert paper(other.page) == dark, "the system's wish comes first"
-    other.context.close()
+def run_python(page: Any) -> str:
+    page.click("#python")
+    result = subprocess.run([sys.executable, "-c", page.input_value("#code")], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_the_code_that_is_copied_runs(page: Any) -> None:
     ask(page, max_tokens=12)
     written(page)
-    page.click("#python")
-    found = subprocess.run([sys.executable, "-c", page.input_value("#code")], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    assert "mean_acceptance_length" in found.stdout
+    assert "mean_acceptance_length" in run_python(page)
     page.click("#curl")
     if (curl := shutil.which("curl")) is not None:
         command = page.input_value("#code")
@@ -372,15 +314,9 @@ def test_the_code_that_is_copied_runs(page: Any) -> None:
         assert answer.stdout.rstrip().endswith("data: [DONE]")
 
 
-# ------------------------------------------------------------------------------------------------- results of benchmarks
-
-
-def row(tokens: int, seconds: float, repeated: float = 0.0) -> dict[str, Any]:
-    return {"tokens": tokens, "seconds": seconds, "first_seconds": 0.1, "calls": 1, "digests": ["a"], "memory": None} | {
-        "repeated_share": repeated,
-        "scores": [],
-        "stats": None,
-    }
+def row(seconds: float, repeated: float) -> dict[str, Any]:
+    figures = {"tokens": 100, "seconds": seconds, "first_seconds": 0.1, "calls": 1, "digests": ["a"], "memory": None}
+    return figures | {"repeated_share": repeated, "scores": [], "stats": None}
 
 
 def results(path: Path) -> list[dict[str, Any]]:
@@ -399,7 +335,7 @@ def results(path: Path) -> list[dict[str, Any]]:
     for number, task in enumerate(("code", "commands")):
         for index, seconds in enumerate(times):
             rows = {
-                label: row(100, one * (1 + number), repeated=0.5 * (index == 2))
+                label: row(one * (1 + number), 0.5 * (index == 2))
                 for label, one in zip(methods, seconds, strict=True)
                 if number == 0 or label != "early"
             }
@@ -437,26 +373,21 @@ def test_results_are_compared_as_the_report_does_it_and_go_nowhere(watched: Watc
 
 def test_what_is_no_result_is_refused_in_a_sentence(page: Any, tmp_path: Path) -> None:
     expect(page.locator("#bench_status")).to_have_text("No file is open.")
+    run = '{"kind": "run", "version": 1}\n'
     cases = [
         ("", "is no result of skipstone bench run."),
         ('{"prompt": "x"}\n', "is no result of skipstone bench run."),
         ('{"kind": "run", "version": 9}\n', "is of version 9; this page reads 1."),
-        ('{"kind": "run", "version": 1}\n', "holds no measured prompt yet."),
-        ('{"kind": "run", "version": 1}\nx\n{}\n', "line 2 is no JSON."),
-        (
-            '{"kind": "run", "version": 1}\n{"kind": "model", "model": "m"}\n{"kind": "prompt", "model": "m"}\n',
-            "A file is damaged",
-        ),
+        (run, "holds no measured prompt yet."),
+        (run + "x\n{}\n", "line 2 is no JSON."),
+        (run + '{"kind": "model", "model": "m"}\n{"kind": "prompt", "model": "m"}\n', "A file is damaged"),
     ]
-    for number, (text, told) in enumerate(cases):
+    for number, (text, info) in enumerate(cases):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(text)
         page.set_input_files("#results", str(path))
-        expect(page.locator("#bench_status")).to_contain_text(told)
+        expect(page.locator("#bench_status")).to_contain_text(info)
         expect(page.locator("#bench_tools")).to_be_hidden()
-
-
-# ------------------------------------------------------------------------------------------------ keys, and a server's end
 
 
 def test_a_key_is_asked_for_and_a_server_that_goes_is_noticed(chromium: Any) -> None:
@@ -481,25 +412,18 @@ def test_a_key_is_asked_for_and_a_server_that_goes_is_noticed(chromium: Any) -> 
 
 
 def test_while_there_is_no_model_yet_the_page_says_so_and_waits(chromium: Any, server: Process) -> None:
-    one = Watched(chromium, "about:blank")
-    said = {"status": "loading"}
+    one, said = Watched(chromium, "about:blank"), {"status": "loading"}
     one.page.route("**/health", lambda route: route.fulfill(status=503, json=said))
     one.page.goto(server.url)
-    status = one.page.locator("#status")
+    status, send = one.page.locator("#status"), one.page.locator("#send")
     expect(status).to_have_text("The model is loading.", timeout=LONG)
-    expect(one.page.locator("#send")).to_be_disabled()
-    for name, told in (("right_text", "Nothing is written yet."), ("steps", "One row for every step.")):
-        content = one.page.eval_on_selector(f"#{name}", "one => getComputedStyle(one, '::before').content")
-        assert content == json.dumps(told)
+    expect(send).to_be_disabled()
     said["status"] = "failed"
     expect(status).to_have_text("The model could not be loaded: see the server's log.", timeout=LONG)
     one.page.unroute("**/health")
     expect(status).to_have_text("Ready.", timeout=LONG)
-    expect(one.page.locator("#send")).to_be_enabled()
+    expect(send).to_be_enabled()
     one.context.close()
-
-
-# -------------------------------------------------------------------------------------------------------------- pictures
 
 
 @pytest.mark.skipif("SKIPSTONE_PICTURES" not in os.environ, reason="SKIPSTONE_PICTURES names no folder")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,11 @@ def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
         return copy
 
     return make
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell that runs the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

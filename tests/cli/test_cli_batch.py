@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
@@ -12,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from skipstone.cli import batch
 from skipstone.serving.batch_files.journal import journal_of
-from skipstone.utils import progress
 from tests.helpers.batches import greedy, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
 from tests.helpers.served import SLOW, free_port
@@ -24,7 +21,7 @@ from tests.helpers.served import SLOW, free_port
 PROMPT = "def add(a, b):"
 
 
-def test_texts_are_those_of_transformers_and_one_line_says_what_was_done(folder: Path, tmp_path: Path) -> None:
+def test_texts_are_those_of_transformers_and_the_exit_code_tells_that_lines_failed(folder: Path, tmp_path: Path) -> None:
     bodies = [greedy(PROMPT, 12), greedy("import", 20), greedy(PROMPT, 5, model="mine")]
     requests = [request(f"r{place}", body) for place, body in enumerate(bodies)]
     path, output = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
@@ -36,11 +33,8 @@ def test_texts_are_those_of_transformers_and_one_line_says_what_was_done(folder:
     assert_refused(run("batch", path, output, "--model", folder), "exists already, and is never overwritten")
     succeed("batch", path, output, "--model", folder, "--resume")
     assert output.read_bytes() == content
-
-
-def test_the_exit_code_tells_that_some_lines_failed(folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", [request("good", greedy("x", 2)), request("bad", greedy("x", temperature=9))])
-    result = run("batch", path, tmp_path / "out.jsonl", "--model", folder)
+    path = write(tmp_path / "bad.jsonl", [request("good", greedy("x", 2)), request("bad", greedy("x", temperature=9))])
+    result = run("batch", path, tmp_path / "other.jsonl", "--model", folder)
     assert result.exit_code == batch.SOME_FAILED
     assert "2 lines, 1 of them errors" in result.stdout
 
@@ -60,20 +54,6 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(folder: Path, tmp_path: Pa
     address = f"127.0.0.1:{free_port()}"
     assert_refused(run("batch", path, output, "--ray", "--address", address), f"no Ray cluster answers at {address}: ")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "twice.jsonl"]
-
-
-def test_progress_has_a_bar_where_somebody_looks_and_what_was_there_says_nothing_of_the_speed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=shown, force_terminal=True, width=120))
-    with progress.progress_bar("answers", 10) as update:
-        update(4, "answers, 1 errors")
-        time.sleep(0.3)
-        update(5, "answers, 2 errors")
-    assert "5/10" in shown.getvalue()
-    assert "2 errors" in shown.getvalue()
-    assert "left:" in shown.getvalue()
 
 
 @pytest.mark.slow

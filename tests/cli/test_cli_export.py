@@ -19,6 +19,8 @@ NANO = "skipstone-nano"
 def test_a_draft_and_the_commands_for_other_engines(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "a draft"
     said = succeed("export", folder, out, "--to", "draft", "--exit-layer", 2).stdout
+    assert_refused(run("export", folder, out, "--exit-layer", 2), f"{out}: there already, and an export overwrites nothing")
+    assert_refused(run("export", folder, tmp_path / "no" / "out", "--exit-layer", 2), "no such folder")
     assert f"{out}: layers 0 to 1 of 4, with norm and head, " in said
     lines = {line.split(":")[0].strip(): line for line in said.splitlines()[2:]}
     assert list(lines) == ["transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"]
@@ -32,30 +34,31 @@ def test_a_draft_and_the_commands_for_other_engines(folder: Path, tmp_path: Path
     assert text[0, ids.shape[1] :].tolist() == expected(folder)[0]
 
 
-def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path) -> None:
+def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pair"
-    said = succeed("export", NANO, out, "--to", "gguf", "--type", "F32", "--pre-tokenizer", "gpt-2").stdout
-    assert f"{out / 'draft.gguf'}: layers 0 to 5 of 24, with norm and head, F32" in said
+    refused = run("export", NANO, out, "--to", "gguf")
+    assert_refused(refused, "the tokenizer cuts texts into words by a rule of its own")
+    assert list(tmp_path.iterdir()) == []
+    said = succeed("export", NANO, out, "--to", "gguf", "--pre-tokenizer", "gpt-2").stdout
+    assert f"{out / 'draft.gguf'}: layers 0 to 5 of 24, with norm and head, " in said
     assert f"-md {out / 'draft.gguf'} --spec-type draft-simple --spec-draft-n-max 8 --spec-draft-p-min 0.5" in said
     assert "The files cut texts as gpt-2 does, not as the tokenizer: give prompts as token ids." in said
-    files = {path.name: gguf.GGUFReader(path) for path in out.iterdir()}
-    assert {name: file.fields["llama.block_count"].contents() for name, file in files.items()} == {
-        "target.gguf": 24,
-        "draft.gguf": 6,
-    }
+    for name, layers in (("target.gguf", 24), ("draft.gguf", 6)):
+        file = gguf.GGUFReader(out / name)
+        assert file.fields["llama.block_count"].contents() == layers
+        assert {one.tensor_type.name for one in file.tensors} == {"BF16", "F32"}, "weights keep their own type"
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused = run("export", NANO, tmp_path / "other", "--to", "gguf", "--pre-tokenizer", "gpt-2")
+    assert_refused(refused, 'GGUF files need gguf: pip install "skipstone[export]"')
 
 
-def test_weights_keep_their_own_type(tmp_path: Path) -> None:
-    succeed("export", NANO, tmp_path / "pair", "--to", "gguf", "--pre-tokenizer", "gpt-2")
-    file = gguf.GGUFReader(tmp_path / "pair" / "target.gguf")
-    assert {one.tensor_type.name for one in file.tensors} == {"BF16", "F32"}
-
-
-def test_a_method_says_which_layers_are_left(folder: Path, tmp_path: Path) -> None:
+def test_a_method_says_which_layers_are_left(variant: Callable[..., Path], tmp_path: Path) -> None:
+    own = variant("generation_config.json", skipstone={"method": "layerskip", "exit_layer": 1}, _from_model_config=False)
     method = "self_speculative skip_attention=2 skip_mlp=2"
-    said = succeed("export", folder, tmp_path / "draft", "--method", method).stdout
+    said = succeed("export", own, tmp_path / "draft", "--method", method).stdout
     assert "layers 0 to 1 and 3 of 4, with norm and head" in said
     assert '"num_speculative_tokens": 12' in said
+    assert "layer 0 of 4, with norm and head" in succeed("export", own, tmp_path / "own").stdout
 
 
 @pytest.mark.parametrize(
@@ -73,27 +76,3 @@ def test_a_method_says_which_layers_are_left(folder: Path, tmp_path: Path) -> No
 def test_bad_input_is_one_sentence(flags: tuple[str, ...], said: str, folder: Path, tmp_path: Path) -> None:
     assert_refused(run("export", folder, tmp_path / "out", *flags), said)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_there_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    result = run("export", folder, tmp_path / "out", "--exit-layer", 2)
-    assert_refused(result, f"{tmp_path / 'out'}: there already, and an export overwrites nothing")
-    assert_refused(run("export", folder, tmp_path / "no" / "out", "--exit-layer", 2), "no such folder")
-
-
-def test_a_rule_of_its_own_is_refused_without_a_flag(tmp_path: Path) -> None:
-    result = run("export", NANO, tmp_path / "pair", "--to", "gguf")
-    assert_refused(result, "the tokenizer cuts texts into words by a rule of its own")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_gguf_is_an_extra(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    result = run("export", folder, tmp_path / "pair", "--exit-layer", 2, "--to", "gguf")
-    assert_refused(result, 'GGUF files need gguf: pip install "skipstone[export]"')
-
-
-def test_the_models_own_method_is_the_default(variant: Callable[..., Path], tmp_path: Path) -> None:
-    own = variant("generation_config.json", skipstone={"method": "layerskip", "exit_layer": 1}, _from_model_config=False)
-    assert "layer 0 of 4, with norm and head" in succeed("export", own, tmp_path / "draft").stdout

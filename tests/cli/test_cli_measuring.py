@@ -1,20 +1,25 @@
-"""`bench`, `check` and `inspect` as a user types them."""
+"""`bench`, `check`, `inspect`, `costs`, `tune` and `demo` as a user types them."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import skipstone
 from skipstone import ExitHeads, ModelRunner
+from skipstone.cli import demo, demo_view, terminal
 from skipstone.engines.native import library
 from skipstone.lab.bench import run_file
 from skipstone.lab.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
-from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
 METHODS = ("--method", "hf-generate", "--method", "autoregressive", "--method", "layerskip exit_layer=1,2")
@@ -38,18 +43,13 @@ def test_a_run_prints_its_table_and_goes_on_where_it_was(folder: Path, results: 
     assert len(run_file.read(results)) == len(after)
 
 
-def test_reports_in_every_format(results: Path, tmp_path: Path) -> None:
-    assert "\n### " in succeed("bench", "report", results, "--format", "md").stdout
-    assert succeed("bench", "report", results, "--layout", "swift").stdout.count("layerskip")
-    page = tmp_path / "page.html"
+def test_reports_in_every_format_and_comparisons_of_runs(results: Path, tmp_path: Path) -> None:
+    assert "\n### " in succeed("bench", "report", results, "--format", "md", "--layout", "swift").stdout
+    page, slow = tmp_path / "page.html", tmp_path / "slow.jsonl"
     succeed("bench", "report", results, "--out", page)
     assert "<svg" in page.read_text()
     assert json.loads(succeed("bench", "report", results, "--format", "json").stdout)["groups"]
-
-
-def test_comparing_a_run_with_itself_finds_nothing_and_a_slower_one_fails(results: Path, tmp_path: Path) -> None:
     assert "SLOWER" not in succeed("bench", "compare", results, results).stdout
-    slow = tmp_path / "slow.jsonl"
     lines: list[Any] = [json.loads(line) for line in results.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "prompt":
@@ -58,14 +58,6 @@ def test_comparing_a_run_with_itself_finds_nothing_and_a_slower_one_fails(result
     worse = run("bench", "compare", results, slow)
     assert worse.exit_code == 1
     assert "SLOWER" in worse.stdout
-
-
-@pytest.mark.slow
-def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
-    out = tmp_path / "s.jsonl"
-    small = ("--num-prompts", 1, "--prompt-tokens", 8, "--max-new-tokens", 6)
-    shown = succeed("bench", "surrogate", "layers=2,hidden=64,vocab=128", "--out", out, *small).stdout
-    assert "SYNTHETIC MODEL" in shown
 
 
 @pytest.mark.slow
@@ -80,10 +72,10 @@ def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypa
     assert lossy.exit_code == 1
     assert "BUG  greedy texts" in lossy.stdout
     assert lossy.stdout.rstrip().endswith("NOT LOSSLESS")
-    found = run(*wrong, "--json")
-    assert found.exit_code == 1
-    assert json.loads(found.stdout)["passed"] is False
-    assert json.loads(found.stdout)["method"]["exit_layer"] == 1
+    result = run(*wrong, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passed"] is False
+    assert json.loads(result.stdout)["method"]["exit_layer"] == 1
 
 
 def test_costs_are_shown_and_measured_once(folder: Path) -> None:
@@ -92,33 +84,28 @@ def test_costs_are_shown_and_measured_once(folder: Path) -> None:
     assert first["fresh"]
     assert Path(first["path"]).is_file()
     shown = succeed("costs", folder, "--batch", 1, "--batch", 2).stdout
-    assert shown.count("a plain step") == 2
     assert f"measured {first['measured']}" in shown, "it was kept"
     for batch, table in enumerate(first["batches"], 1):
         assert shown.count(f"batch {batch}: a plain step {1000 * table['plain']:.2f} ms") == 1
-        assert f"{1000 * table['scoring']['values'][3]:.3f}" in shown
-    assert not document("costs", folder, "--batch", 2)["fresh"]
     assert document("costs", folder, "--batch", 1, "--again")["fresh"]
 
 
 def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:
-    shown = succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 6).stdout
+    shown = succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html").stdout
     assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3", "4"]
     assert "pay" in shown
-    found = document("inspect", folder, "--prompt", "abc", "--prompt", "de", "--max-new-tokens", 5)
-    assert len(found["tokens"]) == len(found["texts"]) == len(found["top_texts"][0]) == 10
-    assert found["top_texts"][-1] == found["texts"]
-    assert (found["model"], found["dtype"], found["device"]) == (str(folder), "float32", "cpu")
-    succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 10_000
     model = ModelRunner(skipstone.load(folder)[0])
     ExitHeads(new_card(model, (1, 2), "square")).save(tmp_path / "heads")
-    look = ("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--heads", tmp_path / "heads")
+    look = ("inspect", folder, "--prompt", "abc", "--prompt", "de", "--max-new-tokens", 5, "--heads", tmp_path / "heads")
     assert "KL, exit head" in succeed(*look, "--out", tmp_path / "a.png").stdout
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-heads.png", "a-layers.png", "a.png"]
-    heads = document(*look)["heads"]
-    assert heads["layers"] == [1, 2, 4]
-    assert heads["own"] == heads["trained"], "a new T is the identity"
+    result = document(*look)
+    assert len(result["tokens"]) == len(result["texts"]) == len(result["top_texts"][0]) == 10
+    assert result["top_texts"][-1] == result["texts"]
+    assert (result["model"], result["dtype"], result["device"]) == (str(folder), "float32", "cpu")
+    assert result["heads"]["layers"] == [1, 2, 4]
+    assert result["heads"]["own"] == result["heads"]["trained"], "a new T is the identity"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +116,126 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
         (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "goes with --exit-layer or --skip-ratio"),
         (("bench", "report", "RESULTS", "--pictures", "DIR", "--format", "md"), "--pictures writes pictures and nothing else"),
-        (("inspect", "--out", "a.svg"), "--out is a .png file or a .html page, found a.svg"),
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
-        (("costs", "FOLDER", "--draft-model", "nowhere"), "nowhere: no folder"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:
     places = {"FOLDER": folder, "RESULTS": results, "DIR": tmp_path}
     assert_refused(run(*(places.get(one, one) for one in arguments)), said)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_every_candidate_has_a_line_and_the_next_run_begins_with_what_was_learnt(folder: Path, cache: Path) -> None:
+    common = ("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 40)
+    said = succeed(*common, "--method", "layerskip exit_layer=3").stdout
+    assert all(name in said for name in ("prompt_lookup", "recycle", "layerskip, exit 3", "layerskip, exit 1"))
+    (file,) = (cache / "auto").iterdir()
+    assert str(file) in said.replace("\n", "")
+    assert json.loads(file.read_text())["about"]["recommendation"] in said.replace("\n", " ")
+    log = cache.parent / "steps.jsonl"
+    text = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--method")
+    succeed(*text, f"auto log={log}")
+    assert json.loads(log.read_text().splitlines()[0])["state"]["position"] > 30
+    other = cache.parent / "other.jsonl"
+    succeed(*text, f"auto log={other} use_profile=false")
+    assert json.loads(other.read_text().splitlines()[0])["state"]["position"] == 0
+
+
+@pytest.mark.slow
+def test_nothing_is_saved_on_request_and_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
+    common = ("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
+    succeed(*common, "--no-keep")
+    assert not (cache / "auto").exists()
+    succeed(*common)
+    (file,) = (cache / "auto").iterdir()
+    for number, text in enumerate(("{", "{}", json.dumps(json.loads(file.read_text()) | {"state": {}}))):
+        file.write_text(text)
+        log = cache.parent / f"steps{number}.jsonl"
+        succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, "--method", f"auto log={log}")
+        assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
+
+
+def test_what_is_wrong_is_one_sentence(folder: Path) -> None:
+    assert_refused(run("tune", folder, "--method", "adasd"), "adasd with these settings changes texts")
+    assert_refused(run("tune", folder, "--method", "layerskip exit_layer=99"), "exit_layer")
+
+
+DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
+
+
+@pytest.fixture
+def own(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with a method of its own, and scenes short enough for it."""
+    monkeypatch.setattr(demo, "SCENES", (demo.DemoPrompt("first", "> wake me\n", 24), demo.DemoPrompt("second", "def f(", 16)))
+    return variant("generation_config.json", skipstone=DEFAULT, _from_model_config=False)
+
+
+def test_figures_are_those_of_both_runs(own: Path) -> None:
+    result = document("demo", own)
+    assert result["method"]["exit_layer"] == 2
+    assert [scene["title"] for scene in result["scenes"]] == ["first", "second"]
+    for scene in result["scenes"]:
+        plain, method, theirs = scene["plain"], scene["method"], scene["transformers"]
+        assert (scene["identical"], theirs["identical"]) == (True, True)
+        assert theirs["tokens"] == plain["tokens"] == method["tokens"] > 0
+        assert plain["acceptance_rate"] is None
+        assert 0 < method["acceptance_rate"] <= 1
+        assert theirs["tokens_per_second"] == pytest.approx(theirs["tokens"] / theirs["seconds"])
+        assert scene["speed_up"] == pytest.approx(method["tokens_per_second"] / plain["tokens_per_second"])
+
+
+def test_both_sides_show_the_same_text(own: Path) -> None:
+    shown = succeed("demo", own).stdout
+    columns = ["", ""]
+    for line in shown.splitlines():
+        cells = re.findall(r"│ (.*?) *│", line)
+        columns = [column + cell for column, cell in zip(columns, cells, strict=True)] if len(cells) == 2 else columns
+    for scene in demo.SCENES:
+        _, text = expected(own, scene.prompt, scene.max_new_tokens)
+        assert all("".join((scene.prompt + text).split()) in "".join(column.split()) for column in columns)
+    assert len(re.findall(r"tokens/s: .*?; texts identical: yes", " ".join(shown.split()))) == 2
+
+
+def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frame by frame, accepted drafts underlined; the picture has every scene once, and fetches nothing."""
+    screen = StringIO()
+    terminals = {"force_terminal": True, "width": 100, "highlight": False, "markup": False}
+    monkeypatch.setattr(terminal, "console", lambda: Console(file=screen, **terminals))
+    monkeypatch.setattr(demo_view, "FRAME_SECONDS", 0)
+    demo.demo(str(own), False, tmp_path / "demo.svg", "auto", "none")
+    assert len(re.findall(r"─ plain ─", screen.getvalue())) > 30, "a frame for every step"
+    assert re.search(r"\x1b\[[0-9;]*4[;m]", screen.getvalue()), "underlined"
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<svg")
+    assert picture.count("plain&#160;─") == len(demo.SCENES)
+    assert not re.search("@font-face|cdn", picture)
+
+
+def test_what_cannot_be_shown_is_refused_and_texts_that_differ_are_called_different(
+    own: Path, folder: Path, tmp_path: Path
+) -> None:
+    assert_refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
+    assert_refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
+    assert_refused(run("demo", folder), "names no method of its own")
+    config = json.loads((own / "generation_config.json").read_text())
+    lossy = config | {"skipstone": {"method": "early_exit", "exit_layer": 1}}
+    (own / "generation_config.json").write_text(json.dumps(lossy))
+    assert document("demo", own)["scenes"][1]["identical"] is False
+
+
+def test_without_a_model_the_bundled_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SCENES", demo.SCENES[:1])
+    result = document("demo")
+    assert result["method"]["method"] == "layerskip"
+    (scene,) = result["scenes"]
+    assert scene["identical"] is True
+    assert scene["method"]["mean_acceptance_length"] > 1.5
+    text = succeed("generate", "--prompt", demo.SCENES[0].prompt).stdout
+    assert json.loads(text)["intent"] == "set_alarm"

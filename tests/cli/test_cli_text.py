@@ -1,21 +1,27 @@
-"""What goes in and out of `skipstone generate` as text: a piped prompt, figures behind a text, JSON on any terminal."""
+"""Text that goes in and out of `skipstone generate`, and the comparison with plain decoding."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+import skipstone
 from skipstone.cli import compare_with_plain
+from skipstone.cli.compare_with_plain import first_difference
+from skipstone.cli.timed_run import Run
+from skipstone.decoding import verify
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
-from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, program, run, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, job, program, run, succeed
 
 SHORT = ("--max-new-tokens", 12, *LAYERSKIP)
 
@@ -24,8 +30,8 @@ def test_piped_text_loses_the_newline_that_echo_adds_and_a_file_loses_nothing(fo
     common, file = ("generate", folder, "--json", *SHORT), tmp_path / "prompt.txt"
 
     def read(*flags: object, stdin: str | None = None) -> tuple[int, list[int]]:
-        found = json.loads(succeed(*common, *flags, stdin=stdin).stdout)
-        return found["prompt_tokens"], found["tokens"]
+        result = json.loads(succeed(*common, *flags, stdin=stdin).stdout)
+        return result["prompt_tokens"], result["tokens"]
 
     for end, left in (("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n")):
         assert read(stdin=PROMPT + end) == read("--prompt", PROMPT + left)
@@ -47,17 +53,16 @@ def test_what_is_told_begins_a_line_of_its_own(folder: Path, flag: str) -> None:
         assert result.stdout == plain.stdout, "stdout holds the text and nothing else"
 
 
-@pytest.mark.parametrize("charset", ["ascii", "latin-1", "utf-8"])
-def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path, charset: str) -> None:
+def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path) -> None:
     """The document holds the model's name, which no ASCII terminal can show."""
     named = tmp_path / "modèle 🙂"
     named.symlink_to(folder)
     arguments = ["generate", str(named), "--prompt", "x", *map(str, SHORT), "--json"]
-    result = CliRunner(charset=charset).invoke(program(), arguments)
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout_bytes.decode(charset))
-    assert found["model"] == str(named)
-    assert len(found["tokens"]) == 12
+    for charset in ("ascii", "latin-1", "utf-8"):
+        result = CliRunner(charset=charset).invoke(program(), arguments)
+        assert result.exit_code == 0, result.stderr
+        found = json.loads(result.stdout_bytes.decode(charset))
+        assert (found["model"], len(found["tokens"])) == (str(named), 12)
 
 
 def test_figures_of_a_busy_machine_are_marked() -> None:
@@ -65,7 +70,13 @@ def test_figures_of_a_busy_machine_are_marked() -> None:
     warning = compare_with_plain.busy_warning(0.02, 0.4)
     assert warning is not None
     assert "40 %" in warning
-    assert "idle machine" in warning
+    with ProcessorWatch() as watch:
+        threads = [threading.Thread(target=time.sleep, args=(0.02,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert watch.waited_share is None or 0 <= watch.waited_share <= 1
 
 
 def test_a_comparison_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +92,9 @@ def test_waiting_for_other_processes_is_noticed() -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cores)]
     try:
         with ProcessorWatch() as watch:
-            _work(0.5)
+            end = time.perf_counter() + 0.5
+            while time.perf_counter() < end:
+                pass
     finally:
         for other in others:
             other.kill()
@@ -89,17 +102,66 @@ def test_waiting_for_other_processes_is_noticed() -> None:
     assert was_busy(watch.waited_share)
 
 
-def test_waiting_is_a_share_of_the_time() -> None:
-    with ProcessorWatch() as watch:
-        threads = [threading.Thread(target=_work, args=(0.05,)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert watch.waited_share is None or 0 <= watch.waited_share <= 1
+def test_compare_counts_both_runs_alike_and_takes_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, real = [], skipstone.stream
+
+    def watched(model: Any, ids: Any, method: Any, **options: Any) -> Any:
+        seen.append(method.name)
+        return real(model, ids, method, **options)
+
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--compare")
+    monkeypatch.setattr(skipstone, "stream", watched)
+    result = document(*common, "--repeat", 2)["comparison"]
+    assert seen == ["autoregressive", "layerskip"] * 3, "both are warmed up"
+    plain, method = result["plain"], result["method"]
+    assert (result["identical"], result["divergence"], result["repeats"]) == (True, None, 2)
+    assert plain["tokens"] == method["tokens"] == 48
+    assert result["speed_up"] == pytest.approx(plain["seconds"] / method["seconds"])
+    assert plain["acceptance_rate"] is None
+    assert method["ms_per_step_draft"] > 0
+    assert 0 < method["acceptance_rate"] < 1 < method["mean_acceptance_length"]
+    shown = succeed(*common)
+    assert shown.stdout == expected(folder)[1]
+    assert shown.stderr.splitlines()[-1] == "texts identical: yes"
 
 
-def _work(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
+def test_compare_names_the_first_difference_of_a_lossy_method(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24)
+    result = document(*common, "--method", "early_exit exit_layer=1", "--compare")
+    plain, lossy = expected(folder)[0], result["tokens"]
+    at = next(i for i in range(24) if plain[i] != lossy[i])
+    gap = result["comparison"]["divergence"]
+    assert (result["comparison"]["identical"], result["lossless"]) == (False, False)
+    assert (gap["position"], gap["plain"], gap["method"]) == (at, plain[at], lossy[at])
+    assert "lossy" in result["comparison"]["verdict"]
+
+
+def test_compare_notices_a_broken_verification(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = verify.match_greedy
+
+    def gullible(draft: Any, picks: Any, waived: Any) -> Any:
+        believed = picks.clone()
+        believed[:, : draft.width] = draft.tokens
+        return honest(draft, believed, waived)
+
+    monkeypatch.setattr(verify, "match_greedy", gullible)
+    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--compare")
+    last = result.stderr.splitlines()[-1]
+    assert re.fullmatch(r"texts identical: no, first difference at token \d+: plain \d+ '.+', method \d+ '.+'", last), last
+
+
+def test_compare_under_sampling_compares_tokens_only_where_they_must_agree(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, "--temperature", 1, "--seed", 3, "--compare")
+    standard = document(*common, *LAYERSKIP)["comparison"]
+    assert (standard["identical"], standard["divergence"]) == (None, None)
+    assert "equal in law only" in standard["verdict"]
+    coupled = document(*common, "--method", f"{LAYERSKIP[1]} rejection_sample_method=coupled")
+    assert coupled["comparison"]["identical"] is True
+    assert {"draft", "recovered"} <= set(coupled["origin"])
+
+
+def test_a_text_that_ends_early_differs_at_its_end(folder: Path) -> None:
+    mine = job(folder)
+    gap = first_difference(mine, [Run([1, 2]), Run([1, 2, 3])], [Run([1, 2]), Run([1, 2])])
+    assert gap is not None
+    assert str(gap) == "first difference at token 2: plain 3 '#', method ended"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,8 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     path = recipe(tmp_path, decoding={"method": "layerskip", "exit_layer": 1}, **evaluated)
     first = succeed("train", "layerskip", path)
     assert first.stdout == f"{tmp_path / 'out' / 'model'}\n"
-    lines = re.split(r"[\r\n]+", first.stderr)
-    assert any(re.fullmatch(r"code: \d+ documents, 0\.00 M tokens, [\d.]+ times", line) for line in lines)
-    assert any(re.search(r"4/4 \[\d\d:\d\d<\d\d:\d\d, .*loss=\d", line) for line in lines), first.stderr
-    assert any(
-        re.fullmatch(r"step 2: sums: perplexity [\d.]+, agreement E=1 0.\d\d E=2 0.\d\d E=3 1.00", line) for line in lines
-    )
+    assert re.search(r"4/4 \[\d\d:\d\d<\d\d:\d\d, .*loss=\d", first.stderr)
+    assert re.search(r"step 2: sums: perplexity [\d.]+, agreement E=1 0.\d\d E=2 0.\d\d E=3 1.00", first.stderr)
     assert "{" not in first.stderr, "no raw entries of the log"
     assert len(json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])) > 5
     generated = succeed("generate", tmp_path / "out" / "model", "--prompt", "def f3(x)", "--max-new-tokens", 5, "--stats")
@@ -50,10 +47,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     ("change", "part"),
     [
         ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output"),
-        ({"exits": {"dilation": 0}}, "found 0"),
-        ({"dropout": {"p_max": 2}}, "dropout.p_max: Input should be less than or equal to 1 (found 2)"),
         ({"training__max_steps": ...}, "training.max_steps must be given"),
-        ({"training__optim": "magic"}, "magic"),
         ({"training__fsdp": True}, "training.fsdp belongs to the launch"),
         ({"data__sources": [{"kind": "text", "path": "nowhere"}]}, "nowhere does not exist"),
         ({"model__config": {"model_type": "llama", "hidden_size": 15}}, "model.config: "),
@@ -65,11 +59,10 @@ def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, Any], part: str
 
 
 def test_a_recipe_or_a_package_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused(train(tmp_path / "nowhere.yaml"), "nowhere.yaml: no such recipe")
     assert_refused(train(tmp_path), "no such recipe")
     assert_refused(train(), "Missing argument 'recipe'")
     assert_refused(train(recipe(tmp_path), "--data-dir", tmp_path / "nowhere"), "nowhere: no such folder")
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    monkeypatch.setitem(sys.modules, "peft", None)
     assert_refused(train(recipe(tmp_path, model__lora={"r": 2})), 'model.lora needs peft: pip install "skipstone[train]"')
 
 
@@ -87,26 +80,14 @@ def test_an_error_in_the_middle_has_a_line_of_its_own(tmp_path: Path, monkeypatc
 def test_a_dry_run_says_what_a_run_would_take_and_starts_nothing(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     said = succeed("train", "layerskip", path, "--dry-run", "--shape", "8B", "--gpus", 8).stdout
-    assert said.startswith(
-        "8,030,261,248 parameters, 6,979,584,000 of them in 32 layers; 8 GPUs, 32 tokens a pass and GPU, 256 a step"
-    )
-    assert re.search(r"^parameters \(float32\) +4\.02 +4\.02$", said, re.MULTILINE)
-    assert "not measured on a GPU" in said
-    found = json.loads(succeed("train", "layerskip", path, "--dry-run", "--json").stdout)
-    assert found["gpus"] == 1
-    assert found["shape"]["layers"] == 3
+    assert said.startswith("8,030,261,248 parameters, 6,979,584,000 of them in 32 layers; 8 GPUs, ")
+    result = json.loads(succeed("train", "layerskip", path, "--dry-run", "--json").stdout)
+    assert (result["gpus"], result["shape"]["layers"]) == (1, 3)
     assert not (tmp_path / "out").exists()
-    faster = json.loads(
-        succeed("train", "layerskip", path, "--dry-run", "--json", "--mfu", 0.2, "--peak-tflops", 989 * 2).stdout
-    )
-    assert faster["seconds_a_step"] == pytest.approx(found["seconds_a_step"])
-
-
-def test_mistakes_in_a_dry_run_are_one_line(tmp_path: Path) -> None:
-    path = recipe(tmp_path)
+    faster = succeed("train", "layerskip", path, "--dry-run", "--json", "--mfu", 0.2, "--peak-tflops", 989 * 2).stdout
+    assert json.loads(faster)["seconds_a_step"] == pytest.approx(result["seconds_a_step"])
     assert_refused(train(path, "--gpus", 2), "are about --dry-run: give it, too")
     assert_refused(train(path, "--dry-run", "--shape", "3B"), "one of 1B, 8B, 70B, found '3B'")
     assert_refused(train(path, "--dry-run", "--gpus", 0), "expected 1 GPU or more")
-    assert_refused(
-        train(recipe(tmp_path / "two", exits={"exit_layers": [1, 8]}), "--dry-run"), "exit_layers must lie between 1 and 3"
-    )
+    deep = recipe(tmp_path / "two", exits={"exit_layers": [1, 8]})
+    assert_refused(train(deep, "--dry-run"), "exit_layers must lie between 1 and 3")

@@ -1,10 +1,4 @@
-"""LangChain's clients of OpenAI's API, in an environment of their own (`make test-clients`).
-
-    python ask_by_langchain.py URL MODEL < requests.json
-
-requests: {"texts": [...], "turns": [{"role", "content"}, ...], "schema": {...}, "new": most tokens}. Prints what came: "texts"
-and "chat" at once, "streamed_text" and "streamed_chat" in pieces, "output_tokens" of the chat, "structured" by the schema.
-"""
+"""LangChain's clients of OpenAI's API: python ask_by_langchain.py URL MODEL < requests.json prints the answers."""
 
 import json
 import sys

@@ -1,12 +1,4 @@
-"""LiteLLM against a server that speaks OpenAI's API, in an environment of its own (`make test-clients`).
-
-    python ask_by_litellm.py URL MODEL < requests.json
-
-requests: {"text", "turns": [{"role", "content"}, ...], "tool": a function as OpenAI describes it, "schema": {...}, "new": most
-tokens}. Prints what came: "text" and "chat" at once, "streamed_text" and "streamed_chat" in pieces, the "usage" of the chat and
-the "streamed_usage" of its stream, the "call" of the tool at once and the "streamed_call", "structured" by the schema, the
-"refused" class and status of an error, and the "metrics" that a field of our own asks for.
-"""
+"""LiteLLM against a server that speaks OpenAI's API: python ask_by_litellm.py URL MODEL < requests.json prints the answers."""
 
 import json
 import sys
@@ -16,7 +8,6 @@ import litellm
 
 
 def streamed_call(chunks: Any, turns: list[dict[str, str]]) -> dict[str, Any]:
-    """The call that the chunks of a stream come to."""
     return litellm.stream_chunk_builder(list(chunks), messages=turns).choices[0].message.tool_calls[0].function.model_dump()
 
 

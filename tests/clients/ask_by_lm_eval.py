@@ -1,10 +1,4 @@
-"""lm-eval's model `local-completions`, in an environment of its own (`make test-clients`), called as its tasks call it.
-
-    python ask_by_lm_eval.py URL MODEL TOKENIZER < requests.json
-
-requests: {"generate_until": [[context, settings], ...], "loglikelihood": [[context, continuation], ...]}. Prints the answers
-under the same names.
-"""
+"""lm-eval's model `local-completions`: python ask_by_lm_eval.py URL MODEL TOKENIZER < requests.json prints the answers."""
 
 import json
 import sys

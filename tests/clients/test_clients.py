@@ -31,12 +31,10 @@ COUNTED = {
     "required": ["count"],
     "additionalProperties": False,
 }
-"""A JSON schema."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with a chat template."""
     return with_template(tmp_path_factory.mktemp("model"))
 
 
@@ -52,7 +50,6 @@ def served(folder: Path) -> Iterator[Process]:
 
 
 def expected(loaded: Any, prompt: Any, new: int) -> str:
-    """What `skipstone.generate` writes, greedily."""
     model, tokenizer = loaded
     text = skipstone.generate(model, prompt, tokenizer=tokenizer, max_new_tokens=new, do_sample=False).text
     assert isinstance(text, str)
@@ -60,7 +57,6 @@ def expected(loaded: Any, prompt: Any, new: int) -> str:
 
 
 def asked(script: str, *arguments: str, **requests: Any) -> dict[str, Any]:
-    """What a program of others found, in its own environment."""
     if not PYTHON.exists():
         pytest.skip("`make test-clients` sets up the programs that are tested here")
     command = [str(PYTHON), str(Path(__file__).parent / script), *arguments]
@@ -70,67 +66,64 @@ def asked(script: str, *arguments: str, **requests: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def bare(loaded: Any, text: str) -> list[int]:
-    """The tokens that lm-eval sends, which begin without a token of the beginning."""
-    return loaded[1](text, add_special_tokens=False)["input_ids"]
+def test_lm_eval_generates_until_a_string_and_its_log_likelihoods_are_those_of_the_model(
+    served: Process, folder: Path, loaded: Any
+) -> None:
+    model, tokenizer = loaded
 
+    def bare(text: str) -> list[int]:
+        """The tokens that lm-eval sends, which begin without a token of the beginning."""
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-def test_lm_eval_generates_until_a_string(served: Process, folder: Path, loaded: Any) -> None:
     asking = [(text, {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}) for text in TEXTS]
-    found = asked("ask_by_lm_eval.py", served.url, NAME, str(folder), generate_until=asking)
-    model, tokenizer = loaded
-    for text, generated in zip(TEXTS, found["generate_until"], strict=True):
-        output = skipstone.generate(model, torch.tensor([bare(loaded, text)]), max_new_tokens=24, do_sample=False)
-        assert output.new_tokens is not None
-        assert generated == tokenizer.decode(output.new_tokens[0], skip_special_tokens=True).split("\n\n")[0]
-
-
-def test_lm_eval_s_log_likelihoods_are_those_of_the_model(served: Process, folder: Path, loaded: Any) -> None:
-    model, tokenizer = loaded
-    next_token = int(model(torch.tensor([bare(loaded, TEXTS[0])])).logits[0, -1].argmax())
+    next_token = int(model(torch.tensor([bare(TEXTS[0])])).logits[0, -1].argmax())
     pairs = [(TEXTS[0], tokenizer.decode([next_token])), (TEXTS[0], " window")]
     pairs += [(TEXTS[1], "    pass\n"), (TEXTS[2], "        self.items = []")]
-    found = asked("ask_by_lm_eval.py", served.url, NAME, str(folder), loglikelihood=pairs)["loglikelihood"]
-    for (context, continuation), (own, greedy) in zip(pairs, found, strict=True):
-        ids, before = bare(loaded, context + continuation), len(bare(loaded, context.rstrip()))  # as lm-eval divides them
+    result = asked("ask_by_lm_eval.py", served.url, NAME, str(folder), generate_until=asking, loglikelihood=pairs)
+    for text, generated in zip(TEXTS, result["generate_until"], strict=True):
+        output = skipstone.generate(model, torch.tensor([bare(text)]), max_new_tokens=24, do_sample=False)
+        assert output.new_tokens is not None
+        assert generated == tokenizer.decode(output.new_tokens[0], skip_special_tokens=True).split("\n\n")[0]
+    for (context, continuation), (own, greedy) in zip(pairs, result["loglikelihood"], strict=True):
+        ids, before = bare(context + continuation), len(bare(context.rstrip()))  # as lm-eval divides them
         with torch.inference_mode():
             chances = model(torch.tensor([ids])).logits[0, before - 1 : -1].float().log_softmax(-1)
         rest = torch.tensor(ids[before:])
         assert own == pytest.approx(float(chances.gather(-1, rest[:, None]).sum()), abs=1e-2)
         assert greedy == bool((chances.argmax(-1) == rest).all())
-    assert [greedy for _, greedy in found][:2] == [True, False]
+    assert [greedy for _, greedy in result["loglikelihood"]][:2] == [True, False]
 
 
 def test_langchain_completes_texts_and_chats_at_once_and_as_streams(served: Process, loaded: Any) -> None:
     schema = {"title": "thing", "description": "a thing", **COUNTED}
-    found = asked("ask_by_langchain.py", served.url, NAME, texts=TEXTS, turns=TURNS, schema=schema, new=24)
-    assert found["texts"] == [expected(loaded, text, 24) for text in TEXTS]
-    assert "".join(found["streamed_text"]) == found["texts"][0]
-    assert len(found["streamed_text"]) > 1
-    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, TURNS, 24)
-    assert 0 < found["output_tokens"] <= 24
-    assert 0 <= found["structured"]["count"] <= 99
+    result = asked("ask_by_langchain.py", served.url, NAME, texts=TEXTS, turns=TURNS, schema=schema, new=24)
+    assert result["texts"] == [expected(loaded, text, 24) for text in TEXTS]
+    assert "".join(result["streamed_text"]) == result["texts"][0]
+    assert len(result["streamed_text"]) > 1
+    assert result["chat"] == "".join(result["streamed_chat"]) == expected(loaded, TURNS, 24)
+    assert 0 < result["output_tokens"] <= 24
+    assert 0 <= result["structured"]["count"] <= 99
 
 
 def test_litellm_completes_texts_and_chats_calls_tools_and_obeys_a_schema(served: Process, loaded: Any) -> None:
     tool = {"name": "count_to", "description": "counts", "parameters": COUNTED}
-    found = asked("ask_by_litellm.py", served.url, NAME, text=TEXTS[0], turns=TURNS, tool=tool, schema=COUNTED, new=24)
-    assert found["text"] == "".join(found["streamed_text"]) == expected(loaded, TEXTS[0], 24)
-    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, TURNS, 24)
-    assert min(len([piece for piece in found[kind] if piece]) for kind in ("streamed_text", "streamed_chat")) > 1
+    result = asked("ask_by_litellm.py", served.url, NAME, text=TEXTS[0], turns=TURNS, tool=tool, schema=COUNTED, new=24)
+    assert result["text"] == "".join(result["streamed_text"]) == expected(loaded, TEXTS[0], 24)
+    assert result["chat"] == "".join(result["streamed_chat"]) == expected(loaded, TURNS, 24)
+    assert min(len([piece for piece in result[kind] if piece]) for kind in ("streamed_text", "streamed_chat")) > 1
     prompt = len(loaded[1].apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True)["input_ids"])
-    for usage in (found["usage"], found["streamed_usage"]):
+    for usage in (result["usage"], result["streamed_usage"]):
         assert usage["prompt_tokens"] == prompt
         assert usage["total_tokens"] == prompt + usage["completion_tokens"]
         assert 0 < usage["completion_tokens"] <= 24
-    assert found["call"] == found["streamed_call"]
-    assert found["call"]["name"] == "count_to"
-    for written in (found["call"]["arguments"], found["structured"]):
+    assert result["call"] == result["streamed_call"]
+    assert result["call"]["name"] == "count_to"
+    for written in (result["call"]["arguments"], result["structured"]):
         value = json.loads(written)
         assert set(value) == {"count"}
         assert 0 <= value["count"] <= 99
-    figures = found["metrics"]["speculative_decoding"]
+    figures = result["metrics"]["speculative_decoding"]
     assert 0 < figures["num_accepted_draft_tokens"] <= figures["num_draft_tokens"]
-    name, status, said = found["refused"]
+    name, status, said = result["refused"]
     assert (name, status) == ("BadRequestError", 400)
     assert "max_tokens" in said

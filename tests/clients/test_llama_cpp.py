@@ -1,7 +1,4 @@
-"""llama.cpp itself on exported files: its greedy texts, plain and with the exported draft, and its tokens of a text.
-
-The server is what SKIPSTONE_LLAMA_SERVER names, or the `llama-server` that is installed; without one the tests are skipped.
-"""
+"""llama.cpp itself on exported files, by the server that SKIPSTONE_LLAMA_SERVER names, or an installed `llama-server`."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextmanager
 def served(*arguments: Any) -> Iterator[httpx.Client]:
-    """llama-server with a file, on one thread."""
     if SERVER is None:
         pytest.skip("there is no llama-server: name one by SKIPSTONE_LLAMA_SERVER")
     port = free_port()
@@ -71,16 +67,8 @@ def served(*arguments: Any) -> Iterator[httpx.Client]:
 
 
 def written(http: httpx.Client, ids: list[int]) -> dict[str, Any]:
-    """Its greedy answer to token ids."""
-    asked = {
-        "prompt": ids,
-        "n_predict": NEW,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_tokens": True,
-        "cache_prompt": False,
-    }
-    return http.post("/completion", json=asked).raise_for_status().json()
+    request = {"prompt": ids, "n_predict": NEW, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    return http.post("/completion", json=request | {"cache_prompt": False}).raise_for_status().json()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,7 +105,7 @@ def test_a_text_has_the_tokenizer_s_tokens(rule: str, begins: bool, tmp_path: Pa
     write_pair(ModelRunner(model, "eager"), vocabulary_of(tokenizer, model), DraftLayers((0,), 4), folder, "F32", "tiny")
     with served("-m", folder / TARGET) as http:
         for text in TEXTS:
-            asked = {"content": text, "add_special": True, "parse_special": True}
-            assert http.post("/tokenize", json=asked).json()["tokens"] == tokenizer(text)["input_ids"], text
+            request = {"content": text, "add_special": True, "parse_special": True}
+            assert http.post("/tokenize", json=request).json()["tokens"] == tokenizer(text)["input_ids"], text
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert http.post("/detokenize", json={"tokens": ids}).json()["content"] == text

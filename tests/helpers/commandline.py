@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
 from pathlib import Path
@@ -24,8 +25,14 @@ LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")
 
 @functools.cache
 def program() -> Any:
-    """The command with all its verbs and options, put together once."""
     return get_command(app)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:
@@ -34,7 +41,7 @@ def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return CliRunner().invoke(program(), [str(argument) for argument in arguments], input=stdin)
+        return CliRunner().invoke(program(), [*map(str, arguments)], input=stdin)
     finally:
         logging.set_verbosity(verbosity)
 
@@ -59,7 +66,6 @@ def expected(folder: Path, prompt: str = PROMPT, tokens: int = 24, **options: An
 
 
 def job(folder: Path, **options: Any) -> RunInput:
-    """The checkpoint, loaded, with the prompt."""
     model, tokenizer = skipstone.load(folder)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     return RunInput(model, tokenizer, ids, {"max_new_tokens": 24, "do_sample": False} | options, 0)

@@ -14,7 +14,6 @@ class Planted(BaseException):
 
 
 def plant(now: threading.Event) -> None:
-    """When it is set, a model's thread dies at its next turn."""
     own = Scheduler.expire_requests
 
     def expire(scheduler: Scheduler) -> None:

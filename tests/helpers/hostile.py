@@ -61,13 +61,8 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }
 """Schemas by what is bad about them."""
-REFUSED = (
-    "a definition of itself",
-    "an intersection of unions",
-    "nested deeply",
-    "an intersection of patterns",
-    "many patterns of names",
-)
+REFUSED = {"a definition of itself", "an intersection of unions", "nested deeply"}
+REFUSED |= {"an intersection of patterns", "many patterns of names"}
 """Of these, the ones that are answered with 400; the others with a text."""
 
 BIG = "1" + "0" * 30
@@ -88,47 +83,25 @@ BODIES: dict[str, str] = {
     "no JSON": "{",
     "no object": "[]",
     "null": "null",
-    "a lone surrogate in the prompt": '{"prompt": "\\ud800"}',
-    "a lone surrogate as a field": '{"prompt": "a", "\\ud800": 1}',
-    "a lone surrogate as a stop string": '{"prompt": "a", "stop": "\\udfff"}',
-    "a lone surrogate as the model": '{"prompt": "a", "model": "\\ud800"}',
-    "a lone surrogate as the method": '{"prompt": "a", "speculative": "\\ud800"}',
-    "a lone surrogate as a setting": '{"prompt": "a", "speculative": {"method": "auto", "\\ud800": 1}}',
-    "a lone surrogate as a token to bias": '{"prompt": "a", "logit_bias": {"\\ud800": 1}}',
-    "a lone surrogate in a schema": _asking_for('{"const": "\\ud800"}'),
     "a token beyond 64 bits": f'{{"prompt": [{BIG}]}}',
-    "a token below 64 bits": f'{{"prompt": [-{BIG}]}}',
     "a token of 64 bits": '{"prompt": [9223372036854775807]}',
-    "a token below zero": '{"prompt": [-1]}',
     "a huge top_k": f'{{"prompt": "a", "max_tokens": 2, "temperature": 1, "top_k": {BIG}}}',
     "a top_k of 63 bits": '{"prompt": "a", "max_tokens": 2, "temperature": 1, "top_k": 9223372036854775807}',
     "a huge length": f'{{"prompt": "a", "max_tokens": {BIG}}}',
-    "a huge seed": f'{{"prompt": "a", "seed": {BIG}}}',
     "a tiny temperature": '{"prompt": "a", "max_tokens": 2, "temperature": 1e-320}',
     "a tiny top_p": '{"prompt": "a", "max_tokens": 2, "temperature": 1, "top_p": 1e-320}',
-    "a tiny repetition penalty": '{"prompt": "a", "max_tokens": 2, "repetition_penalty": 1e-320}',
     "not a number": '{"prompt": "a", "temperature": NaN}',
     "infinity": '{"prompt": "a", "temperature": 1e999}',
     "a NUL": '{"prompt": "\\u0000", "max_tokens": 2, "stop": "\\u0000"}',
     "nested too deeply for a parser": _deep(100_000),
     "a deep method": f'{{"prompt": "a", "speculative": {_deep(_DEEP)}}}',
     "a deep schema": _asking_for(_deep(_DEEP)),
-    "a schema of half that depth": _asking_for(_deep(_DEEP // 2)),
     "settings of no kind": '{"prompt": "a", "speculative": {"method": ["auto"]}}',
     "a method without a name": '{"prompt": "a", "speculative": {}}',
     "a huge setting": f'{{"prompt": "a", "speculative": {{"method": "layerskip", "exit_layer": {BIG}}}}}',
-    "settings below zero": '{"prompt": "a", "speculative": "layerskip exit_layer=-1"}',
-    "a huge draft": f'{{"prompt": "a", "max_tokens": 2, "speculative": "prompt_lookup num_speculative_tokens={BIG}"}}',
     "a long draft": '{"prompt": "a", "max_tokens": 2, "speculative": "prompt_lookup num_speculative_tokens=1000000"}',
     "an unclosed quote": '{"prompt": "a", "speculative": "auto candidates=\'"}',
 }
 """Bodies of /v1/completions, as they go over the wire, by what is wrong with them."""
-TAKEN = (
-    "a top_k of 63 bits",
-    "a tiny temperature",
-    "a tiny top_p",
-    "a tiny repetition penalty",
-    "a NUL",
-    "a method without a name",
-)
+TAKEN = {"a top_k of 63 bits", "a tiny temperature", "a tiny top_p", "a NUL", "a method without a name"}
 """Of these, the ones that are strange and yet right: they are answered with a text, the others with 400."""

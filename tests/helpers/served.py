@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 import psutil
 import uvicorn
+from starlette.testclient import TestClient
 
 from skipstone.assets import NANO
 from skipstone.serving.app import make_app
@@ -31,7 +33,6 @@ from skipstone.serving.settings import ServerSettings
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
-"""The checkout, whose modules a process may run."""
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -64,7 +65,7 @@ class Place:
         self.http = httpx.Client(base_url=self.url, timeout=SLOW)
 
     def until_ready(self, seconds: float = SLOW) -> float:
-        """Waits until the server takes requests. Returns for how many seconds. AssertionError if it does not come to that."""
+        """Waits until the server takes requests, for so many seconds at most. Returns how many seconds that took."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
             try:
@@ -77,12 +78,15 @@ class Place:
 
     @property
     def lives(self) -> bool:
-        """Whether there is a server, ready or not."""
         raise NotImplementedError
 
     def said(self) -> str:
-        """What it wrote into its log, where it has one."""
         return ""
+
+    def chunks(self, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+        """The chunks of a stream, which are those of an answer that is read as a whole."""
+        lines = self.http.post(path, json={**body, "stream": True}).text.splitlines()
+        return [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
 
     def counted(self, name: str) -> float:
         """A counter of /metrics, all its labels together."""
@@ -95,15 +99,13 @@ class Place:
 
     def until_idle(self, seconds: float = SLOW) -> None:
         """AssertionError if after so many seconds there is still a text that has a row or waits for one."""
-        began = time.monotonic()
-        while (left := self.at_work()) and time.monotonic() - began < seconds:
+        end = time.monotonic() + seconds
+        while left := self.at_work():
+            assert time.monotonic() < end, f"{left:g} texts have a row or wait for one, of clients that have gone"
             time.sleep(0.05)
-        assert not left, f"{left:g} texts have a row or wait for one, of clients that have gone"
 
 
 class InThread(Place):
-    """A server in a thread of its own."""
-
     def __init__(self, server: Server, api_key: str | None = None) -> None:
         super().__init__()
         self.server = server
@@ -132,49 +134,54 @@ def in_thread(load: Callable[[], tuple[Any, Any]], **settings: Any) -> Iterator[
     running.stop()
 
 
+@contextmanager
+def without_socket(server: Server, api_key: str | None = None) -> Iterator[TestClient]:
+    """A client of a server that has loaded its model and listens at no port."""
+    with TestClient(make_app(server, api_key)) as client:
+        while client.get("/health").status_code != 200:
+            time.sleep(0.01)
+        yield client
+
+
 class Process(Place):
     """`skipstone serve` on the bundled model, which is not started yet. options: of the command. module: that is run."""
+
+    process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, *options: str, module: str = "skipstone") -> None:
         super().__init__()
         self.command = [sys.executable, "-m", module, "serve", "--port", str(self.port), "--drain-timeout", "2", *options]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Returns the seconds until it took requests."""
-        self.begin()
-        return self.until_ready()
-
-    def begin(self) -> subprocess.Popen[bytes]:
-        """Start it, and wait for nothing."""
         self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log, env=dict(os.environ), cwd=ROOT)
-        return self.process
+        return self.until_ready()
 
     @property
     def lives(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def running(self) -> psutil.Process:
+        assert self.process is not None
+        return psutil.Process(self.process.pid)
 
     def said(self) -> str:
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-4000:]
 
     def kill(self) -> None:
-        """As `kill -9` does it."""
         assert self.process is not None
         self.process.kill()
         self.process.wait(30)
 
     def worked(self) -> float:
         """Seconds of processors that it has used, which say more of a start than the clock where others compute as well."""
-        assert self.process is not None
-        times = psutil.Process(self.process.pid).cpu_times()
+        times = self.running.cpu_times()
         return times.user + times.system
 
     def resident(self) -> int:
-        """Bytes of memory that it has."""
-        assert self.process is not None
-        return psutil.Process(self.process.pid).memory_info().rss
+        return self.running.memory_info().rss
 
     def stop(self) -> None:
         self.http.close()
@@ -198,7 +205,6 @@ def with_template(folder: Path) -> Path:
 
 @contextmanager
 def serving(*options: str) -> Iterator[Process]:
-    """A process that takes requests."""
     process = Process(*options)
     try:
         process.start()
@@ -207,15 +213,8 @@ def serving(*options: str) -> Iterator[Process]:
         process.stop()
 
 
-# ----------------------------------------------------------------------------------------------------------- clients
-
-
 class Busy(Exception):
-    """A client was told to come again. seconds: after which."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"ask again in {seconds:g} s")
-        self.seconds = seconds
+    """A client was told to come again, after so many seconds."""
 
 
 @dataclass
@@ -227,31 +226,26 @@ class Heard:
     text: str = ""
     arrived: list[float] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two pieces."""
-        return [after - before for before, after in zip(self.arrived, self.arrived[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.arrived)]
 
     @property
     def seconds(self) -> float:
-        """From the question to the last piece of text."""
         return self.arrived[-1] - self.began
 
     def take(self, line: str) -> None:
         """A line of a stream. RuntimeError for one that tells of an error."""
-        if not line.startswith("data:") or line.endswith("[DONE]"):
+        if not line.startswith("data: {"):
             return
         chunk = json.loads(line[5:])
         if "error" in chunk:
             raise RuntimeError(str(chunk["error"]))
         self.usage = chunk.get("usage") or self.usage
-        self.figures = chunk.get("metrics") or self.figures
-        for choice in chunk["choices"]:
-            if choice["text"]:
-                self.text += choice["text"]
-                self.arrived.append(time.perf_counter())
+        for text in filter(None, (choice["text"] for choice in chunk["choices"])):
+            self.text += text
+            self.arrived.append(time.perf_counter())
 
 
 async def hear(http: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
@@ -268,32 +262,26 @@ async def hear(http: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
 
 
 async def heard_at_last(http: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
-    """The same by a client that comes again when it is told to. Its times are those of the question that was taken."""
+    """The same by a client that comes again when it is told to. Its times are those of the request that was taken."""
     while True:
         try:
             return await hear(http, body)
         except Busy as busy:
-            await asyncio.sleep(busy.seconds)
+            await asyncio.sleep(*busy.args)
 
 
 def caller(url: str) -> httpx.AsyncClient:
-    """A client with as many connections as it likes."""
     return httpx.AsyncClient(base_url=url, timeout=SLOW, limits=httpx.Limits(max_connections=None))
 
 
 def p95(values: Sequence[float]) -> float:
-    """The 95th percentile."""
     return quantiles(values, n=20)[-1]
 
 
-# ------------------------------------------------------------------------------------------------------ rude clients
-
-
-def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    """An HTTP request as it goes over the wire."""
+def request_bytes(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + content
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {HOST}", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
 
 
 def slow_reader(port: int, body: dict[str, Any]) -> socket.socket:
@@ -307,8 +295,8 @@ def slow_reader(port: int, body: dict[str, Any]) -> socket.socket:
 
 
 async def goes_away(port: int, body: dict[str, Any], after: str, seconds: float) -> None:
-    """A client that leaves without a word. after: "connecting", "half a request", "a request", "some text" or "all"; in the
-    third case it stays for so many seconds before."""
+    """A client that leaves without a word. after: "connecting", "half a request", "a request" (and so many seconds), "some
+    text" or "all"."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         request = request_bytes(body)
@@ -325,16 +313,12 @@ async def goes_away(port: int, body: dict[str, Any], after: str, seconds: float)
         writer.transport.abort()  # a reset, not a farewell
 
 
-class Questions:
-    """Questions to a server, all the same, of which it is known when they were taken. body: of each."""
-
-    def __init__(self, served: Place, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
-        self.served, self.http, self.body = served, http, body
-        self._tasks: list[asyncio.Task[Heard]] = []
-
-    async def begin(self, count: int) -> list[asyncio.Task[Heard]]:
-        """So many more, which the server has taken when this returns."""
-        self._tasks += [asyncio.create_task(hear(self.http, self.body)) for _ in range(count)]
-        while self.served.at_work() + sum(task.done() for task in self._tasks) < len(self._tasks):
+async def begin(served: Place, http: httpx.AsyncClient, body: dict[str, Any], *counts: int) -> list[list[asyncio.Task[Heard]]]:
+    """Groups of so many questions, all the same, each of which the server has taken before the next one begins."""
+    groups: list[list[asyncio.Task[Heard]]] = []
+    for count in counts:
+        groups.append([asyncio.create_task(hear(http, body)) for _ in range(count)])
+        asked = [task for group in groups for task in group]
+        while served.at_work() + sum(task.done() for task in asked) < len(asked):
             await asyncio.sleep(0.01)
-        return self._tasks[-count:]
+    return groups

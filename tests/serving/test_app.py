@@ -1,12 +1,12 @@
-"""The HTTP routes, over a real socket, with the bundled model: what OpenAI's client, and a rude one, get to see."""
+"""The HTTP routes over a real socket, with the bundled model: what OpenAI's client, and a rude one, get to see."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
@@ -21,6 +21,7 @@ from skipstone.serving.request_parser import SERVER_SETTINGS
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
+from tests.helpers.hostile import nested
 from tests.helpers.served import InThread, in_thread, refusal
 
 TEXTS = [
@@ -30,12 +31,6 @@ TEXTS = [
     "x = [1, 2, 3]\n",
 ]
 KEY = "sk-secret"
-
-
-@pytest.fixture(scope="module")
-def nano(loaded: Any) -> Iterator[InThread]:
-    with in_thread(lambda: loaded, max_num_seqs=4, max_waiting=16, drain_seconds=5) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -52,60 +47,32 @@ def post(nano: InThread, path: str = "/v1/completions", **body: Any) -> httpx.Re
     return nano.http.post(path, json=body)
 
 
-# ------------------------------------------------------------------------------------------------------------- texts
-
-
-def test_answers_of_many_clients_at_once_are_those_of_generate(loaded: Any, client: openai.OpenAI) -> None:
-    def asked(text: str) -> str:
-        return client.completions.create(model="skipstone-nano", prompt=text, max_tokens=40, temperature=0).choices[0].text
+def test_answers_of_many_clients_at_once_are_those_of_generate(loaded: Any, nano: InThread) -> None:
+    def answer(text: str) -> str:
+        return post(nano, prompt=text, max_tokens=30, temperature=0).json()["choices"][0]["text"]
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(asked, TEXTS * 3))
-    assert found == [expected(loaded, text, 40, do_sample=False) for text in TEXTS] * 3
+        result = list(pool.map(answer, TEXTS * 3))
+    assert result == [expected(loaded, text, 30, do_sample=False) for text in TEXTS] * 3
 
 
 def test_a_stream_has_the_same_text_and_ends_with_the_usage(loaded: Any, client: openai.OpenAI) -> None:
-    chunks = list(
-        client.completions.create(
-            model="skipstone-nano",
-            prompt=TEXTS[0],
-            max_tokens=30,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-    assert text == expected(loaded, TEXTS[0], 30, do_sample=False)
-    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
-    assert reasons[-1] in ("stop", "length")
-    assert not any(reasons[:-1])
+    body: dict[str, Any] = {"model": "skipstone-nano", "prompt": TEXTS[0], "max_tokens": 30, "temperature": 0}
+    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == expected(loaded, TEXTS[0], 30, do_sample=False)
+    assert [bool(choice.finish_reason) for choice in choices] == [False] * (len(choices) - 1) + [True]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens <= 30
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stop_string_ends_the_text_before_it(loaded: Any, client: openai.OpenAI) -> None:
-    whole = expected(loaded, TEXTS[2], 40, do_sample=False)
-    stop = whole[10:16]
-    answer = client.completions.create(model="skipstone-nano", prompt=TEXTS[2], max_tokens=40, temperature=0, stop=[stop, "\0"])
-    assert answer.choices[0].text == whole[: whole.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens < 40
-
-
-def test_a_seed_says_what_is_drawn_and_every_choice_has_another(loaded: Any, client: openai.OpenAI) -> None:
-    def drawn(count: int) -> list[str]:
-        answer = client.completions.create(
-            model="skipstone-nano", prompt=TEXTS[3], max_tokens=25, temperature=1.0, top_p=0.95, seed=7, n=count
-        )
-        return [choice.text for choice in sorted(answer.choices, key=lambda one: one.index)]
-
-    three = drawn(3)
-    assert len(set(three)) > 1
-    assert drawn(3) == three
-    assert three[0] == expected(loaded, TEXTS[3], 25, do_sample=True, temperature=1.0, top_p=0.95, seed=7)
+def test_a_seed_says_what_is_drawn_and_every_choice_has_another(loaded: Any, nano: InThread) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
+    three, again = (post(nano, prompt=TEXTS[3], max_tokens=25, n=3, **sampling).json()["choices"] for _ in range(2))
+    assert three == again
+    assert len({choice["text"] for choice in three}) > 1
+    assert three[0]["text"] == expected(loaded, TEXTS[3], 25, do_sample=True, **sampling)
 
 
 def test_a_method_of_the_request_s_own_writes_the_same_text(loaded: Any, nano: InThread) -> None:
@@ -121,45 +88,25 @@ def test_a_method_of_the_request_s_own_writes_the_same_text(loaded: Any, nano: I
         assert sum(histogram) == figures["num_spec_steps"]
 
 
-def test_log_probabilities_are_those_of_the_model(loaded: Any, client: openai.OpenAI) -> None:
-    model, tokenizer = loaded
-    answer = client.completions.create(model="skipstone-nano", prompt=TEXTS[0], max_tokens=12, temperature=0, logprobs=3)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.token_logprobs is not None
-    assert told.top_logprobs is not None
-    prompt = tokenizer(TEXTS[0])["input_ids"]
-    output = skipstone.generate(model, torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    assert output.new_tokens is not None
-    new = output.new_tokens[0]
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
-    right = logits.float().log_softmax(-1)
-    assert len(told.token_logprobs) == len(new)
-    for place, token in enumerate(new):
-        assert told.token_logprobs[place] == pytest.approx(float(right[place, token]), abs=1e-3)
-        assert len(told.top_logprobs[place]) <= 3
-        assert max(told.top_logprobs[place].values()) == pytest.approx(float(right[place].max()), abs=1e-3)
+def test_log_probabilities_are_those_of_the_model(loaded: Any, nano: InThread) -> None:
+    info = post(nano, prompt=TEXTS[0], max_tokens=12, temperature=0, logprobs=3).json()["choices"][0]["logprobs"]
+    prompt = loaded[1](TEXTS[0])["input_ids"]
+    new: Any = skipstone.generate(loaded[0], torch.tensor([prompt]), max_new_tokens=12, do_sample=False).new_tokens
+    right = chances(loaded, prompt + new[0], len(prompt))
+    own = right.gather(-1, torch.tensor(new[0])[:, None])[:, 0]
+    assert info["token_logprobs"] == pytest.approx(own.tolist(), abs=1e-3)
+    assert max(map(len, info["top_logprobs"])) <= 3
+    best = [max(each.values()) for each in info["top_logprobs"]]
+    assert best == pytest.approx(right.max(-1).values.tolist(), abs=1e-3)
 
 
-def test_penalties_and_biases_change_what_is_written(client: openai.OpenAI, loaded: Any) -> None:
-    _, tokenizer = loaded
-    token = tokenizer(TEXTS[0])["input_ids"][1]
-    biased = client.completions.create(
-        model="skipstone-nano", prompt=TEXTS[0], max_tokens=4, temperature=0, logit_bias={str(token): 100}
-    )
-    assert biased.choices[0].text == tokenizer.decode([token] * 4)
-    varied = client.completions.create(
-        model="skipstone-nano",
-        prompt=TEXTS[0],
-        max_tokens=4,
-        temperature=0,
-        logit_bias={str(token): 30},
-        presence_penalty=2.0,
-        frequency_penalty=2.0,
-        extra_body={"repetition_penalty": 9.0},
-    )
-    assert varied.choices[0].text != biased.choices[0].text
+def test_penalties_and_biases_change_what_is_written(nano: InThread, loaded: Any) -> None:
+    token = loaded[1](TEXTS[0])["input_ids"][1]
+    body: dict[str, Any] = {"prompt": TEXTS[0], "max_tokens": 4, "temperature": 0, "logit_bias": {str(token): 30}}
+    biased = post(nano, **body).json()["choices"][0]["text"]
+    assert biased == loaded[1].decode([token] * 4)
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 9.0}
+    assert post(nano, **body, **penalties).json()["choices"][0]["text"] != biased
 
 
 def test_a_prompt_that_begins_like_the_one_before_is_not_read_twice(nano: InThread, loaded: Any) -> None:
@@ -181,71 +128,19 @@ def test_several_prompts_and_token_ids(nano: InThread, loaded: Any) -> None:
     assert post(nano, prompt=ids, max_tokens=6, temperature=0).json()["choices"][0]["text"] == texts[0]
 
 
-def test_a_page_is_told_where_every_token_comes_from(nano: InThread) -> None:
-    body = {"prompt": TEXTS[1], "max_tokens": 30, "temperature": 0, "ignore_eos": True, "speculative": "auto"}
-    body |= {"stream": True, "stream_speculative": True}
-    told: list[dict[str, Any]] = []
-    with nano.http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line.startswith("data:")]
-    assert lines[-1] == "data: [DONE]"
-    for line in lines[:-1]:
-        told += [json.loads(line[5:])["speculative"]] if "speculative" in json.loads(line[5:]) else []
-    tokens = [token for step in told for token in step["tokens"]]
-    assert len(tokens) == 30
-    assert tokens[0]["origin"] == "prefill"
-    assert {token["origin"] for token in tokens} <= {"prefill", "draft", "recovered", "bonus"}
-    assert all(step["verify_ms"] >= 0 and step["drafter"] for step in told[1:])
-    assert [step["step"] for step in told] == list(range(len(told)))
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("speculative", ["auto", {"method": "layerskip", "exit_layer": 6}])
-def test_structured_output_obeys_its_schema_whatever_drafts(nano: InThread, speculative: Any) -> None:
-    """The text is that without drafts, greedily and, of methods that draw with the target's noise, with a seed."""
-    format_ = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
-    asked = {"prompt": 'thing = {"name": "stack", "count": 3}\nthing = ', "max_tokens": 80, "response_format": format_}
-    for settings in ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "n": 3}):
-        answer = post(nano, **asked, **settings, speculative=speculative).json()
-        plain = post(nano, **asked, **settings, speculative="off").json()
-        for choice, same in zip(answer["choices"], plain["choices"], strict=True):
-            assert choice["text"] == same["text"] or (settings["temperature"] and isinstance(speculative, dict))
-            assert choice["finish_reason"] == "stop"
-            found = json.loads(choice["text"])
-            assert set(found) == {"name", "count"}
-            assert len(found["name"]) <= 12
-            assert 0 <= found["count"] <= 99
-
-
 def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
     answer = post(nano, prompt="x = ", max_tokens=60, temperature=0, response_format={"type": "json_object"}).json()
     assert answer["choices"][0]["text"].lstrip().startswith("{")
-
-    def wrong(schema: Any, **more: Any) -> str:
+    for schema, more, said in (
+        ({"type": "nothing that there is"}, {}, "response_format"),
+        (nested(40, "properties"), {}, "deep"),
+        ({"enum": ["a" * 70_000]}, {}, "characters"),
+        ({"type": "integer"}, {"ignore_eos": True}, "ignore_eos"),
+    ):
         format_ = {"type": "json_schema", "json_schema": {"schema": schema}}
         response = post(nano, prompt="x = ", response_format=format_, **more)
-        assert response.status_code == 400
-        return refusal(response)
-
-    assert "response_format" in wrong({"type": "nothing that there is"})
-    deep: dict[str, Any] = {}
-    for _ in range(40):
-        deep = {"properties": {"a": deep}}
-    assert "deep" in wrong(deep)
-    assert "characters" in wrong({"enum": ["a" * 70_000]})
-    assert "ignore_eos" in wrong(SCHEMA, ignore_eos=True)
-    missing = post(nano, prompt="x = ", response_format={"type": "json_schema"})
-    assert "missing" in refusal(missing)
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
+        assert (response.status_code, said in refusal(response)) == (400, True)
+    assert "missing" in refusal(post(nano, prompt="x = ", response_format={"type": "json_schema"}))
 
 
 @pytest.mark.parametrize(
@@ -254,30 +149,22 @@ def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
         ({"prompt": "a", "tempreature": 1}, "tempreature: this field is not supported"),
         ({"prompt": "a", "n": 1000}, "n: "),
         ({"prompt": "a", "temperature": "hot"}, "temperature: "),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a"] * 1000}, "prompt"),
         ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "digit"),
-        ({"prompt": []}, "prompt"),
         ({"prompt": "a", "max_tokens": 10**6}, "tokens"),
         ({"prompt": "a" * 300_000}, "characters"),
         ({"prompt": [10**6]}, "out of range"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"99999": 1}}, "vocabulary"),
         ({"prompt": "a", "speculative": "warp_drive"}, "warp_drive"),
         ({"prompt": "a", "speculative": "auto log=/tmp/x"}, "files"),
-        ({"prompt": "a", "speculative": "self_speculative profile=/etc/passwd"}, "files"),
         ({"prompt": "a", "speculative": "auto candidates='swift profile=/etc/passwd'"}, "files"),
         ({"prompt": "a", "speculative": {"method": "speculative", "draft_model": "/etc"}}, "files"),
-        ({"prompt": "a", "speculative": "speculative model=/srv/x"}, "files"),
-        ({"prompt": "a", "speculative": {"method": "speculative", "assistant_model": "org/name"}}, "files"),
         ({"prompt": "a", "speculative": "speculative draft-model=/srv/x"}, "files"),
         ({"prompt": "a", "speculative": "layerskip exit_layer=4 draft-vocabulary=/etc/passwd"}, "files"),
         ({"prompt": "a", "speculative": '{"method": "self_speculative", "pro\\u0066ile": "/etc/passwd"}'}, "files"),
         ({"prompt": "a", "speculative": "speculative draft_device=cpu:7"}, "load models"),
         ({"prompt": "a", "speculative": "auto candidates='speculative draft_dtype=float16'"}, "load models"),
         ({"prompt": "a", "speculative": "prompt_lookup prompt_lookup_max=100000"}, "at most 64"),
-        ({"prompt": "a", "speculative": "auto candidates='lookahead ngram=1000'"}, "at most 64"),
         ({"prompt": [99999999], "stream": True}, "out of range"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream=true"),
         ({}, "prompt"),
@@ -290,12 +177,8 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(nano: InThread, body: dict
 
 
 def test_every_setting_that_names_a_file_or_a_model_is_the_server_s() -> None:
-    names = set[str]()
-    for method in skipstone.METHODS.values():
-        for one in fields(method):
-            help_ = " ".join(str(value) for value in one.metadata.values())
-            if any(word in help_ for word in ("file", "folder", "path", "hub")):
-                names.add(one.name)
+    settings = [one for method in skipstone.METHODS.values() for one in fields(method)]
+    names = {one.name for one in settings if re.search("file|folder|path|hub", str(dict(one.metadata)))}
     assert names == set(SERVER_SETTINGS)
 
 
@@ -309,9 +192,6 @@ def test_other_mistakes_have_their_own_status(nano: InThread) -> None:
     chat = post(nano, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
     assert chat.status_code == 400
     assert "chat template" in refusal(chat)
-
-
-# ----------------------------------------------------------------------------------------------------- other routes
 
 
 def test_what_the_server_says_of_itself(nano: InThread, client: openai.OpenAI) -> None:
@@ -329,23 +209,16 @@ def test_what_the_server_says_of_itself(nano: InThread, client: openai.OpenAI) -
 def test_counters_go_up_by_what_was_done(nano: InThread) -> None:
     names = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "spec_decode_num_draft_tokens_total")
     before = [nano.counted(name) for name in names]
-    answer = post(
-        nano,
-        prompt=TEXTS[1],
-        max_tokens=30,
-        temperature=0,
-        speculative={"method": "layerskip", "exit_layer": 6},
-        return_metrics=True,
-    ).json()
+    layerskip = {"method": "layerskip", "exit_layer": 6}
+    answer = post(nano, prompt=TEXTS[1], max_tokens=30, temperature=0, speculative=layerskip, return_metrics=True).json()
     written, read, ended, drafted = (nano.counted(name) - was for name, was in zip(names, before, strict=True))
-    assert written == answer["usage"]["completion_tokens"]
-    assert read == answer["usage"]["prompt_tokens"]
+    assert (written, read) == (answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"])
     assert ended == 1
     assert drafted == answer["timings"]["draft_n"] > 0
     assert nano.at_work() == 0
 
 
-@pytest.mark.parametrize("method", ["layerskip exit_layer=6", "prompt_lookup", "off", "auto"])
+@pytest.mark.parametrize("method", ["prompt_lookup", "off", "auto"])
 def test_steps_are_counted_by_what_drafted(nano: InThread, method: str) -> None:
     def counted() -> dict[str, float]:
         lines = [line for line in nano.http.get("/metrics").text.splitlines() if "spec_decode_steps_total{" in line]
@@ -353,15 +226,15 @@ def test_steps_are_counted_by_what_drafted(nano: InThread, method: str) -> None:
 
     before = counted()
     body = {"prompt": TEXTS[1], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    told = post(nano, **body, speculative=method, return_metrics=True).json()["metrics"]["speculative_decoding"]
+    info = post(nano, **body, speculative=method, return_metrics=True).json()["metrics"]["speculative_decoding"]
     steps = {name: count - before.get(name, 0) for name, count in counted().items() if count != before.get(name, 0)}
     if method == "auto":
-        assert steps == told["drafters"]
+        assert steps == info["drafters"]
         return
     name = method.split()[0]
-    assert steps.get(name, 0) == told["num_spec_steps"]
+    assert steps.get(name, 0) == info["num_spec_steps"]
     assert (name in steps) == (method != "off")
-    assert sum(steps.values()) + told["num_accepted_draft_tokens"] == 39, "the first token is the prompt's"
+    assert sum(steps.values()) + info["num_accepted_draft_tokens"] == 39, "the first token is the prompt's"
 
 
 def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,42 +267,36 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypa
         assert nano.server._num_compiling == 0
 
 
-def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
-    for streams in (True, False):
-        body = {"prompt": TEXTS[0], "max_tokens": 900, "ignore_eos": True, "stream": streams, "speculative": "off"}
-        with httpx.Client(base_url=nano.url, timeout=0.2) as rude:
-            if streams:
-                with rude.stream("POST", "/v1/completions", json=body) as response:
-                    next(response.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    rude.post("/v1/completions", json=body)
-        began = time.monotonic()
-        model_thread = nano.server.model_thread
-        while model_thread.scheduler.num_running and time.monotonic() - began < 5:
-            time.sleep(0.01)
-        assert model_thread.scheduler.num_running == 0
-
-
 def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(loaded: Any) -> None:
     """The updates of its answer are never asked for, so that nothing in them could end it."""
 
     async def scenario() -> None:
         server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
+        scheduler = server.model_thread.scheduler
         body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
         answer, _ = await server.answer(body)
-        assert server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 2
+        assert scheduler.num_running + scheduler.num_waiting == 2
         server.abandon(answer)
-        for _ in range(500):
-            if server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 0:
-                break
+        end = time.monotonic() + 5
+        while scheduler.num_running + scheduler.num_waiting:
+            assert time.monotonic() < end
             await asyncio.sleep(0.01)
-        assert server.model_thread.scheduler.num_running + server.model_thread.scheduler.num_waiting == 0
         assert [choice.finish_reason for choice in answer.choices] == ["cancelled"] * 2
         await server.stop()
 
     asyncio.run(scenario())
+
+
+def health_when(running: InThread, status: str) -> httpx.Response:
+    for _ in range(200):
+        try:
+            if (health := running.http.get("/health")).json()["status"] == status:
+                return health
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"the server is never {status}")
 
 
 def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loaded: Any) -> None:
@@ -441,14 +308,7 @@ def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loade
 
     running = InThread(Server(load, ServerSettings(max_num_seqs=1, drain_seconds=1)), api_key=KEY)
     try:
-        for _ in range(200):
-            try:
-                health = running.http.get("/health")
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        assert health.status_code == 503
-        assert health.json() == {"status": "loading"}
+        assert health_when(running, "loading").status_code == 503
         headers = {"Authorization": f"Bearer {KEY}"}
         early = running.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert early.status_code == 503
@@ -459,6 +319,7 @@ def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loade
             page = running.http.get(path)
             assert page.status_code == 200
             assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+        assert running.http.get("/page/../playground.py").status_code in (401, 404)
         assert running.http.get("/metrics").status_code == 401
         for wrong in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}):
             assert running.http.post("/v1/completions", json={"prompt": "a"}, headers=wrong).status_code == 401
@@ -474,16 +335,118 @@ def test_a_model_that_cannot_be_loaded_is_said_in_health_and_nothing_of_it_in_er
 
     running = InThread(Server(load, ServerSettings()))
     try:
-        for _ in range(200):
-            try:
-                if (health := running.http.get("/health")).json()["status"] == "failed":
-                    break
-            except httpx.ConnectError:
-                pass
-            time.sleep(0.05)
-        assert health.status_code == 503
+        assert health_when(running, "failed").status_code == 503
         answer = running.http.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503
         assert "secret" not in answer.text
     finally:
         running.stop()
+
+
+TEXT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
+LONG = [100 + number % 300 for number in range(700)]
+
+
+def chances(loaded: Any, ids: list[int], begin: int = 1) -> torch.Tensor:
+    """Log-probabilities [T - begin, V] of the tokens from a place on, by transformers."""
+    with torch.inference_mode():
+        return loaded[0](torch.tensor([ids])).logits[0, begin - 1 : -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("prompt", [TEXT, LONG], ids=["text", "tokens"])
+def test_the_log_probabilities_of_a_prompt_are_those_of_the_model(nano: InThread, loaded: Any, prompt: Any) -> None:
+    ids = loaded[1](prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
+    info = post(nano, **body).json()["choices"][0]["logprobs"]
+    right = chances(loaded, ids)
+    assert {len(each) for each in info.values()} == {len(ids) + 1}
+    assert info["token_logprobs"][0] is info["top_logprobs"][0] is None
+    own = right.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert info["token_logprobs"][1:-1] == pytest.approx(own.tolist(), abs=1e-3)
+    best = [max(each.values()) for each in info["top_logprobs"][1:-1]]
+    assert best == pytest.approx(right.max(-1).values.tolist(), abs=1e-3)
+    special = loaded[1].all_special_tokens  # are no text
+    texts = ["" if text in special else text for text in info["tokens"]]
+    assert info["text_offset"] == [len("".join(texts[:place])) for place in range(len(ids) + 1)]
+
+
+def test_the_answer_begins_with_its_prompt_and_goes_on_as_without(nano: InThread) -> None:
+    body = {"prompt": [TEXT, "import os\n"], "n": 2, "max_tokens": 12, "temperature": 0}
+    plain = nano.http.post("/v1/completions", json=body).json()["choices"]
+    for more in ({}, {"logprobs": 0}):
+        echoed = nano.http.post("/v1/completions", json={**body, **more, "echo": True}).json()["choices"]
+        prompts = [text for text in body["prompt"] for _ in range(2)]
+        assert [one["text"] for one in echoed] == [text + one["text"] for text, one in zip(prompts, plain, strict=True)]
+    assert nano.at_work() == 0
+
+
+MARKED = "é x 你好 😀\n"
+
+
+def test_offsets_are_places_in_the_text(nano: InThread, loaded: Any) -> None:
+    """Of a token that goes on with a character: the character's."""
+    tokenizer = loaded[1]
+    ids = tokenizer(MARKED)["input_ids"]
+    assert ids[0] in tokenizer.all_special_ids
+    assert len(ids) > len(MARKED) + 1
+    body = {"prompt": MARKED, "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+    choice = nano.http.post("/v1/completions", json=body).json()["choices"][0]
+    decoded = [tokenizer.decode(ids[:place], skip_special_tokens=True).rstrip("\ufffd") for place in range(len(ids) + 1)]
+    assert choice["logprobs"]["text_offset"][: len(ids) + 1] == [len(text) for text in decoded]
+    new = zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True)
+    assert all(choice["text"][place:].startswith(text) for place, text in list(new)[len(ids) :])
+
+
+def test_a_character_that_the_prompt_begins_and_the_answer_ends_is_whole(nano: InThread, loaded: Any) -> None:
+    tokenizer = loaded[1]
+    *begin, first, last = tokenizer("a 你")["input_ids"]
+    assert tokenizer.decode([first]) == tokenizer.decode([last]) == "\ufffd"
+    for token, completed, place in ((last, "你", 2), (tokenizer.convert_tokens_to_ids("b"), "b", 3)):
+        body = {"prompt": [*begin, first], "max_tokens": 1, "temperature": 0, "logit_bias": {str(token): 100}}
+        plain = nano.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert plain == completed
+        echoed = {**body, "echo": True, "logprobs": 0}
+        choice = nano.http.post("/v1/completions", json=echoed).json()["choices"][0]
+        assert choice["text"] == tokenizer.decode([*begin, first, token], skip_special_tokens=True)
+        assert "".join(chunk["text"] for chunk in streamed(nano, echoed)) == choice["text"]
+        assert choice["logprobs"]["text_offset"][-1] == place
+
+
+def streamed(nano: InThread, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [choice for chunk in nano.chunks(body) for choice in chunk["choices"]]
+
+
+@pytest.mark.parametrize("new", [0, 9])
+def test_a_stream_tells_the_prompt_first_and_comes_to_the_same(nano: InThread, new: int) -> None:
+    body = {"prompt": [TEXT, "import os\n"], "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 1}
+    whole = nano.http.post("/v1/completions", json=body).json()["choices"]
+    chunks = streamed(nano, body)
+    for index, prompt in enumerate(body["prompt"]):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert own[0]["text"] == prompt
+        assert "".join(chunk["text"] for chunk in own) == whole[index]["text"]
+        info = [chunk["logprobs"] for chunk in own if chunk["logprobs"]]
+        for name, expected in whole[index]["logprobs"].items():
+            assert [one for each in info for one in each[name]] == expected
+        assert own[-1]["finish_reason"] == whole[index]["finish_reason"] == "length"
+
+
+def test_of_no_new_tokens_there_is_the_prompt(nano: InThread, loaded: Any) -> None:
+    ids = loaded[1](TEXT)["input_ids"]
+    for more in ({}, {"logprobs": 0}, {"n": 2}):
+        body = {"prompt": TEXT, "max_tokens": 0, "echo": True, **more}
+        answer = nano.http.post("/v1/completions", json=body).json()
+        assert [one["text"] for one in answer["choices"]] == [TEXT] * more.get("n", 1)
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(ids), 0)
+        info = answer["choices"][0]["logprobs"]
+        assert (info is None) is ("logprobs" not in more)
+        if info is not None:
+            own = chances(loaded, ids).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+            assert info["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-3)
+    body = {"prompt": [100], "max_tokens": 1, "echo": True, "logprobs": 1}
+    info = post(nano, **body).json()["choices"][0]["logprobs"]
+    assert (info["token_logprobs"][0], len(info["tokens"])) == (None, 2)
+    assert nano.at_work() == 0
+    answer = nano.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
+    assert answer.status_code == 400
+    assert "max_tokens=0 needs echo" in refusal(answer)

@@ -1,19 +1,26 @@
-"""What clients of several replicas see when all goes well, when a replica ends, and when all are taken."""
+"""Several replicas without a cluster: the gateway, the names of conversations, the places of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from skipstone.assets import NANO
 from skipstone.serving.errors import RequestError
 from skipstone.serving.middleware import MAX_BODY_BYTES, AccessMiddleware
+from skipstone.serving.ray.cluster import NodeShare, connect, count_places, weight_bytes
 from skipstone.serving.ray.gateway import MAX_ATTEMPTS, CallReplica, Gateway, ReplicaLost
-from skipstone.serving.ray.session_affinity import session_id
+from skipstone.serving.ray.serve import load_error
+from skipstone.serving.ray.session_affinity import HEADER, PREFIX_LENGTH, session_id
+from tests.helpers.commandline import run
+from tests.helpers.served import free_port
 
 Message = dict[str, Any]
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -46,9 +53,10 @@ def front(replicas: Replicas) -> Gateway:
     return Gateway(ask, replicas.count)
 
 
-def sent(replicas: Replicas, method: str = "POST", path: str = "/v1/completions", key: str | None = None, **more: Any) -> Any:
-    """The response to one request. key: that the front asks for."""
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 
+
+def sent(replicas: Replicas, method: str = "POST", path: str = "/v1/completions", key: str | None = None, **more: Any) -> Any:
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(AccessMiddleware(front(replicas), key), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
@@ -76,12 +84,13 @@ def test_a_request_of_which_nothing_was_seen_is_asked_once_more() -> None:
     assert replicas.asked[0] == replicas.asked[1]
 
 
-def test_after_that_the_client_is_told_to_come_again() -> None:
-    replicas = Replicas([ReplicaLost()], [START, ReplicaLost()])
-    answer = sent(replicas)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "5"
+def test_after_that_or_where_all_are_taken_the_client_is_told_to_come_again() -> None:
+    answer = sent(Replicas([ReplicaLost()], [START, ReplicaLost()]))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert answer.json()["error"]["message"] == "the replica that was to answer has ended"
+    answer = sent(Replicas([RequestError(429, "full", retry_after=1)]))
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
 
 
 def test_a_stream_that_was_seen_ends_with_an_error_and_is_not_begun_again() -> None:
@@ -100,24 +109,17 @@ def test_an_answer_that_is_no_stream_is_not_passed_off_as_whole() -> None:
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    answer = front(Replicas([PLAIN, part('{"a":'), ReplicaLost()]))(scope, receive, send)
+    answer = front(Replicas([PLAIN, part('{"a":'), ReplicaLost()]))(SCOPE, receive, send)
     with pytest.raises(RuntimeError, match="in the middle of an answer"):
         asyncio.run(answer)
 
 
-def test_where_all_are_taken_the_client_is_told_to_come_again() -> None:
-    answer = sent(Replicas([RequestError(429, "full", retry_after=1)]))
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    assert answer.json()["error"]["type"] == "rate_limit_error"
-
-
-@pytest.mark.parametrize(("running", "status"), [(2, 200), (0, 503)])
-def test_health_counts_replicas_and_asks_none(running: int, status: int) -> None:
-    replicas = Replicas(running=running)
-    answer = sent(replicas, "GET", "/health", key="sk")
-    assert (answer.status_code, answer.json()["replicas"]) == (status, running)
-    assert replicas.asked == []
+def test_health_counts_replicas_and_asks_none() -> None:
+    for running, status in ((2, 200), (0, 503)):
+        replicas = Replicas(running=running)
+        answer = sent(replicas, "GET", "/health", key="sk")
+        assert (answer.status_code, answer.json()["replicas"]) == (status, running)
+        assert replicas.asked == []
 
 
 def test_who_has_no_key_and_what_is_too_long_come_to_no_replica() -> None:
@@ -139,9 +141,103 @@ def test_a_client_that_goes_before_its_request_is_whole_is_no_request() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    async def send(message: Message) -> None:
-        raise AssertionError(f"nobody reads {message}")
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    asyncio.run(front(replicas)(scope, receive, send))
+    asyncio.run(front(replicas)(SCOPE, receive, lambda message: pytest.fail(f"nobody reads {message}")))
     assert replicas.asked == []
+
+
+def of(body: Any, **headers: str) -> str:
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return session_id(sent, json.dumps(body).encode())
+
+
+SYSTEM = {"role": "system", "content": "Answer in one sentence."}
+FIRST = {"role": "user", "content": "What is a skipstone?"}
+LATER = [{"role": "assistant", "content": "A stone."}, {"role": "user", "content": "Why?"}]
+
+
+def test_the_turns_of_a_chat_have_one_name_and_other_chats_have_others() -> None:
+    chat = of({"messages": [SYSTEM, FIRST], "temperature": 0})
+    assert len(chat) == 32
+    assert chat == of({"messages": [SYSTEM, FIRST, *LATER], "max_tokens": 9})
+    assert chat not in (of({"messages": [FIRST]}), of({"messages": [SYSTEM, {**FIRST, "content": "What is a stone?"}]}))
+    with_parts = {"role": "user", "content": [{"type": "text", "text": "What?"}]}
+    assert of({"messages": [with_parts]}) == of({"messages": [with_parts, *LATER]}) != ""
+    response = of({"instructions": "Be short.", "input": [FIRST]})
+    assert response == of({"instructions": "Be short.", "input": [FIRST, *LATER]}) != ""
+    assert response != of({"instructions": "Be long.", "input": [FIRST]})
+    assert of({"input": "What?"}) != ""
+
+
+@pytest.mark.parametrize("prompt", ["def add(a, b):\n" * 40, list(range(400))])
+def test_a_bare_prompt_is_named_by_a_beginning_that_later_ones_repeat(prompt: Any) -> None:
+    long, longer = prompt[: PREFIX_LENGTH + 1], prompt[: PREFIX_LENGTH + 40]
+    assert of({"prompt": long}) == of({"prompt": longer}) != ""
+    assert of({"prompt": prompt[: PREFIX_LENGTH - 1]}) == "", "the next prompt may be longer, and would have another name"
+    changed = prompt[:5] + prompt[6:]
+    assert of({"prompt": changed}) != of({"prompt": long})
+
+
+def test_what_the_client_says_counts_before_the_text_and_the_header_before_all() -> None:
+    one, other = {"messages": [FIRST]}, {"messages": [SYSTEM, FIRST]}
+    assert of(one, x_session_id="a") == of(other, x_session_id="a") != of(one, x_session_id="b")
+    assert of({**one, "prompt_cache_key": "a"}) == of({**other, "prompt_cache_key": "a", "user": "b"}) != of(one)
+    assert of({**one, "user": "a"}) == of({**other, "user": "a"})
+    assert of({**one, "user": "a"}, x_session_id="a") == of(other, x_session_id="a")
+    assert HEADER == "x-session-id"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"[1]", b"[" * 100_000, b'{"messages": 3}', b'{"messages": [3]}', b'{"input": []}', b'{"prompt": {}}'],
+    ids=range(9),
+)
+def test_a_request_that_shows_no_conversation_has_no_name(body: bytes) -> None:
+    assert session_id([], body) == ""
+    assert of({"prompt": "a", "prompt_cache_key": "", "user": ""}, x_session_id="") == "", "an empty name is none"
+
+
+def node(cpus: float, memory: float, gpus: float = 0, alive: bool = True) -> dict[str, Any]:
+    resources = {"CPU": cpus, "memory": memory} | ({"GPU": gpus} if gpus else {})
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_a_node_has_room_for_as_many_replicas_as_its_scarcest_resource_allows() -> None:
+    nodes = [node(4, 10e9), node(3, 5e9), node(64, 1e12, alive=False), {"Alive": True, "Resources": {}}]
+    assert count_places(nodes, NodeShare(cpus=1, memory=0)) == 7
+    assert count_places(nodes, NodeShare(cpus=2, memory=0)) == 2 + 1, "half a replica on each of two nodes is none"
+    assert count_places(nodes, NodeShare(cpus=1, memory=4 * 10**9)) == 2 + 1
+    assert count_places(nodes, NodeShare(cpus=1, gpus=1)) == 0
+    assert count_places([node(4, 10e9, gpus=2)], NodeShare(cpus=1, gpus=1)) == 2
+
+
+def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
+    (tmp_path / "b.bin").write_bytes(b"x" * 5)
+    (tmp_path / "README.md").write_bytes(b"x" * 100)
+    assert weight_bytes(str(tmp_path)) == 15
+    assert weight_bytes(str(tmp_path / "a.safetensors")) == 10
+    assert weight_bytes("owner/name") == 0
+    assert weight_bytes(None) == sum(file.stat().st_size for file in NANO.glob("*.safetensors"))
+
+
+def test_why_a_replica_does_not_start_is_the_last_line_of_its_traceback() -> None:
+    traceback = "Traceback (most recent call last):\n  File 'a.py'\n  ValueError: /model: no such folder\n"
+    assert load_error(["", f"The deployment failed to start 2 times:\n{traceback}. Retrying"]) == "/model: no such folder"
+    assert load_error(["The deployment waits for a node."]) == ""
+
+
+def test_what_is_no_address_or_where_nobody_listens_is_said() -> None:
+    for address in ("nowhere", "127.0.0.1:port", "ray://", ":6379", "auto"):
+        with pytest.raises(ValueError, match="a Ray address is HOST:PORT"):
+            connect(address)
+    for form in ("127.0.0.1:{}", "ray://127.0.0.1:{}"):
+        address = form.format(free_port())
+        with pytest.raises(ConnectionError, match=f"no Ray cluster answers at {address}: Connection refused"):
+            connect(address)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    result = run("serve", "--ray")
+    assert result.exit_code == 2
+    assert result.stderr == 'skipstone: --ray needs Ray Serve: pip install "skipstone[ray]"\n'

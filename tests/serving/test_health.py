@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from starlette.testclient import TestClient
 
 import skipstone
 from skipstone.decoding.draft import Step
@@ -17,7 +19,6 @@ from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
-from skipstone.serving.app import make_app
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import FAILED, LENGTH, PendingRequest, RequestEnd
@@ -25,56 +26,44 @@ from skipstone.serving.scheduler import AdmissionLimits, Scheduler
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import dying, families
+from tests.helpers.served import HOST, SLOW, Process, request_bytes, without_socket
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": "off"}
-
-
 ENOUGH = 30
-"""Seconds that nothing takes here."""
 
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """When it is set, the model's thread dies at its next turn."""
     now = threading.Event()
     monkeypatch.setattr(Scheduler, "expire_requests", Scheduler.expire_requests)  # which is set back afterwards
     dying.plant(now)
     return now
 
 
-def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: threading.Event, caplog: Any) -> None:
-    model, calls = skipstone.load(None), list[str]()
-    server = Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5))
+def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(
+    loaded: Any, deadly: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = list[str]()
+    server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=5))
     server.failed = lambda: calls.append(server.health[0])
-    with TestClient(make_app(server)) as client:
-        while client.get("/health").status_code != 200:
-            time.sleep(0.01)
-        answers: list[Any] = []
-        asking = [threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=LONG))) for _ in range(2)]
-        for one in asking:  # one has the row, the other waits for it
-            one.start()
+    with without_socket(server) as client, ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(client.post, "/v1/completions", json=LONG) for _ in range(2)]
         while '_waiting{model_name="skipstone-nano"} 1.0' not in client.get("/metrics").text:
-            time.sleep(0.01)
+            time.sleep(0.01)  # one has the row, the other waits for it
         deadly.set()
-        for one in asking:
-            one.join(30)
-        assert [answer.status_code for answer in answers] == [500, 500]
-        assert [answer.json()["error"]["message"] for answer in answers] == [THREAD_FAILED] * 2
-        health = client.get("/health")
-        assert health.status_code == 503
-        assert health.json() == {"status": "failed", "reason": THREAD_FAILED}
-        late = client.post("/v1/completions", json=LONG)
-        assert late.status_code == 503
-        assert late.json()["error"]["message"] == THREAD_FAILED
+        for answer in (one.result(ENOUGH) for one in asking):
+            assert (answer.status_code, answer.json()["error"]["message"]) == (500, THREAD_FAILED)
+        health, late = client.get("/health"), client.post("/v1/completions", json=LONG)
+        assert (health.status_code, health.json()) == (503, {"status": "failed", "reason": THREAD_FAILED})
+        assert (late.status_code, late.json()["error"]["message"]) == (503, THREAD_FAILED)
         assert "Retry-After" not in late.headers | health.headers, "nothing comes back here"
         assert calls == ["failed"]
         metrics = client.get("/metrics").text
         assert 'num_requests_running{model_name="skipstone-nano"} 0.0' in metrics
         assert 'request_success_total{finished_reason="error",model_name="skipstone-nano"} 2.0' in metrics
     (record,) = [one for one in caplog.records if one.name == "skipstone.serving.model_thread"]
-    told = json.loads(logs.JsonFormatter().format(record))
-    assert (told["level"], told["error"]) == ("error", "Planted")
-    assert "in expire" in told["traceback"]
+    info = json.loads(logs.JsonFormatter().format(record))
+    assert (info["level"], info["error"], "in expire" in info["traceback"]) == ("error", "Planted", True)
 
 
 def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threading.Event) -> None:
@@ -136,39 +125,57 @@ def jobs_of_a_failing_device(
     return model_thread, ended
 
 
-@pytest.mark.parametrize("error", [RuntimeError(CUDA), torch.AcceleratorError("device-side assert")], ids=["message", "type"])
-def test_a_device_that_fails_twice_in_a_row_ends_the_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (RuntimeError(CUDA), True),
+        (torch.AcceleratorError("device-side assert"), True),
+        (RuntimeError("planted"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError(CUDA), False),
+    ],
+    ids=repr,
+)
+def test_a_device_that_fails_twice_in_a_row_ends_the_thread_and_no_other_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, ends: bool
+) -> None:
     model_thread, ended = jobs_of_a_failing_device(monkeypatch, error, None, error, error)
     assert [one.reason for one in ended] == [FAILED, LENGTH, FAILED, FAILED]
-    assert "see the server's log" in ended[-1].message
-    model_thread._thread.join(ENOUGH)
-    assert not model_thread.is_alive
-    with pytest.raises(RequestError, match="has ended by an error"):
-        model_thread.submit([PendingRequest(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
-
-
-@pytest.mark.parametrize("error", [RuntimeError("planted"), torch.OutOfMemoryError("CUDA out of memory"), ValueError(CUDA)])
-def test_errors_that_do_not_stay_end_no_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    model_thread, ended = jobs_of_a_failing_device(monkeypatch, error, error, error, None)
-    assert [one.reason for one in ended] == [FAILED, FAILED, FAILED, LENGTH]
-    assert model_thread.is_alive
+    if ends:
+        assert "see the server's log" in ended[-1].message
+        model_thread._thread.join(ENOUGH)
+    assert model_thread.is_alive is not ends
     assert model_thread.stop()
 
 
-def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own, broken = skipstone.load(None), DecodingLoop.step, threading.Event()
-
-    def step(decoder: DecodingLoop) -> Step:
-        if broken.is_set():
-            broken.clear()
-            raise RuntimeError("planted")
-        return own(decoder)
-
-    monkeypatch.setattr(DecodingLoop, "step", step)
-    with TestClient(make_app(Server(lambda: model, ServerSettings(max_num_seqs=1, drain_seconds=5)))) as client:
-        while client.get("/health").status_code != 200:
-            time.sleep(0.01)
-        broken.set()
-        assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 500
+def test_a_step_that_fails_leaves_the_server_healthy(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {**LONG, "max_tokens": 4}
+    with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=5))) as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(DecodingLoop, "step", None)
+            assert client.post("/v1/completions", json=body).status_code == 500
         assert client.get("/health").json() == {"status": "ready"}
-        assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.slow
+def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() -> None:
+    """Though it may drain for long, and somebody has sent half a request and says no more."""
+    served, body = Process("--drain-timeout", "600", module="tests.helpers.dying"), {**LONG, "stream": True}
+    try:
+        served.start()
+        assert served.process is not None
+        with (
+            socket.create_connection((HOST, served.port)) as half,
+            served.http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            half.sendall(request_bytes(body)[:-1])
+            lines = response.iter_lines()
+            assert "choices" in next(lines)
+            served.process.send_signal(signal.SIGUSR1)
+            info = [line for line in lines if line.startswith("data:")]
+            assert json.loads(info[-2][5:])["error"]["message"] == THREAD_FAILED
+            assert info[-1] == "data: [DONE]"
+            assert served.process.wait(SLOW) == 1, "a supervisor starts another one"
+    finally:
+        served.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from skipstone.cli.serve import API_KEY
 from skipstone.serving.run_server import listen
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
@@ -28,7 +30,6 @@ from tests.helpers.served import HOST, SLOW, Process
 LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "speculative": "off"}
 SHORT = {**LONG, "max_tokens": 1}
 ENDS = 60
-"""Seconds that an end takes at most on a machine with much else to do."""
 
 
 def until(met: Callable[[], bool]) -> None:
@@ -39,23 +40,22 @@ def until(met: Callable[[], bool]) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether requests are taken."""
     try:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def streamed(url: str, body: dict[str, Any], begun: threading.Event, path: str = "/v1/completions") -> list[str]:
+def streamed(url: str, body: dict[str, Any], begun: threading.Event, path: str = "/v1/completions", **more: Any) -> list[str]:
     """The data of a stream's events. begun: is set when the first one has come."""
-    found = []
-    with httpx.stream("POST", f"{url}{path}", json={**body, "stream": True}, timeout=SLOW) as response:
+    result = []
+    with httpx.stream("POST", f"{url}{path}", json={**body, "stream": True}, timeout=SLOW, **more) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data:"):
-                found.append(line[5:].strip())
+                result.append(line[5:].strip())
                 begun.set()
-    return found
+    return result
 
 
 @pytest.fixture
@@ -84,15 +84,21 @@ def served_by(load: Any, drain: float, scenario: Callable[[str], Any], clients: 
     return result
 
 
+def stream_and_stop(url: str, clients: ThreadPoolExecutor, body: dict[str, Any], path: str = "/v1/completions") -> Future[Any]:
+    """A stream of a server that has got SIGTERM when its first event had come."""
+    begun = threading.Event()
+    until(lambda: answers(url))
+    stream = clients.submit(streamed, url, body, begun, path)
+    assert begun.wait(ENDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return stream
+
+
 def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused(
     loaded: Any, clients: ThreadPoolExecutor
 ) -> None:
     def scenario(url: str) -> tuple[list[str], httpx.Response, httpx.Response]:
-        begun = threading.Event()
-        until(lambda: answers(url))
-        stream = clients.submit(streamed, url, {**LONG, "max_tokens": 300}, begun)
-        assert begun.wait(ENDS)
-        os.kill(os.getpid(), signal.SIGTERM)
+        stream = stream_and_stop(url, clients, {**LONG, "max_tokens": 250})
         until(lambda: not answers(url))
         health, refused = httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=SHORT)
         return stream.result(ENDS), health, refused
@@ -109,17 +115,9 @@ def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused
 def test_what_is_not_written_within_the_drain_time_ends_by_an_error(
     loaded: Any, clients: ThreadPoolExecutor, path: str
 ) -> None:
-    responses = {"input": LONG["prompt"], "max_output_tokens": 1500, "temperature": 0, "speculative": "off"}
-
-    def scenario(url: str) -> list[str]:
-        begun = threading.Event()
-        until(lambda: answers(url))
-        stream = clients.submit(streamed, url, LONG if path == "/v1/completions" else responses, begun, path)
-        assert begun.wait(ENDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return stream.result(ENDS)
-
-    events = served_by(lambda: loaded, 0.05, scenario, clients)
+    response = {"input": LONG["prompt"], "max_output_tokens": 1500, "temperature": 0, "speculative": "off"}
+    body = LONG if path == "/v1/completions" else response
+    events = served_by(lambda: loaded, 0.05, lambda url: stream_and_stop(url, clients, body, path).result(ENDS), clients)
     assert any("the server was stopped" in event for event in events[-3:])
 
 
@@ -166,10 +164,7 @@ def test_a_host_that_is_none_of_this_machine_s_is_reported() -> None:
         bound_socket("no such host", 0)
     with pytest.raises(OSError, match=r"192\.0\.2\.1:0"):
         bound_socket("192.0.2.1", 0)
-
-
-def test_until_it_listens_clients_are_refused_and_do_not_hang() -> None:
-    with bound_socket(HOST, 0) as at, pytest.raises(ConnectionRefusedError):
+    with bound_socket(HOST, 0) as at, pytest.raises(ConnectionRefusedError):  # until it listens
         socket.create_connection(at.getsockname())
 
 
@@ -187,22 +182,31 @@ def test_a_connection_whose_client_reads_nothing_is_closed(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_process_drains_at_the_first_signal_and_ends_at_once_at_the_second(clients: ThreadPoolExecutor) -> None:
-    served = Process("--max-num-seqs", "2", "--drain-timeout", "120")
+def test_a_process_drains_at_the_first_signal_and_ends_at_once_at_the_second(
+    clients: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY, "sk-test")
+    served = Process("--max-num-seqs", "2", "--drain-timeout", "120", "--log-format", "json")
+    key = {"Authorization": "Bearer sk-test"}
     try:
         served.start()
         assert served.process is not None
-        assert "running on" not in served.said()
+        assert served.http.post("/v1/completions", json=SHORT).status_code == 401
         begun = threading.Event()
-        stream = clients.submit(streamed, served.url, LONG, begun)
+        stream = clients.submit(streamed, served.url, LONG, begun, headers=key)
         assert begun.wait(SLOW)
         served.process.send_signal(signal.SIGTERM)
         assert json.loads(stream.result(SLOW)[-2])["choices"][0]["finish_reason"] == "length"
         assert served.process.wait(ENDS) == 0
+        lines = [json.loads(line) for line in served.said().splitlines() if line.startswith("{")]
+        info = [(line["route"], line["status"]) for line in lines if line["message"] == "request"]
+        assert info == [("/v1/completions", 401), ("/v1/completions", 200)]
+        assert any(f"ready: {served.url}" in line["message"] for line in lines)
+        assert not re.search("def add|sk-test", served.said())
 
         served.start()
         begun = threading.Event()
-        cut = clients.submit(streamed, served.url, {**LONG, "n": 16}, begun)
+        cut = clients.submit(streamed, served.url, {**LONG, "n": 16}, begun, headers=key)
         assert begun.wait(SLOW)
         served.process.send_signal(signal.SIGTERM)
         until(lambda: not answers(served.url))

@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from skipstone.serving.scheduler import AdmissionLimits
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
+from tests.helpers.pairwise import slow_except
 
 METHODS: list[Method] = [
     skipstone.Autoregressive(),
@@ -39,16 +40,17 @@ def prompt(length: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+def job(length: int, seed: int, new: int, method: Method = METHODS[0], **more: Any) -> PendingRequest:
+    return PendingRequest(Request(prompt(length, seed), new), method, **more)
+
+
 def written(raw: Any, method: Method, ids: torch.Tensor, new: int) -> list[int]:
-    """What `skipstone.generate` writes."""
     output = skipstone.generate(raw, ids[None], method, max_new_tokens=new, do_sample=False)
     assert output.new_tokens is not None
     return output.new_tokens[0]
 
 
 class Heard:
-    """What an engine has told, by request."""
-
     def __init__(self) -> None:
         self.tokens: dict[PendingRequest, list[int]] = {}
         self.ended: dict[PendingRequest, RequestEnd] = {}
@@ -74,10 +76,16 @@ class Heard:
 
 
 def write_all(model_thread: ModelThread, heard: Heard, *requests: PendingRequest) -> None:
-    """Submit requests and wait for their ends."""
     model_thread.submit(list(requests))
     heard.all_of(list(requests))
     assert model_thread.stop()
+
+
+def assert_written(raw: Any, heard: Heard, *requests: PendingRequest) -> None:
+    """Every text is whole, and that of `skipstone.generate`."""
+    for pending in requests:
+        assert heard.ended[pending].reason == LENGTH
+        assert heard.tokens[pending] == written(raw, pending.method, pending.request.prompt, pending.request.max_new_tokens)
 
 
 def measured_thread(measure: Callable[[ModelThread], int], *arguments: Any) -> tuple[ModelThread, list[int]]:
@@ -97,6 +105,14 @@ def raw() -> Any:
     return families.build("llama", max_position_embeddings=8192)
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 FREED: list[Method] = [
     *METHODS,
     skipstone.EarlyExit(exit_layer=2),
@@ -110,43 +126,32 @@ FREED: list[Method] = [
 ]
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_collected(raw: Any, method: Method) -> None:
     group = BatchGroup(ModelRunner(raw), method, 2, 256, 64, lambda *_: None)
     for seed, (details, logprobs) in enumerate([(True, 2), (False, None)]):
-        pending = PendingRequest(Request(prompt(20, seed), 8), method, num_logprobs=logprobs, wants_details=details)
-        group.admit(pending)
+        group.admit(job(20, seed, 8, method, num_logprobs=logprobs, wants_details=details))
     kept = [weakref.ref(group), weakref.ref(group.loop), weakref.ref(group.loop.session.store)]
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        while group.busy:
-            group.step()
-        kept.append(weakref.ref(group.loop.session.store.keys[0]))
-        del group
-        assert [one() for one in kept] == [None] * len(kept)
-    finally:
-        if was:
-            gc.enable()
+    while group.busy:
+        group.step()
+    kept.append(weakref.ref(group.loop.session.store.keys[0]))
+    del group
+    assert [one() for one in kept] == [None] * len(kept)
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
-    """Requests with ever new settings, and no garbage collection: as many groups as are allowed, and their memory is freed."""
+    """Requests with ever new settings: as many groups as are allowed, and the memory of the others is freed."""
     heard, groups = Heard(), weakref.WeakSet[Any]()
-    gc.collect()
-    gc.disable()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)
-    try:
-        for count in range(1, 13):
-            method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
-            pending = PendingRequest(Request(prompt(20, count), 4), method)
-            model_thread.submit([pending])
-            heard.all_of([pending])
-            groups.update(model_thread.scheduler.groups.values())
-        assert len(groups) <= MAX_BATCH_GROUPS
-    finally:
-        gc.enable()
-        model_thread.stop()
+    for count in range(1, 2 * MAX_BATCH_GROUPS):
+        pending = job(20, count, 4, skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count))
+        model_thread.submit([pending])
+        heard.all_of([pending])
+        groups.update(model_thread.scheduler.groups.values())
+    assert len(groups) <= MAX_BATCH_GROUPS
+    assert model_thread.stop()
 
 
 def held_bytes(group: BatchGroup) -> int:
@@ -157,7 +162,7 @@ def held_bytes(group: BatchGroup) -> int:
 @pytest.mark.parametrize("method", FREED, ids=repr)
 def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: Method) -> None:
     group = BatchGroup(ModelRunner(raw), method, 2, 512, 64, lambda *_: None)
-    pending = PendingRequest(Request(prompt(150, 0), 90), method)
+    pending = job(150, 0, 90, method)
     expected = group.memory_bytes(240)
     group.admit(pending)
     assert group.memory_bytes() == expected
@@ -167,7 +172,7 @@ def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: M
     assert held_bytes(group) == group.memory_bytes() > expected // 4
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", slow_except(["lfm2"], ["qwen3_next", "lfm2"]))
 def test_recurrent_states_count_as_well(name: str) -> None:
     """Every tensor that a group keeps, whoever keeps it, counted by its memory and not by its shape."""
     raw = families.build(name, max_position_embeddings=8192)
@@ -201,18 +206,11 @@ def test_a_prompt_whose_own_probabilities_are_told_counts_with_the_groups(raw: A
 
     limits = AdmissionLimits(2, 256, 32, prefill_chunk_size=32, kv_cache_bytes=limit)
     model_thread, values = measured_thread(held, model, limits, heard)
-    requests = [
-        PendingRequest(
-            Request(prompt(140, seed), 100),
-            method,
-            **({"num_logprobs": 20, "prompt_logprobs": [], "echo": True} if seed % 2 else {}),
-        )
-        for seed in range(6)
-    ]
+    scored: dict[str, Any] = {"num_logprobs": 20, "prompt_logprobs": [], "echo": True}
+    requests = [job(140, seed, 100, method, **(scored if seed % 2 else {})) for seed in range(6)]
     write_all(model_thread, heard, *requests)
     assert limit // 2 < max(values) <= limit
-    for pending in requests:
-        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, 100)
+    assert_written(raw, heard, *requests)
 
 
 def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
@@ -223,23 +221,10 @@ def test_what_was_read_of_prompts_waits_for_rows_once(raw: Any) -> None:
         return sum(bool(pending.prompt_logprobs) for pending in thread.scheduler.waiting)
 
     model_thread, values = measured_thread(scored, ModelRunner(raw), AdmissionLimits(1, 256, 32), heard)
-    requests = [
-        PendingRequest(Request(prompt(40, seed), 20), method, num_logprobs=20, prompt_logprobs=[], echo=True)
-        for seed in range(8)
-    ]
+    requests = [job(40, seed, 20, method, num_logprobs=20, prompt_logprobs=[], echo=True) for seed in range(8)]
     write_all(model_thread, heard, *requests)
     assert max(values) == 1
     assert all(len(pending.prompt_logprobs or []) == 39 for pending in requests)
-
-
-def test_a_prompt_that_there_is_never_memory_to_read_is_refused(raw: Any) -> None:
-    model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
-    limit = BatchGroup(model, method, 1, 1024, 64, lambda *_: None).memory_bytes(64)
-    model_thread = ModelThread(model, AdmissionLimits(1, 1024, 8, kv_cache_bytes=limit), heard)
-    pending = PendingRequest(Request(prompt(500, 1), 1), method, num_logprobs=2, prompt_logprobs=[], echo=True, generates=False)
-    write_all(model_thread, heard, pending)
-    assert heard.ended[pending].status == 400
-    assert "--kv-cache-memory-bytes" in heard.ended[pending].message
 
 
 def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_is_right(raw: Any) -> None:
@@ -252,21 +237,23 @@ def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_
 
     limits = AdmissionLimits(2, 256, 32, kv_cache_bytes=limit)
     model_thread, values = measured_thread(held, model, limits, heard)
-    requests = [PendingRequest(Request(prompt(20, seed), 24), method) for seed in range(3) for method in methods]
+    requests = [job(20, seed, 24, method) for seed in range(3) for method in methods]
     write_all(model_thread, heard, *requests)
     assert 0 < max(values) <= limit
-    for pending in requests:
-        assert heard.tokens[pending] == written(raw, pending.method, pending.request.prompt, 24)
+    assert_written(raw, heard, *requests)
 
 
 def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_name(raw: Any) -> None:
     model, heard, method = ModelRunner(raw), Heard(), skipstone.Autoregressive()
     limit = BatchGroup(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
     model_thread = ModelThread(model, AdmissionLimits(2, 1024, 8, kv_cache_bytes=limit), heard)
-    short, long = PendingRequest(Request(prompt(20, 0), 8), method), PendingRequest(Request(prompt(500, 1), 8), method)
-    write_all(model_thread, heard, long, short)
-    assert (heard.ended[short].reason, heard.ended[long].status) == (LENGTH, 400)
-    assert "--kv-cache-memory-bytes" in heard.ended[long].message
+    short, long = job(20, 0, 8, method), job(500, 1, 8, method)
+    read = job(500, 1, 1, method, num_logprobs=2, prompt_logprobs=[], echo=True, generates=False)
+    write_all(model_thread, heard, long, read, short)
+    assert heard.ended[short].reason == LENGTH
+    for refused in (long, read):
+        assert heard.ended[refused].status == 400
+        assert "--kv-cache-memory-bytes" in heard.ended[refused].message
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -303,32 +290,34 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
     assert first == [3, 2, 0, 1], "by the time that they have waited, one by one; the long one takes its turns"
     for row, one in prompts.items():
         assert texts[row] == written(raw, method, one, 4)
-
-
-def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw: Any) -> None:
-    def together(takes_turns: bool, size: int) -> int:
-        decoder = DecodingLoop(skipstone.Autoregressive().start(ModelRunner(raw), 4, 256), takes_turns=takes_turns)
+    for takes_turns, size, together in ((True, 30, 3), (False, 70, 4)):  # short ones run together, up to 64 tokens
+        decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 256), takes_turns=takes_turns)
         for row in range(4):
             decoder.admit(row, Request(prompt(size, row), 4))
-        return sum(bool(tokens) for tokens in decoder.step().tokens)
-
-    assert together(takes_turns=True, size=70) == 1
-    assert together(takes_turns=True, size=30) == 3, "until 64 tokens are reached"
-    assert together(takes_turns=False, size=70) == 4
+        assert sum(map(bool, decoder.step().tokens)) == together
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) -> None:
     heard = Heard()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(3, 128, 64, prefill_chunk_size=8), heard)
-    requests = [PendingRequest(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
+    requests = [job(4 + 7 * seed, seed, 12 + seed, method) for seed in range(9)]
+    long = job(125, 1, 10, method)
+    write_all(model_thread, heard, *requests, long)
+    assert heard.ended[long].status == 400
+    assert "128 tokens" in heard.ended[long].message
+    assert_written(raw, heard, *requests)
+
+
+def group_texts(group: BatchGroup, *requests: PendingRequest) -> list[list[int]]:
+    """The tokens of requests that a group writes together."""
+    texts: dict[PendingRequest, list[int]] = {pending: [] for pending in requests}
+    group.send = lambda pending, event: texts[pending].extend(event.tokens) if isinstance(event, StepOutput) else None
     for pending in requests:
-        model_thread.submit([pending])
-    heard.all_of(requests)
-    assert model_thread.stop()
-    for pending in requests:
-        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, pending.request.max_new_tokens)
-        assert heard.ended[pending].reason == LENGTH
+        group.admit(pending)
+    while group.busy:
+        group.step()
+    return [*texts.values()]
 
 
 def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) -> None:
@@ -336,46 +325,22 @@ def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) ->
     method = skipstone.Speculative(near(raw, 0.05))
     group = BatchGroup(ModelRunner(raw), method, 2, 256, 8, lambda *_: None)
     known, long = prompt(40, 1), prompt(100, 2)
-    group.admit(PendingRequest(Request(known, 4), method))
-    while group.busy:
-        group.step()
-    texts: dict[PendingRequest, list[int]] = {}
-    group.send = lambda pending, event: (
-        texts.setdefault(pending, []).extend(event.tokens) if isinstance(event, StepOutput) else None
-    )
-    requests = [
-        PendingRequest(Request(torch.cat([known, prompt(3, 3)]), 30), method),
-        PendingRequest(Request(long, 20), method),
-    ]
-    for pending in requests:
-        group.admit(pending)
-    while group.busy:
-        group.step()
-    assert requests[0].stats.cached_tokens >= 40
-    for pending in requests:
-        assert texts[pending] == written(raw, method, pending.request.prompt, pending.request.max_new_tokens)
+    group_texts(group, PendingRequest(Request(known, 4), method))
+    again = PendingRequest(Request(torch.cat([known, prompt(3, 3)]), 30), method)
+    texts = group_texts(group, again, PendingRequest(Request(long, 20), method))
+    assert again.stats.cached_tokens >= 40
+    assert texts == [written(raw, method, again.request.prompt, 30), written(raw, method, long, 20)]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any, method: Method) -> None:
     group = BatchGroup(ModelRunner(raw), method, 2, 128, 16, lambda *_: None)
     first = prompt(40, 5)
-
-    def decoded(pending: PendingRequest) -> list[int]:
-        tokens: list[int] = []
-        group.send = lambda told, event: (
-            tokens.extend(event.tokens) if isinstance(event, StepOutput) and told is pending else None
-        )
-        group.admit(pending)
-        while group.busy:
-            group.step()
-        return tokens
-
-    answer = decoded(PendingRequest(Request(first, 10), method))
+    (answer,) = group_texts(group, PendingRequest(Request(first, 10), method))
     more = torch.cat([first, torch.tensor(answer), prompt(6, 6)])
     for ids, reused in ((more, 49), (first, 39), (torch.cat([first[:20], prompt(9, 7)]), 20), (prompt(30, 8), 0)):
         pending = PendingRequest(Request(ids, 12), method)
-        assert decoded(pending) == written(raw, method, ids, 12)
+        assert group_texts(group, pending) == [written(raw, method, ids, 12)]
         assert pending.stats.cached_tokens == reused
 
 
@@ -390,33 +355,31 @@ def test_a_job_whose_logits_are_nan_fails_alone_and_leaves_a_clean_row(raw: Any,
     model_thread = ModelThread(ModelRunner(broken), AdmissionLimits(2, 128, 64, prefill_chunk_size=8), heard)
     spoiled = [PendingRequest(Request(torch.cat([one, torch.tensor([bad])]), 8), method) for one in ids]
     good = [PendingRequest(Request(one, 8), method) for one in ids]
-    for pair in zip(spoiled, good, strict=True):  # a row is a good request's, then a spoiled one's, then a good one's again
-        model_thread.submit(list(pair))
-    heard.all_of([*spoiled, *good])
-    assert model_thread.stop()
+    # a row is a good request's, then a spoiled one's, then a good one's again
+    write_all(model_thread, heard, *(pending for pair in zip(spoiled, good, strict=True) for pending in pair))
     for pending in spoiled:
-        assert heard.ended[pending].reason == FAILED
-        assert heard.ended[pending].status == 500
+        assert (heard.ended[pending].reason, heard.ended[pending].status) == (FAILED, 500)
         assert "not finite" in heard.ended[pending].message
         assert pending not in heard.tokens
-    for pending in good:
-        assert heard.ended[pending].reason == LENGTH
-        assert heard.tokens[pending] == written(raw, method, pending.request.prompt, 8)
+    assert_written(raw, heard, *good)
 
 
-def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:
+def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step_and_holds_up_no_other_method(raw: Any) -> None:
     heard = Heard()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 8), heard)
-    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
-    next_one = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
+    endless = job(5, 1, 4000)
+    behind, other = (job(5, 2, 3, method) for method in METHODS[:2])
     model_thread.submit([endless])
     heard.until(lambda: endless in heard.tokens)
-    model_thread.submit([next_one])
+    for pending in (behind, other):
+        model_thread.submit([pending])
+    heard.all_of([other])
+    assert behind not in heard.ended
     model_thread.cancel(endless)
-    heard.all_of([endless, next_one])
+    heard.all_of([endless, behind])
     assert heard.ended[endless].reason == CANCELLED
     assert len(heard.tokens[endless]) < 4000
-    assert heard.tokens[next_one] == written(raw, METHODS[0], next_one.request.prompt, 3)
+    assert_written(raw, heard, behind)
     model_thread.cancel(endless)  # nothing happens
     assert model_thread.stop()
     assert (model_thread.scheduler.num_running, model_thread.scheduler.num_waiting) == (0, 0)
@@ -425,43 +388,34 @@ def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:
     heard = Heard()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 1), heard)
-    slow = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0], timeout_seconds=0.3)
+    slow = job(5, 1, 4000, timeout_seconds=0.3)
     model_thread.submit([slow])
     heard.until(lambda: slow in heard.tokens)
-    waiting = PendingRequest(Request(prompt(5, 2), 2), METHODS[0])
+    waiting, third = (job(5, seed, 2) for seed in (2, 3))
     model_thread.submit([waiting])
     with pytest.raises(RequestError, match="waiting") as refused:
-        model_thread.submit([PendingRequest(Request(prompt(5, 3), 2), METHODS[0])])
+        model_thread.submit([third])
     assert (refused.value.status, refused.value.retry_after) == (429, 1)
     heard.all_of([slow, waiting])
-    assert heard.ended[slow].reason == TIMEOUT
-    assert heard.ended[waiting].reason == LENGTH
+    assert (heard.ended[slow].reason, heard.ended[waiting].reason) == (TIMEOUT, LENGTH)
     assert model_thread.stop()
     with pytest.raises(RequestError, match="shutting down"):
         model_thread.submit([waiting])
 
 
-def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
-    heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 4), heard)
-    requests = [PendingRequest(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
-    model_thread.submit(requests)
-    assert model_thread.stop(30)
-    assert [heard.ended[pending].reason for pending in requests] == [LENGTH] * 3
-    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 4), heard)
-    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
-    model_thread.submit([endless])
-    assert not model_thread.stop(0.1)
-    assert heard.ended[endless].status == 503
+def test_biases_and_penalties_by_hand() -> None:
+    """The prompt is 1, 2: of what was written, 3 twice, 4 and 5 once."""
+    ids, scores = torch.tensor([[1, 2, 5, 3, 3, 4]]), torch.zeros(1, 6)
+    assert Bias({2: 1.5, 0: -100.0})(ids, scores).tolist() == [[-100.0, 0.0, 1.5, 0.0, 0.0, 0.0]]
+    assert Penalty(2, 0.5, 0.25)(ids, scores).tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, -0.75]]
+    assert scores.sum() == 0
 
 
 def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heard, own = Heard(), DecodingLoop.step
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)
-    broken, whole = (
-        PendingRequest(Request(prompt(5, 1), 100), METHODS[1]),
-        PendingRequest(Request(prompt(5, 2), 20), METHODS[0]),
-    )
+    broken = job(5, 1, 100, METHODS[1])
+    whole = job(5, 2, 20)
 
     def step(decoder: DecodingLoop) -> Step:
         if any(state is not None and state.request is broken.request for state in decoder.rows):
@@ -474,42 +428,7 @@ def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: py
     heard.all_of([broken, whole])
     assert heard.ended[broken].reason == FAILED
     assert "planted" not in heard.ended[broken].message
-    assert heard.tokens[whole] == written(raw, METHODS[0], whole.request.prompt, 20)
-    again = PendingRequest(Request(prompt(5, 3), 4), METHODS[1])
-    model_thread.submit([again])
-    heard.all_of([again])
+    assert_written(raw, heard, whole)
+    again = job(5, 3, 4, METHODS[1])
+    write_all(model_thread, heard, again)
     assert heard.ended[again].reason == LENGTH
-    assert model_thread.stop()
-
-
-def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None:
-    heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 32, 8), heard)
-    long = PendingRequest(Request(prompt(30, 1), 10), METHODS[0])
-    write_all(model_thread, heard, long)
-    assert heard.ended[long].status == 400
-    assert "32 tokens" in heard.ended[long].message
-
-
-def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
-    heard = Heard()
-    model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 8), heard)
-    endless = PendingRequest(Request(prompt(5, 1), 4000), METHODS[0])
-    behind = PendingRequest(Request(prompt(5, 2), 3), METHODS[0])
-    other = PendingRequest(Request(prompt(5, 3), 3), METHODS[1])
-    for pending in (endless, behind, other):
-        model_thread.submit([pending])
-    heard.all_of([other])
-    assert behind not in heard.ended
-    model_thread.cancel(endless)
-    heard.all_of([behind])
-    assert model_thread.stop()
-
-
-def test_biases_and_penalties_by_hand() -> None:
-    ids = torch.tensor([[1, 2, 5, 3, 3, 4]])
-    scores = torch.zeros(1, 6)
-    assert Bias({2: 1.5, 0: -100.0})(ids, scores).tolist() == [[-100.0, 0.0, 1.5, 0.0, 0.0, 0.0]]
-    assert scores.sum() == 0
-    # the prompt is 1, 2: of what was written, 3 twice, 4 and 5 once
-    assert Penalty(2, 0.5, 0.25)(ids, scores).tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, -0.75]]

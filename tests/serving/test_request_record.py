@@ -1,28 +1,37 @@
-"""What the server keeps of every request: the figures that the client gets, and no word of what was said."""
+"""Records, log lines and OpenTelemetry spans of requests: the client's figures, and no word of what was said."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
 import skipstone
-from skipstone.serving import logs
+from skipstone.cli.serve import LOG_FORMATS
+from skipstone.decoding.loop import DecodingLoop
+from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.completions_api import Choice
 from skipstone.serving.pending_request import StepOutput
 from skipstone.serving.request_record import UNKNOWN_ROUTE, RecordMiddleware, RequestRecord
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
+from tests.helpers.served import without_socket
 
 SECRET = "zanzibar"
-"""A word that only prompts and keys here have."""
 BODY = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LAYERSKIP = {"method": "layerskip", "exit_layer": 6}
 KEY = {"Authorization": f"Bearer {SECRET}"}
@@ -30,15 +39,8 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return skipstone.load(None)
-
-
-@pytest.fixture(scope="module")
 def client(loaded: Any) -> Iterator[TestClient]:
-    with TestClient(make_app(Server(lambda: loaded, ServerSettings(max_num_seqs=4, drain_seconds=5)), SECRET)) as client:
-        while client.get("/health").status_code != 200:
-            pass
+    with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=4, drain_seconds=5)), SECRET) as client:
         yield client
 
 
@@ -58,34 +60,24 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 def test_a_line_has_the_figures_that_the_client_gets(client: TestClient, lines: Lines) -> None:
     body = {**BODY, "n": 2, "speculative": LAYERSKIP, "return_metrics": True}
     answer = client.post("/v1/completions", json=body, headers=KEY).json()
-    (line,) = lines()
-    assert (line["level"], line["message"], line["id"]) == ("info", "request", answer["id"])
-    assert (line["verb"], line["route"], line["model"], line["status"]) == ("POST", "/v1/completions", "skipstone-nano", 200)
-    assert (line["streamed"], line["cancelled"], line["finish_reasons"]) == (False, False, ["length", "length"])
-    assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-    assert line["completion_tokens"] == answer["usage"]["completion_tokens"] == 48
-    assert line["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert line["drafted"] == answer["timings"]["draft_n"] > 0
-    assert line["accepted"] == answer["timings"]["draft_n_accepted"] > 0
-    assert line["queue_ms"] == answer["metrics"]["queue_time_ms"]
-    assert line["first_token_ms"] == answer["metrics"]["time_to_first_token_ms"]
+    response = client.post("/v1/responses", json={"input": SECRET, "max_output_tokens": 8}, headers=KEY).json()
+    text = client.post("/v1/completions", json={**BODY, "stream": True}, headers=KEY).text
+    line, other, stream = lines()
+    assert (stream["id"] in text, stream["streamed"], stream["completion_tokens"]) == (True, True, 24)
+    usage, metrics, timings = answer["usage"], answer["metrics"], answer["timings"]
+    expected = {"level": "info", "message": "request", "id": answer["id"], "verb": "POST", "route": "/v1/completions"}
+    expected |= {"model": "skipstone-nano", "status": 200, "streamed": False, "cancelled": False}
+    expected |= {"finish_reasons": ["length", "length"], "prompt_tokens": usage["prompt_tokens"], "completion_tokens": 48}
+    expected |= {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "drafted": timings["draft_n"]}
+    expected |= {"accepted": timings["draft_n_accepted"], "queue_ms": metrics["queue_time_ms"]}
+    expected |= {"first_token_ms": metrics["time_to_first_token_ms"]}
+    assert line | expected == line
+    assert usage["completion_tokens"] == 48
+    assert line["drafted"] > line["accepted"] > 0
     assert line["total_ms"] > line["first_token_ms"] > 0
     assert line["method"].startswith("layerskip exit_layer=6")
-
-
-def test_a_stream_is_one_line_when_it_ends(client: TestClient, lines: Lines) -> None:
-    with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}, headers=KEY) as response:
-        chunks = [json.loads(one[5:]) for one in response.iter_lines() if one.startswith("data:") and "DONE" not in one]
-    (line,) = lines()
-    assert (line["id"], line["streamed"], line["completion_tokens"]) == (chunks[0]["id"], True, 24)
-    assert not line["cancelled"]
-
-
-def test_a_response_is_called_what_its_client_calls_it(client: TestClient, lines: Lines) -> None:
-    answer = client.post("/v1/responses", json={"input": SECRET, "max_output_tokens": 8}, headers=KEY).json()
-    (line,) = lines()
-    assert (line["id"], line["route"], line["status"]) == (answer["id"], "/v1/responses", 200)
-    assert line["completion_tokens"] == answer["usage"]["output_tokens"]
+    assert (other["id"], other["route"], other["status"]) == (response["id"], "/v1/responses", 200)
+    assert other["completion_tokens"] == response["usage"]["output_tokens"]
 
 
 def test_what_is_refused_has_a_line_without_figures(client: TestClient, lines: Lines) -> None:
@@ -93,26 +85,24 @@ def test_what_is_refused_has_a_line_without_figures(client: TestClient, lines: L
     client.post("/v1/completions", json=BODY)
     client.get(f"/v1/{SECRET}", headers=KEY)
     client.post("/tokenize", json={"prompt": SECRET}, headers=KEY)
-    told = [(line["route"], line["status"]) for line in lines()]
-    assert told == [("/v1/completions", 400), ("/v1/completions", 401), (UNKNOWN_ROUTE, 404), ("/tokenize", 200)]
+    info = [(line["route"], line["status"]) for line in lines()]
+    assert info == [("/v1/completions", 400), ("/v1/completions", 401), (UNKNOWN_ROUTE, 404), ("/tokenize", 200)]
     assert all(line["id"].startswith("req-") and "prompt_tokens" not in line for line in lines())
 
 
 def test_what_machines_ask_all_the_time_is_counted_and_not_told(client: TestClient, lines: Lines) -> None:
     client.get("/health")
-    before, after = (client.get("/metrics", headers=KEY).text for _ in range(2))
+    texts = [client.get("/metrics", headers=KEY).text for _ in range(3)]
     assert lines() == []
     counted = 'skipstone:http_requests_total{model_name="skipstone-nano",route="/metrics",status="200"}'
-    values = [float(line.rsplit(" ", 1)[1]) for text in (before, after) for line in text.splitlines() if counted in line]
-    assert values[-1] - (values[0] if len(values) == 2 else 0) == 1
-    assert SECRET not in after
+    before, after = (float(re.search(rf"{re.escape(counted)} (.*)", text)[1]) for text in texts[1:])  # pyright: ignore
+    assert after == before + 1
+    assert SECRET not in texts[-1]
 
 
 def test_a_text_that_takes_too_long_is_told_and_counted_as_that(loaded: Any, lines: Lines) -> None:
     server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, timeout_seconds=0.1, drain_seconds=0))
-    with TestClient(make_app(server)) as client:
-        while client.get("/health").status_code != 200:
-            pass
+    with without_socket(server) as client:
         answer = client.post("/v1/completions", json={**BODY, "max_tokens": 900, "speculative": "off"})
         metrics = client.get("/metrics").text
     (line,) = lines()
@@ -123,17 +113,8 @@ def test_a_text_that_takes_too_long_is_told_and_counted_as_that(loaded: Any, lin
     assert 'finished_reason="cancelled"' not in metrics
 
 
-def request_of(body: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """An ASGI scope and its body."""
-    content = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-    return scope | {"http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"}}, content
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """It goes when the first token is written."""
     own, first_token = Server._add_output, asyncio.Event()
 
     def more(server: Server, choice: Choice, piece: StepOutput) -> Any:
@@ -141,22 +122,28 @@ def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypat
         return own(server, choice, piece)
 
     monkeypatch.setattr(Server, "_add_output", more)
+    content = json.dumps({**BODY, "max_tokens": 900, "stream": stream, "speculative": "off"}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
+    scope |= {
+        "headers": [(b"content-type", b"application/json")],
+        "asgi": {"version": "3.0"},
+        "scheme": "http",
+        "root_path": "",
+    }
+    events = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if events:
+            return events.pop()
+        await first_token.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
 
     async def scenario() -> None:
         server = Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=0))
         await server.start()
-        scope, content = request_of({**BODY, "max_tokens": 900, "stream": stream, "speculative": "off"})
-        events = [{"type": "http.request", "body": content, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if events:
-                return events.pop()
-            await first_token.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            pass
-
         await make_app(server)(scope, receive, send)
         await server.stop()
 
@@ -166,28 +153,179 @@ def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypat
     assert 0 < line["completion_tokens"] < 900
 
 
-def test_a_teller_that_raises_and_a_route_that_fails_hurt_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[RequestRecord] = []
+def test_a_reporter_that_raises_and_a_route_that_fails_hurt_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    records: list[RequestRecord] = []
 
-    def wrong(record: RequestRecord) -> None:
-        raise RuntimeError("planted in a teller")
+    def raises(*_: Any) -> Any:
+        raise RuntimeError("planted")
 
     app = FastAPI()
-    app.add_middleware(RecordMiddleware, model="m", reporters=[wrong, told.append])
-
-    @app.get("/right")
-    async def right() -> str:
-        return "well"
-
-    @app.get("/broken")
-    async def broken() -> str:
-        raise RuntimeError("planted in a route")
-
+    app.add_middleware(RecordMiddleware, model="m", reporters=[raises, records.append])
+    app.get("/right")(lambda: "well")
+    app.get("/broken")(lambda: raises())
     client = TestClient(app, raise_server_exceptions=False)
     assert client.get("/right").json() == "well"
     assert client.get("/broken").status_code == 500
-    assert [(record.route, record.status, record.completion) for record in told] == [
-        ("/right", 200, None),
-        ("/broken", 500, None),
-    ]
+    assert [(one.route, one.status, one.completion) for one in records] == [("/right", 200, None), ("/broken", 500, None)]
     assert [record.message for record in caplog.records].count("a reporter of requests failed") == 2
+
+
+def test_an_error_is_one_line_of_json_with_its_traceback_and_values_in_fields() -> None:
+    try:
+        raise RuntimeError("planted\nin two lines")
+    except RuntimeError:
+        result = sys.exc_info()
+    record = logging.LogRecord("skipstone.serving.model_thread", logging.ERROR, __file__, 1, "step %s", (7,), result)
+    record.fields = {"status": 200, "route": "/v1/models", "reasons": ["stop", "length"], "id": "a\nb c", "whole": True}
+    line = logs.JsonFormatter().format(record)
+    assert "\n" not in line
+    info = json.loads(line)
+    assert (info["level"], info["logger"], info["message"]) == ("error", "skipstone.serving.model_thread", "step 7")
+    assert (info["status"], info["reasons"], info["id"], info["error"]) == (200, ["stop", "length"], "a\nb c", "RuntimeError")
+    assert info["traceback"].startswith("Traceback")
+    assert info["traceback"].endswith("planted\nin two lines")
+    text, *more = logs.TextFormatter().format(record).splitlines()
+    assert text.endswith(': step 7 status=200 route=/v1/models reasons=stop,length id="a\\nb c" whole=true')
+    assert more[0].startswith("Traceback")
+
+
+def test_everybody_s_events_go_to_one_handler() -> None:
+    assert list(LOG_FORMATS) == list(logs.FORMS)
+    for form, formatter in logs.FORMS.items():
+        info = logs.config(form)
+        assert info["formatters"]["line"]["()"] is formatter
+        assert info["root"]["handlers"] == list(info["handlers"]) == ["stderr"]
+        assert info["handlers"]["stderr"]["stream"] == "ext://sys.stderr"
+        assert info["loggers"]["skipstone"]["propagate"]
+
+
+TRACED = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "ignore_eos": True, "stop": [SECRET]}
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.fixture(scope="module")
+def traced(loaded: Any) -> Iterator[TestClient]:
+    with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=4, drain_seconds=5))) as client:
+        yield client
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What was exported by a provider that is the process's for one test."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def split(spans: InMemorySpanExporter) -> tuple[Any, dict[str, Any]]:
+    *below, above = spans.get_finished_spans()
+    assert all(one.parent.span_id == above.context.span_id for one in below)
+    return above, {one.name: one for one in below}
+
+
+def test_a_request_is_a_span_by_the_conventions_with_its_phases_below(traced: TestClient, spans: InMemorySpanExporter) -> None:
+    sampling = {"n": 2, "temperature": 0.5, "seed": 3, "speculative": {"method": "layerskip", "exit_layer": 6}}
+    answer = traced.post("/v1/completions", json={**TRACED, **sampling, "return_metrics": True}).json()
+    span, below = split(spans)
+    assert (span.name, span.kind, span.parent) == ("text_completion skipstone-nano", trace.SpanKind.SERVER, None)
+    info = dict(span.attributes or {})
+    assert str(info.pop("skipstone.method")).startswith("layerskip exit_layer=6")
+    assert info == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "skipstone",
+        "gen_ai.request.model": "skipstone-nano",
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 24,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.model": "skipstone-nano",
+        "gen_ai.response.finish_reasons": ("length", "length"),
+        "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 48,
+        "gen_ai.usage.cache_read.input_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        "skipstone.drafted_tokens": answer["timings"]["draft_n"],
+        "skipstone.accepted_tokens": answer["timings"]["draft_n_accepted"],
+        "skipstone.cancelled": False,
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+    }
+    queue, prefill, decode = (below[name] for name in ("queue", "prefill", "decode"))
+    assert span.start_time <= queue.start_time <= queue.end_time == prefill.start_time
+    assert prefill.end_time == decode.start_time <= decode.end_time == span.end_time
+    assert SECRET not in span.to_json()
+
+
+def test_a_stream_says_when_its_first_chunk_came_and_goes_on_with_a_traceparent(
+    traced: TestClient, spans: InMemorySpanExporter, caplog: Any
+) -> None:
+    caplog.set_level("INFO", logger="skipstone.serving.requests")
+    body = {**TRACED, "stream": True, "response_format": {"type": "text"}}
+    traced.post("/v1/completions", json=body, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    span, below = split(spans)
+    info = span.attributes or {}
+    assert (info["gen_ai.request.stream"], info["gen_ai.output.type"]) == (True, "text")
+    first = (below["prefill"].end_time - below["queue"].start_time) / 1e9
+    assert info["gen_ai.response.time_to_first_chunk"] == pytest.approx(first, abs=1e-4)
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert {f"{one.context.trace_id:032x}" for one in (span, *below.values())} == {TRACE}
+    (record,) = [one for one in caplog.records if one.name == "skipstone.serving.requests"]
+    assert record.fields["trace_id"] == TRACE
+
+
+def test_what_fails_is_a_span_and_other_routes_are_none(
+    traced: TestClient, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced.post("/v1/completions", json={**TRACED, "wings": 2})
+    traced.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": SECRET}]})  # nano has no template
+    for path in ("/health", "/metrics", "/v1/models"):
+        traced.get(path)
+    monkeypatch.setattr(DecodingLoop, "step", None)  # a defect
+    traced.post("/v1/completions", json=TRACED)
+    one, two, *_, defect = spans.get_finished_spans()
+    assert (one.name, two.name) == ("text_completion skipstone-nano", "chat skipstone-nano")
+    for span in (one, two):
+        assert (span.attributes or {})["error.type"] == "400"
+        assert span.status.status_code is trace.StatusCode.UNSET, "the client's mistake is no error of the server's"
+        assert SECRET not in span.to_json()
+    assert defect.name == one.name
+    assert defect.status.status_code is trace.StatusCode.ERROR
+
+
+def test_without_the_sdk_nothing_is_told_and_nothing_is_missing(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.sdk")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert tracing.reporters() == []
+    tracing.flush()
+    monkeypatch.setenv(tracing.ENDPOINTS[1], "http://127.0.0.1:9")
+    assert not tracing.set_up()
+    with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=5))) as untraced:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        assert untraced.post("/v1/completions", json={**TRACED, "max_tokens": 4}, headers=headers).status_code == 200
+
+
+def test_spans_are_sent_to_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the exporter: that OpenTelemetry's own one sends is not tested here."""
+    made: list[Any] = []
+    exporter, stand_in = InMemorySpanExporter(), types.ModuleType(tracing.EXPORTER)
+    vars(stand_in)["OTLPSpanExporter"] = lambda *_, **__: exporter
+    monkeypatch.setattr(trace, "set_tracer_provider", made.append)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: made[-1] if made else trace.ProxyTracerProvider())
+    for name in (*tracing.ENDPOINTS, "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    assert not tracing.set_up(), "nobody asks for it"
+    monkeypatch.setenv(tracing.ENDPOINTS[0], "http://127.0.0.1:9")
+    monkeypatch.setattr(tracing, "is_installed", lambda module: True)
+    monkeypatch.setitem(sys.modules, tracing.EXPORTER, stand_in)
+    assert tracing.set_up()
+    made[0].get_tracer("t").start_span("one").end()
+    tracing.flush()
+    (span,) = exporter.get_finished_spans()
+    assert span.resource.attributes["service.name"] == "skipstone"
+    assert span.resource.attributes["service.version"] == skipstone.__version__
+    assert not tracing.set_up(), "there is a provider already"
+    made[0].shutdown()

@@ -27,22 +27,17 @@ from skipstone.serving.server import Server, read_all
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import families
 from tests.helpers.options import LAW, TEXT
+from tests.helpers.pairwise import round_robin
 from tests.helpers.support import tokenizer
 
 PROMPT = "abcxstop theabcab"
 TOKENS = 5
+SAMPLED = {"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1}
+ALL_TOKENS = {"temperature": 1.3, "top_k": 0, "top_p": 1.0}
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"do_sample": False}, {"temperature": 0}, {}),
-    "sampled": (
-        {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
-        {"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
-        {"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
-    ),
-    "all tokens": (
-        {"do_sample": True, "temperature": 1.3, "top_k": 0, "top_p": 1.0},
-        {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
-        {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
-    ),
+    "sampled": ({"do_sample": True, **SAMPLED}, SAMPLED, SAMPLED),
+    "all tokens": ({"do_sample": True, **ALL_TOKENS}, ALL_TOKENS, ALL_TOKENS),
     "stop": ({"do_sample": False, "stop_strings": ["ab", "q"]}, {"temperature": 0, "stop": ["ab", "q"]}, {"stop": ["ab", "q"]}),
     "ignore eos": ({"do_sample": False, "eos_token_id": None}, {"temperature": 0, "ignore_eos": True}, {"ignore_eos": True}),
 }
@@ -58,7 +53,6 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {**case.base, **case.options} for name, case in TEXT.items() if name != "max_time"},
     **{name: {"do_sample": True, **options} for name, options in LAW.items()},
 }
-"""A model's own generation config."""
 
 
 def described(value: Any) -> Any:
@@ -78,24 +72,23 @@ def described(value: Any) -> Any:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Every request that the loop is given."""
-    found: list[Request] = []
+    result: list[Request] = []
     admit = DecodingLoop.admit
 
     def recording(decoder: DecodingLoop, row: int, request: Request, known: int = 0) -> None:
-        found.append(request)
+        result.append(request)
         admit(decoder, row, request, known)
 
     monkeypatch.setattr(DecodingLoop, "admit", recording)
-    return found
+    return result
 
 
 def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: str = "/v1/completions") -> None:
     async def scenario() -> None:
         server = Server(lambda: (model, words), ServerSettings(max_num_seqs=1, drain_seconds=0, method="autoregressive"))
         await server.start()
-        asked = ChatBody.model_validate(body) if "chat" in url else CompletionBody.model_validate(body)
-        _, updates = await server.answer(asked)
+        request = ChatBody.model_validate(body) if "chat" in url else CompletionBody.model_validate(body)
+        _, updates = await server.answer(request)
         await read_all(updates)
         answer = await answer_line(server, RequestLine("a", "POST", url, body))
         assert answer["response"]["status_code"] == 200, answer
@@ -119,8 +112,7 @@ def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -
     cli_generate(PromptSource(PROMPT), MethodOptions("autoregressive"), decoding, PlacedModelOptions(), OutputOptions())
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("own", ["nothing", "several ends", "ends that may not come yet", "stop string"])
+@round_robin(asked=ASKED, own=["nothing", "several ends", "ends that may not come yet", "stop string"])
 def test_all_ways_build_the_same_request(own: str, asked: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     all_ways(monkeypatch, OWN[own], asked)
     same(seen, is_greedy="temperature" not in ASKED[asked][0])
@@ -132,20 +124,18 @@ def test_a_model_s_own_settings_count_in_all_ways(own: str, seen: list[Request],
     same(seen, is_greedy=True)
 
 
-def same(seen: list[Request], *, is_greedy: bool) -> None:
-    found = [described(one) for one in seen]
+def same(seen: list[Request], count: int = 4, *, is_greedy: bool = False) -> Any:
+    """So many requests, all of them alike. Returns the first."""
+    result = [described(one) for one in seen]
     if is_greedy:  # the command line draws a seed, and nothing is drawn with it
-        for one in found:
+        for one in result:
             one["sampling"]["seed"] = 0
-    assert len(found) == 4
-    for one in found[1:]:
-        assert one == found[0]
+    assert result == [result[0]] * count
+    return result[0]
 
 
-@pytest.mark.parametrize("own", ["nothing", "sampled", "stop_strings", "eos_token_id"])
-def test_a_request_that_says_nothing_takes_the_model_s_own_settings(
-    own: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("own", ["nothing", "sampled", "stop_strings"])
+def test_a_request_that_says_nothing_takes_the_model_s_own_settings(own: str, seen: list[Request]) -> None:
     """The command line has defaults of its own, which --help names."""
     settings = {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.8} if own == "sampled" else OWN[own]
     model, words = families.build("llama"), tokenizer()
@@ -153,10 +143,7 @@ def test_a_request_that_says_nothing_takes_the_model_s_own_settings(
     turns = [{"role": "user", "content": PROMPT}]
     skipstone.generate(model, turns, "autoregressive", tokenizer=words, seed=7)
     over_http_and_in_a_batch(model, words, {"messages": turns, "seed": 7}, "/v1/chat/completions")
-    found = [described(one) for one in seen]
-    assert len(found) == 3
-    assert found[0]["max_new_tokens"] == 4
-    assert found[1:] == [found[0]] * 2
+    assert same(seen, 3)["max_new_tokens"] == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -173,12 +160,7 @@ def test_chat_builds_the_request_of_the_server(
     cli_chat(method=chosen, system=None, sampling=sampling, model=GenerationModelOptions(), color=None)
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0, **sampled, "seed": 7}
     over_http_and_in_a_batch(model, words, body, "/v1/chat/completions")
-    found = [described(one) for one in seen]
-    assert len(found) == 3
-    if not temperature:
-        for one in found:
-            one["sampling"]["seed"] = 0
-    assert found[1:] == [found[0]] * 2
+    same(seen, 3, is_greedy=not temperature)
 
 
 def test_a_prompt_that_begins_a_stop_string_does_not_end_the_answer_of_a_server(seen: list[Request]) -> None:

@@ -22,12 +22,10 @@ KILLED_AT = (300, 900, 1500)
 
 
 def started(path: Path, output: Path) -> subprocess.Popen[bytes]:
-    """The command, which goes on with what is there."""
     return subprocess.Popen([sys.executable, "-m", "skipstone", "batch", str(path), str(output), "--resume"])
 
 
 def done(output: Path) -> int:
-    """Lines of the journal behind the first one."""
     journal = journal_of(output)
     return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
 

@@ -18,19 +18,16 @@ import pytest
 
 import skipstone
 from skipstone.utils.limits import METHOD_STATE_BYTES
-from tests.helpers.served import Busy, Process, caller, goes_away, hear, p95, serving
+from tests.helpers.served import Busy, caller, goes_away, hear, p95, serving
 
 pytestmark = pytest.mark.soak
 
 SECONDS = float(os.environ.get("SKIPSTONE_SOAK_SECONDS", "300"))
-"""How long clients go on asking."""
 CLIENTS = 50
 GREEDY = (None, "off", "prompt_lookup", "auto", {"method": "layerskip", "exit_layer": 8})
 """What requests name, None where they name nothing: five methods, of which four have rows at a time."""
 COUPLED = ("off", "prompt_lookup", "auto")
 """Methods that draw with the target's noise, so that a seed says what is drawn."""
-LENGTHS = (1, 8, 24, 48, 96)
-"""Tokens that are asked for."""
 DISCONNECTED = 1000
 MORE_MEMORY = 0.05
 """Share of the resident memory after a warm-up that clients who went may have added."""
@@ -40,7 +37,6 @@ SLACK_BYTES = 256 << 20
 """What allocators keep, and the draft model: beside everything that has a limit of its own."""
 LOOPING = 4
 """Clients that loop over plain completions while a draft model is loaded."""
-GOES = ("connecting", "half a request", "a request", "some text", "all")
 
 
 @dataclass
@@ -64,38 +60,35 @@ class Seen:
 
 
 def prompts() -> list[str]:
-    """Those that come with the package."""
     lines = (files("skipstone.assets") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def pool() -> list[Case]:
-    """Of every prompt one request, greedy or, every third, drawn with a seed; methods and lengths in turns."""
-    model, tokenizer = skipstone.load(None)
-    greedy, coupled, lengths = itertools.cycle(GREEDY), itertools.cycle(COUPLED), itertools.cycle(LENGTHS)
+def pool(methods: Sequence[Any] = GREEDY, lengths: Sequence[int] = (1, 8, 24, 48, 96), **loading: Any) -> list[Case]:
+    """Of every prompt one request, greedy or, every third if there are several methods, drawn with a seed."""
+    model, tokenizer = skipstone.load(None, **loading)
     cases = []
     for number, prompt in enumerate(prompts()):
-        most = next(lengths)
-        drawn = number % 3 == 2
-        options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": number} if drawn else {}
-        wanted = {"tokenizer": tokenizer, "max_new_tokens": most, "do_sample": drawn, **options}
+        options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": number}
+        draws = number % 3 == 2 and len(methods) > 1
+        options, new = options if draws else {}, lengths[number % len(lengths)]
+        wanted = {"tokenizer": tokenizer, "max_new_tokens": new, "do_sample": draws, **options}
         text = skipstone.generate(model, prompt, "autoregressive", **wanted).text
-        assert isinstance(text, str)
-        body = {"prompt": prompt, "max_tokens": most, "temperature": 0, **options, "stream_options": {"include_usage": True}}
-        named = next(coupled) if drawn else next(greedy)
-        cases.append(Case(body | ({} if named is None else {"speculative": named}), text))
+        body = {"prompt": prompt, "max_tokens": new, "temperature": 0, **options, "stream_options": {"include_usage": True}}
+        method = COUPLED[number % len(COUPLED)] if draws else methods[number % len(methods)]
+        cases.append(Case(body | ({} if method is None else {"speculative": method}), str(text)))
     return cases
 
 
-async def ask_on(http: httpx.AsyncClient, cases: Sequence[Case], draw: random.Random, until: float, seen: Seen) -> None:
+async def ask_on(http: httpx.AsyncClient, cases: Iterator[Case], until: float, seen: Seen) -> None:
     """A client with one request at a time. It obeys when it is told to wait."""
     while time.perf_counter() < until:
-        case = draw.choice(cases)
+        case = next(cases)
         try:
             heard = await hear(http, case.body)
         except Busy as busy:
             seen.refused += 1
-            await asyncio.sleep(busy.seconds)
+            await asyncio.sleep(*busy.args)
             continue
         except (httpx.HTTPError, RuntimeError) as error:
             seen.wrong.append(f"{type(error).__name__}: {error}, asked {case.body}")
@@ -108,14 +101,19 @@ async def ask_on(http: httpx.AsyncClient, cases: Sequence[Case], draw: random.Ra
             seen.wrong.append(f"{heard.text!r}, and not {case.text!r}, asked {case.body}")
 
 
+def drawn(cases: Sequence[Case], seed: int) -> Iterator[Case]:
+    draw = random.Random(seed)
+    while True:
+        yield draw.choice(cases)
+
+
 def test_fifty_clients_that_stream_get_the_texts_of_generate_and_no_error_but_429() -> None:
     cases, seen = pool(), Seen()
 
     async def all_clients(url: str) -> None:
         until = time.perf_counter() + SECONDS
         async with caller(url) as http:
-            draws = [random.Random(number) for number in range(CLIENTS)]
-            await asyncio.gather(*(ask_on(http, cases, draw, until, seen) for draw in draws))
+            await asyncio.gather(*(ask_on(http, drawn(cases, number), until, seen) for number in range(CLIENTS)))
 
     with serving("--max-waiting", "24") as served:
         before = served.resident()
@@ -141,41 +139,19 @@ def settings() -> Iterator[dict[str, Any]]:
         yield {"method": "jacobi", "block": 2 + count % 24}
 
 
-def greedy_pool(dtype: str, count: int = 24) -> list[Case]:
-    """Of some prompts one greedy request each, without a method."""
-    model, tokenizer = skipstone.load(None, dtype=dtype)
-    options = {"tokenizer": tokenizer, "max_new_tokens": 24, "do_sample": False}
-    texts = {one: skipstone.generate(model, one, "autoregressive", **options).text for one in prompts()[:count]}
-    body = {"max_tokens": 24, "temperature": 0, "stream_options": {"include_usage": True}}
-    return [Case({"prompt": one, **body}, str(text)) for one, text in texts.items()]
-
-
-class ChangingSettings(Sequence[Case]):
-    """Requests of a pool, each with settings of its own."""
-
-    def __init__(self, cases: list[Case]) -> None:
-        self._cases, self._settings = cases, settings()
-
-    def __len__(self) -> int:
-        return len(self._cases)
-
-    def __getitem__(self, place: Any) -> Any:
-        case = self._cases[place]
-        return Case({**case.body, "speculative": next(self._settings)}, case.text)
-
-
 def test_settings_that_change_with_every_request_and_a_draft_model_loaded_under_load_take_bounded_memory() -> None:
-    cases, seen = greedy_pool("bfloat16"), Seen()
-    plain = [Case({**one.body, "speculative": "off"}, one.text) for one in cases]
-    by_draft_model = [Case({**one.body, "speculative": "speculative"}, one.text) for one in cases]
+    cases, seen = pool([None], [24], dtype="bfloat16"), Seen()
+
+    def by(method: Any) -> Iterator[Case]:
+        return (Case({**case.body, "speculative": method}, case.text) for case in drawn(cases, 0))
 
     async def all_clients(url: str) -> None:
-        now = time.perf_counter()
+        until = time.perf_counter() + SECONDS
+        pairs = zip(drawn(cases, 1), settings(), strict=False)
+        changing = (Case({**case.body, "speculative": method}, case.text) for case, method in pairs)
         async with caller(url) as http:
-            looping = [ask_on(http, plain, random.Random(one), now + SECONDS, seen) for one in range(LOOPING)]
-            loading = ask_on(http, by_draft_model, random.Random(-1), now + SECONDS, seen)
-            changing = ask_on(http, ChangingSettings(cases), random.Random(-2), now + SECONDS, seen)
-            await asyncio.gather(*looping, loading, changing)
+            clients = [*(by("off") for _ in range(LOOPING)), by("speculative"), changing]
+            await asyncio.gather(*(ask_on(http, one, until, seen) for one in clients))
 
     options = ("--dtype", "bfloat16", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))
     with serving(*options) as served:
@@ -189,33 +165,29 @@ def test_settings_that_change_with_every_request_and_a_draft_model_loaded_under_
     assert grown < KV_CACHE_BYTES + METHOD_STATE_BYTES + SLACK_BYTES
 
 
-def leave(served: Process, count: int, draw: random.Random) -> None:
-    """So many clients, 40 at a time, that go away at moments of all kinds; then until nobody is served any more."""
+def test_a_thousand_clients_that_go_away_leave_no_row_taken_and_no_memory_behind() -> None:
+    draw, texts = random.Random(1), prompts()
+    moments = itertools.cycle(("connecting", "half a request", "a request", "some text", "all"))
 
-    async def all_clients() -> None:
+    async def all_clients(port: int) -> None:
         places = asyncio.Semaphore(40)
 
-        async def one(number: int) -> None:
+        async def one() -> None:
             body = {"prompt": draw.choice(texts), "max_tokens": draw.choice((1, 20, 200)), "stream": draw.random() < 0.7}
             body |= {"n": draw.choice((1, 1, 3)), "speculative": draw.choice(("off", "auto", "prompt_lookup"))}
             async with places:
-                await goes_away(served.port, body, GOES[number % len(GOES)], draw.random())
+                await goes_away(port, body, next(moments), draw.random())
 
-        await asyncio.gather(*(one(number) for number in range(count)))
+        await asyncio.gather(*(one() for _ in range(DISCONNECTED)))
 
-    texts = prompts()
-    asyncio.run(all_clients())
-    served.until_idle()
-
-
-def test_a_thousand_clients_that_go_away_leave_no_row_taken_and_no_memory_behind() -> None:
-    draw = random.Random(1)
     with serving("--max-waiting", "64") as served:
-        leave(served, DISCONNECTED, draw)
-        warm = served.resident()
-        leave(served, DISCONNECTED, draw)
-        grown = served.resident() / warm - 1
-        print(f"\n{DISCONNECTED} clients went: {warm / 2**20:.0f} MiB before, {grown:+.2%} after")
+        resident = []
+        for _ in range(2):
+            asyncio.run(all_clients(served.port))
+            served.until_idle()
+            resident.append(served.resident())
+        grown = resident[1] / resident[0] - 1
+        print(f"\n{DISCONNECTED} clients went: {resident[0] / 2**20:.0f} MiB before, {grown:+.2%} after")
         answer = served.http.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 4, "temperature": 0})
         assert answer.status_code == 200
     assert grown < MORE_MEMORY

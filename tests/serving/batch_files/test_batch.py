@@ -1,9 +1,12 @@
-"""A batch in one process: the server's answers, line by line, and the same bytes whatever interrupts it."""
+"""A batch in one process: its input, its journal, and the server's answers, the same bytes whatever interrupts it."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,10 @@ import pytest
 
 import skipstone
 from skipstone.serving.batch_files import batch
+from skipstone.serving.batch_files import journal as journals
 from skipstone.serving.batch_files.answer_line import ModelThreadError
 from skipstone.serving.batch_files.batch import REQUESTS_PER_ROW, LoadedModel, ModelSettings
-from skipstone.serving.batch_files.journal import Journal, is_error, journal_of
+from skipstone.serving.batch_files.journal import Journal, count_errors, expect_free, is_error, journal_of
 from skipstone.serving.batch_files.request_lines import RequestFile
 from skipstone.serving.scheduler import Scheduler
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
@@ -37,7 +41,6 @@ KINDS = [
         "predicted", greedy("x = 1\ny = 2\nx = 1\n", prediction={"type": "content", "content": "y = 2\n"}, speculative="auto")
     ),
 ]
-"""All of them with a seed or without need of one."""
 FAULTS = {
     "hot": (request("hot", greedy("x", temperature=9)), 400, "temperature: Input should be less than or equal to 2"),
     "unknown": (request("unknown", greedy("x", zap=1)), 400, "zap: this field is not supported"),
@@ -56,7 +59,6 @@ FAULTS = {
     "place": (request("place", greedy("x"), "/v1/\ud83d"), 400, "no valid Unicode"),
     "key": (request("key", greedy("x", **{"\ud800": 1})), 400, "no valid Unicode"),
 }
-"""Name -> a request that cannot be answered, the status, and what is said."""
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +68,11 @@ def nano() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The same with a chat template."""
     folder = with_template(tmp_path_factory.mktemp("chats"))
     return ModelSettings(str(folder), served_name="nano", max_num_seqs=3).load()
 
 
 def answer(loaded: LoadedModel, folder: Path, requests: list[Any], name: str = "out") -> Path:
-    """The output, in a folder."""
     lines, output = RequestFile(write(folder / f"{name}.in", requests)), folder / f"{name}.jsonl"
     batch.run(loaded, output, lines, lambda *_: None)
     return output
@@ -89,15 +89,15 @@ def moment(value: Any) -> Any:
 
 
 def test_answers_are_those_of_the_server(chats: LoadedModel, tmp_path: Path) -> None:
-    found = read(answer(chats, tmp_path, KINDS))
-    assert [one["custom_id"] for one in found] == [one["custom_id"] for one in KINDS]
+    result = read(answer(chats, tmp_path, KINDS))
+    assert [one["custom_id"] for one in result] == [one["custom_id"] for one in KINDS]
     with in_thread(lambda: (chats.model, chats.tokenizer), name="nano", max_num_seqs=3) as served:
-        for asked, one in zip(KINDS, found, strict=True):
+        for asked, one in zip(KINDS, result, strict=True):
             expected = served.http.post(asked["url"], json=asked["body"])
             assert expected.status_code == one["response"]["status_code"] == 200, one
             assert moment(one["response"]["body"]) == moment(expected.json())
             assert one["error"] is None
-    called = found[6]["response"]["body"]["choices"][0]["message"]["tool_calls"]
+    called = result[6]["response"]["body"]["choices"][0]["message"]["tool_calls"]
     assert called[0]["id"].startswith("call_")
 
 
@@ -110,7 +110,7 @@ def test_the_same_input_gives_the_same_bytes(chats: LoadedModel, tmp_path: Path)
 
 
 def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_own(nano: LoadedModel, tmp_path: Path) -> None:
-    requests = many(24)
+    requests = many(12)
     written = texts(answer(nano, tmp_path, requests))
     for one in requests:
         body = one["body"]
@@ -128,9 +128,9 @@ def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_ow
 def test_a_line_that_cannot_be_answered_says_why_and_hurts_no_other(nano: LoadedModel, tmp_path: Path) -> None:
     good = [request(f"good-{place}", greedy(f"def f{place}(")) for place in range(len(FAULTS))]
     mixed = list(itertools.chain.from_iterable(zip(good, (one for one, _, _ in FAULTS.values()), strict=True)))
-    found = read(answer(nano, tmp_path, mixed))
-    assert [one["custom_id"] for one in found] == [one["custom_id"] for one in mixed]
-    for one in found:
+    result = read(answer(nano, tmp_path, mixed))
+    assert [one["custom_id"] for one in result] == [one["custom_id"] for one in mixed]
+    for one in result:
         response = one["response"]
         if one["custom_id"] in FAULTS:
             _, status, said = FAULTS[one["custom_id"]]
@@ -169,11 +169,11 @@ def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
             batch.run(nano, output, lines, lambda *_: None)
     assert not output.exists()
     assert journal_of(output).exists() == bool(after)
-    told: list[tuple[int, int]] = []
-    assert batch.run(nano, output, lines, lambda *done: told.append(done)) == 0
+    info: list[tuple[int, int]] = []
+    assert batch.run(nano, output, lines, lambda *done: info.append(done)) == 0
     assert output.read_bytes() == expected
-    assert told[0] == (after, 0), "what was there is not answered again"
-    assert told[-1] == (12, 0)
+    assert info[0] == (after, 0), "what was there is not answered again"
+    assert info[-1] == (12, 0)
     assert not journal_of(output).exists()
 
 
@@ -206,74 +206,252 @@ def test_a_step_that_fails_for_one_line_fails_no_other(
 
     def failing(self: Scheduler, group: Any) -> Any:
         if any(pending is not None and pending.prompt_ids == poison for pending in group.requests):
-            monkeypatch.setattr(group.loop, "step", _broken)
+            monkeypatch.setattr(group.loop, "step", None)
         return step(self, group)
 
     monkeypatch.setattr(Scheduler, "_run_step", failing)
-    found = read(answer(nano, tmp_path, requests))
-    assert [is_error(one) for one in found] == [place == 3 for place in range(6)]
-    assert found[3]["response"]["status_code"] == 500
+    result = read(answer(nano, tmp_path, requests))
+    assert [is_error(one) for one in result] == [place == 3 for place in range(6)]
+    assert result[3]["response"]["status_code"] == 500
 
 
-def _broken() -> Any:
-    raise RuntimeError("no memory")
+def collected(monkeypatch: pytest.MonkeyPatch, status: Callable[[int], Any], count: int, rows: int) -> list[int]:
+    """The order in which requests are answered. status: is awaited for that of an answer."""
+    server: Any = SimpleNamespace(settings=SimpleNamespace(max_num_seqs=rows))
 
+    async def answer_line(_: Any, index: int) -> Any:
+        return {"response": {"status_code": await status(index)}}
 
-def given(rows: int) -> Any:
-    """As much of a server as decides how many requests are under way."""
-    return SimpleNamespace(settings=SimpleNamespace(max_num_seqs=rows))
-
-
-def reply(status: int = 200) -> dict[str, Any]:
-    return {"response": {"status_code": status}}
-
-
-def collected(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Any], count: int, rows: int) -> list[int]:
     async def all_of_it() -> list[int]:
         pairs: Any = ((index, index) for index in range(count))
-        return [index async for several in batch.answer_lines(given(rows), pairs) for index, _ in several]
+        return [index async for several in batch.answer_lines(server, pairs) for index, _ in several]
 
-    monkeypatch.setattr(batch, "answer_line", one)
+    monkeypatch.setattr(batch, "answer_line", answer_line)
     return asyncio.run(all_of_it())
 
 
 def test_rows_are_kept_busy_and_no_more_requests_are_under_way_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most, waiting = set[int](), 0, set[int]()
+    running, done, counts = set[int](), set[int](), list[int]()
 
-    async def one(_: Any, index: int) -> Any:
-        nonlocal most
+    async def status(index: int) -> int:
         running.add(index)
-        most = max(most, len(running))
+        counts.append(len(running))
         await asyncio.sleep(0.05 if index == 0 else 0)  # a long text
         running.discard(index)
-        if index == 0:
-            waiting.update(set(range(40)) - done)
+        assert index or len(done) == 39, "nobody waited for the long text"
         done.add(index)
-        return reply()
+        return 200
 
-    done: set[int] = set()
-    found = collected(monkeypatch, one, 40, rows=4)
-    assert sorted(found) == list(range(40))
-    assert most == REQUESTS_PER_ROW * 4
-    assert found[-1] == 0, "nobody waited for the long text"
-    assert waiting == {0}
+    result = collected(monkeypatch, status, 40, rows=4)
+    assert (sorted(result), result[-1]) == ([*range(40)], 0)
+    assert max(counts) == REQUESTS_PER_ROW * 4
 
 
-def test_what_a_defect_has_ended_is_asked_once_more_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    running = 0
+ABOUT = {"model": "nano", "weights": "abc", "method": None}
+COUNT = 5
 
-    async def one(_: Any, index: int) -> Any:
-        nonlocal running
-        again = index in asked
-        asked.append(index)
-        assert not again or running == 0
-        running += 1
-        await asyncio.sleep(0)
-        running -= 1
-        return reply(500 if index == 2 or (index == 5 and not again) else 200)
 
-    found = collected(monkeypatch, one, 8, rows=2)
-    assert found[-2:] == [2, 5]
-    assert sorted(found) == list(range(8))
-    assert sorted(asked) == sorted([*range(8), 2, 5])
+@pytest.fixture
+def lines(tmp_path: Path) -> RequestFile:
+    return RequestFile(write(tmp_path / "in.jsonl", [request(f"r{place}", greedy("x")) for place in range(COUNT)]))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def line_answer(lines: RequestFile, index: int, status: int = 200) -> dict[str, Any]:
+    line = lines[index]
+    response = {"status_code": status, "request_id": "req", "body": {"said": f"é {index}"}}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def test_the_output_has_the_order_of_the_input_and_the_journal_goes(lines: RequestFile, output: Path) -> None:
+    with Journal(output, lines, ABOUT):
+        pass
+    assert not journal_of(output).exists(), "one without an answer goes"
+    with Journal(output, lines, ABOUT) as journal:
+        for index in (3, 1, 4):
+            assert journal.add((index, line_answer(lines, index))) == 1
+        assert (journal.num_done, journal.missing) == (3, [0, 2])
+        assert [line["index"] for line in read(journal_of(output))[1:]] == [3, 1, 4], "in the order in which they came"
+        assert not output.exists()
+        assert journal.add((3, line_answer(lines, 3, 500)), (2, line_answer(lines, 2, status=400))) == 1, "one came twice"
+        journal.add((0, line_answer(lines, 0)))
+        assert journal.num_errors == 1
+        journal.finish()
+    assert read(output) == [line_answer(lines, index, 400 if index == 2 else 200) for index in range(COUNT)]
+    assert [path.name for path in output.parent.iterdir() if path != lines.path] == ["out.jsonl"]
+    assert count_errors(output, lines) == 1
+    assert is_error({**line_answer(lines, 0), "response": None, "error": {"code": "worker_died", "message": "x"}})
+
+
+def test_a_run_goes_on_wherever_its_journal_was_cut_off(lines: RequestFile, output: Path) -> None:
+    """Around every end of a line and at places between them, as a process may be killed anywhere."""
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add(*((index, line_answer(lines, index)) for index in (4, 2, 0)))
+    content = journal_of(output).read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
+    for cut in sorted({*range(0, len(content), 29), *(end - shift for end in ends for shift in (0, 1, 2))}):
+        journal_of(output).write_bytes(content[:cut])
+        with Journal(output, lines, ABOUT) as journal:
+            kept = max(sum(end <= cut for end in ends) - 1, 0)
+            assert journal.num_done == kept, cut
+            journal.add(*((index, line_answer(lines, index)) for index in journal.missing))
+            journal.finish()
+        assert read(output) == [line_answer(lines, index) for index in range(COUNT)]
+        output.unlink()
+
+
+def test_a_run_that_was_killed_while_the_output_appeared_is_whole(
+    lines: RequestFile, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add(*((index, line_answer(lines, index)) for index in range(COUNT)))
+        with monkeypatch.context() as patch:
+            patch.setattr(journals, "publish", killed)
+            with pytest.raises(KeyboardInterrupt):
+                journal.finish()
+    assert not output.exists()
+    with Journal(output, lines, ABOUT) as journal:
+        assert journal.missing == []
+        kept = journal_of(output).read_bytes()
+        journal.finish()
+    journal_of(output).write_bytes(kept)  # killed behind the output's appearance, before the journal went
+    assert count_errors(output, lines) == 0
+    assert not journal_of(output).exists()
+
+
+def test_what_is_there_is_never_overwritten(lines: RequestFile, output: Path, tmp_path: Path) -> None:
+    expect_free(output, resume=False)
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add((0, line_answer(lines, 0)))
+    with pytest.raises(ValueError, match="of a run that was interrupted: --resume goes on with it"):
+        expect_free(output, resume=False)
+    expect_free(output, resume=True)
+    output.write_text("something\n")
+    with pytest.raises(ValueError, match="exists already, and is never overwritten"):
+        expect_free(output, resume=False)
+    for content in ("something\n", json.dumps(line_answer(lines, 1)) + "\n", json.dumps(line_answer(lines, 0)) + "\n"):
+        output.write_text(content)
+        with pytest.raises(ValueError, match=r"is not the output of .*in\.jsonl"):
+            count_errors(output, lines)
+        assert output.read_text() == content
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add(*((index, line_answer(lines, index)) for index in journal.missing))
+        with pytest.raises(ValueError, match="has come meanwhile"):
+            journal.finish()
+    assert output.read_text() == content
+    with pytest.raises(FileNotFoundError):
+        expect_free(tmp_path / "no" / "out.jsonl", resume=False)
+    with pytest.raises(ValueError, match="is no file"):
+        expect_free(tmp_path, resume=True)
+
+
+def test_a_journal_of_another_run_is_refused_with_what_differs(lines: RequestFile, output: Path, tmp_path: Path) -> None:
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add((0, line_answer(lines, 0)))
+    content = journal_of(output).read_bytes()
+    with pytest.raises(ValueError, match="weights is 'abc' there, 'xyz' here"):
+        Journal(output, lines, ABOUT | {"weights": "xyz"})
+    other = RequestFile(write(tmp_path / "other.jsonl", [request("r0", greedy("y"))]))
+    with pytest.raises(ValueError, match=r"is of another input than .*other\.jsonl"):
+        Journal(output, other, ABOUT)
+    assert journal_of(output).read_bytes() == content
+    with Journal(output, lines, {"model": "nano"}) as journal:
+        assert journal.num_done == 1, "what one side does not know is not compared"
+        with pytest.raises(ValueError, match="is being written by another run"):
+            Journal(output, lines, ABOUT)
+
+
+def test_what_is_no_journal_or_a_damaged_one_is_left_as_it_is(lines: RequestFile, output: Path) -> None:
+    with Journal(output, lines, ABOUT) as journal:
+        journal.add((0, line_answer(lines, 0)))
+    for content, said in (
+        ("poems\n", "is no journal of a batch"),
+        ("a poem without an end", "is no journal of a batch"),
+        ('{"kind": "skipstone-batch", "version": 99}\n', "is of version 99"),
+        (journal_of(output).read_text() + '{"index": 99, "answer": {}}\n', "line 3 is damaged"),
+    ):
+        journal_of(output).write_text(content)
+        with pytest.raises(ValueError, match=said):
+            Journal(output, lines, ABOUT)
+        assert journal_of(output).read_text() == content
+
+
+GOOD = request("one", greedy("def a("))
+OTHER = request("two", greedy("def b("))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ('{"custom_id": "x"', "it is no JSON"),
+        ("[1, 2]", "it is no JSON object"),
+        ("[" * 100_000, "it is no JSON"),
+        ({key: GOOD[key] for key in ("custom_id", "method", "url")}, "body is missing; a line has custom_id, method, url,"),
+        ({key: GOOD[key] for key in ("method", "url", "body")}, "custom_id is missing"),
+        ({**GOOD, "custom_id": 7}, "custom_id must be a text that is not empty"),
+        ({**GOOD, "custom_id": ""}, "custom_id must be a text that is not empty"),
+        ({**GOOD, "custom_id": "\ud800"}, "custom_id is no valid Unicode"),
+        ({**GOOD, "custom_id": "x", "priority": 1}, "there is no 'priority'"),
+        (GOOD, "line 1 has the custom_id 'one', too"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_before_any_work(tmp_path: Path, bad: Any, said: str) -> None:
+    path = write(tmp_path / "in.jsonl", [GOOD, OTHER, bad, '{"another": "fault"}'])
+    with pytest.raises(ValueError) as refused:
+        RequestFile(path)
+    assert str(refused.value).startswith(f"{path}, line 3: ")
+    assert said in str(refused.value)
+    assert "1 more lines are wrong" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_file_of_other_bytes_or_of_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(ValueError, match="line 1: it is no UTF-8"):
+        RequestFile(path)
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="has no request"):
+        RequestFile(path)
+    with pytest.raises(FileNotFoundError):
+        RequestFile(tmp_path / "missing.jsonl")
+
+
+def test_ids_and_seeds_are_made_of_what_a_line_says_and_not_of_how_it_is_set(tmp_path: Path) -> None:
+    spaced = json.dumps(dict(reversed(GOOD.items())), indent=None, separators=(" , ", " : "))
+    first, second = RequestFile(write(tmp_path / "a", [GOOD])), RequestFile(write(tmp_path / "b", [spaced]))
+    assert first.digest != second.digest
+    assert (first[0].id, first[0].seed) == (second[0].id, second[0].seed)
+    changed = RequestFile(write(tmp_path / "c", [request("one", greedy("def a(", seed=1))]))[0]
+    renamed = RequestFile(write(tmp_path / "d", [request("uno", GOOD["body"])]))[0]
+    assert len({first[0].id, changed.id, renamed.id}) == 3
+    assert 0 <= first[0].seed < 1 << 63
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path, mark, (one, two) = tmp_path / "in.jsonl", b"\xef\xbb\xbf", (json.dumps(line).encode() for line in (GOOD, OTHER))
+    for content, ids in ((mark + one + b"\n\n   \n" + two, ["one", "two"]), (mark + b"\n" + one + b"\n", ["one"])):
+        path.write_bytes(content)
+        lines = RequestFile(path)
+        assert [lines[index].custom_id for index in range(len(lines))] == ids
+        assert (lines[0].body, json.loads(lines.raw(0))) == (GOOD["body"], GOOD)
+    path.write_bytes(one + b"\n" + mark + two)
+    with pytest.raises(ValueError, match="line 2"):
+        RequestFile(path)
+
+
+LIGHT = ["skipstone.serving.batch_files.attempts", "skipstone.serving.settings"]
+HEAVY = ("torch", "transformers")
+
+
+def test_no_torch_where_no_model_is() -> None:
+    program = f"import sys, {', '.join(LIGHT)}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.split() == []
