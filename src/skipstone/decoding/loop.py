@@ -21,12 +21,12 @@ from skipstone.engines.greedy_tokens import NO_TOKEN, greedy_token
 from skipstone.engines.torch_threads import SingleTorchThread
 
 BROKEN = (
-    "the model's logits are not finite, NaN or all minus infinity: its weights may not be, or it overflows its dtype; load it "
-    "anew, or in float32"
+    "the model's logits are not finite (NaN or all minus infinity): its weights are damaged, or its dtype overflows; load it "
+    "again, or in float32"
 )
 FORBIDDEN = (
-    "no token is left to choose from: the logits processors forbid every one, or the scores are not finite after them; let "
-    "them allow a token"
+    "no token is left to choose from: the logits processors forbid all tokens, or their scores are not finite; they must "
+    "allow a token"
 )
 NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 

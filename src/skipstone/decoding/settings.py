@@ -157,7 +157,7 @@ def layer_in_range(name: str, value: Any, model: "ModelRunner") -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:
         raise ValueError(
-            f"{name} is not set and this model carries no default for it: pass an integer from 1 to {model.depth - 1}; "
+            f"{name} is not set, and this model has no default for it: pass an integer from 1 to {model.depth - 1}; "
             "`skipstone inspect MODEL` shows where an early exit would pay"
         )
     whole_number(name, value, 1)

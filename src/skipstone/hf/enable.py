@@ -62,9 +62,8 @@ def _warn_of_rounding(runner: ModelRunner) -> None:
     if runner.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and runner.engine.quantize is None:
         name = str(stored).removeprefix("torch.")
         _warn_once(
-            f"the {runner.engine.name} engine computes this {name} model in float32, transformers rounds every result: "
-            "greedy texts can differ from transformers' where two tokens are nearly as likely; engine='eager' rounds as "
-            "transformers does"
+            f"the {runner.engine.name} engine computes this {name} model in float32, and transformers rounds every result: "
+            "greedy texts can differ if two tokens are almost equally likely; engine='eager' rounds like transformers"
         )
 
 

@@ -43,7 +43,7 @@ _REFUSED = {
     "attention maps are not kept": ("output_attentions",),
     "hidden states are not kept": ("output_hidden_states",),
     "skipstone does not compile the model": ("compile_config",),
-    "continuous batching of transformers does not pass through here": ("continuous_batching_config",),
+    "continuous batching of transformers does not call skipstone": ("continuous_batching_config",),
     "use method='layerskip exit_layer=E' instead (see docs/migration.md)": ("assistant_early_exit",),
     "use method='prompt_lookup' instead (see docs/migration.md)": ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
     "this is an option of transformers' assisted generation; set the method's own (see docs/migration.md)": (

@@ -35,7 +35,7 @@ class SelfSpeculative(ShortlistMethod):
         "stop_threshold": "confidence_threshold",
     }
     if_few_accepted: ClassVar[str] = (
-        "An acceptance rate that low says that the layer set, or so few bits, does not suit the model or the text."
+        "An acceptance rate that low says that the layer set or the few bits do not suit the model or the text."
     )
 
     skip_attention: tuple[int, ...] = setting(
@@ -94,8 +94,8 @@ class SelfSpeculative(ShortlistMethod):
             )
         if model.engine.quantize is not None:
             raise ValueError(
-                f"draft_quantize={self.draft_quantize} drafts with fewer bits than the model has, and this one is quantised to "
-                f"{model.engine.quantize} already: leave one of the two out"
+                f"draft_quantize={self.draft_quantize} drafts with fewer bits than the model, which is "
+                f"quantised to {model.engine.quantize} already: leave one of the two out"
             )
         return model.in_fewer_bits(self.draft_quantize)
 

@@ -124,8 +124,8 @@ def write_cache(path: Path | None, value: Any) -> bool:
     if folder not in _failed:
         _failed.add(folder)
         warnings.warn(
-            f"skipstone cannot keep what it has found out, and finds it out again in every process ({reason}): set {CACHE} to "
-            "a folder that can be written to",
+            f"skipstone cannot write its cache and computes the content again in every process ({reason}): set {CACHE} to a "
+            "writable folder",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -84,7 +84,7 @@ class AdaDecode(ShortlistMethod):
             heads = heads_fitting(self.heads, model)
         elif (source := bundled_name_for(model) if self.heads is None else self.heads) is None:
             raise ValueError(
-                "no exit heads for this model: `skipstone train heads MODEL` makes some, to be given as heads=FOLDER "
+                "no exit heads for this model: `skipstone train heads MODEL` makes some for heads=FOLDER "
                 '(heads="original" predicts with the model\'s own head)'
             )
         else:

@@ -82,7 +82,7 @@ class ExitHeads(nn.Module):
         super().__init__()
         if (card.kind == "low_rank") != (card.rank is not None) or (card.rank or 1) < 1:
             raise ValueError(
-                f"heads of kind {card.kind!r} and rank={card.rank}: low_rank needs a rank of at least 1, no other has one"
+                f"heads of kind {card.kind!r} and rank={card.rank}: low_rank needs a rank of at least 1, other kinds have none"
             )
         self.card = card
         self.heads = nn.ModuleList(_head(card) for _ in card.layers)

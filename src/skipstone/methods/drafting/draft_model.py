@@ -86,8 +86,8 @@ def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
     check_draft_quantize(quantize)
     if isinstance(given, PreTrainedModel) and (device, dtype, quantize) != (None, None, None):
         raise ValueError(
-            "draft_device, draft_dtype and draft_quantize go with the name of a draft model: "
-            "one that is given as an object stays as it is"
+            "draft_device, draft_dtype and draft_quantize need the name of a draft model: "
+            "one that is given as an object stays unchanged"
         )
     if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
         raise ValueError(
@@ -167,7 +167,7 @@ def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) 
             differ = sum(draft_ids.get(token) != number for token, number in target_ids.items())
             raise ValueError(
                 f"{pair} have different vocabularies ({len(draft_ids)} and {len(target_ids)} tokens, {differ} of the target's "
-                "mean other or none): a draft's tokens must be the target's"
+                "have another id or are missing in the draft model): both must have the same tokenizer"
             )
         if (fewer := min(draft_size, target_size)) <= max(draft_ids.values()):
             raise ValueError(f"{pair}: {fewer} logits are too few for their {max(draft_ids.values()) + 1} tokens")
@@ -193,8 +193,7 @@ class DraftModelMethod(ShortlistMethod):
     draft_dtype: str | None = setting(None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True)
     draft_quantize: str | None = setting(
         None,
-        "int8 or int4: what the native engine quantises a named draft model to, which changes its speed and not the text of a "
-        "lossless method; none: as the target",
+        "int8 or int4: quantise a named draft model in the native engine; texts of lossless methods stay; none: as the target",
         kw_only=True,
     )
     rejection_sample_method: RejectionRule = setting(

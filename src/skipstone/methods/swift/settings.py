@@ -18,9 +18,7 @@ class SwiftSettings(ShortlistMethod):
     name: ClassVar[str] = "swift"
     positional: ClassVar[str] = "leaves sublayers out and verifies trees"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens", "enough": "target_matchness"}
-    if_few_accepted: ClassVar[str] = (
-        "An acceptance rate that low says that this model does not bear skipping so many sublayers."
-    )
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that drafting skips too many sublayers of this model."
 
     skip_ratio: float = setting(
         0.45, "share of the sublayers between the first and the last layer that drafting skips.", within=(0, 1)
@@ -46,7 +44,7 @@ class SwiftSettings(ShortlistMethod):
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
                 f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "
-                f"may be skipped in a model of {model.depth} layers: at least one must go and one must stay"
+                f"may be skipped in a model of {model.depth} layers: it must skip at least one and keep at least one"
             )
         if self.profile is not None:
             space.from_skip_set(load_profile(self.profile, model.model).skip)
