@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import skipstone
+from skipstone import LayerSkip
 from tests.helpers import conformance, families
 from tests.helpers.snippets import ROOT, anchors, blocks, links, pages, run_python, symbols, table_rows, tiny_checkpoint
 
@@ -145,12 +146,32 @@ def test_tutorial_method_passes_the_conformance_suite(tutorial):
         conformance.assert_sampling_equals_plain(row, "llama", rows, 4, "standard", 40, sampled)
 
 
-def test_tutorial_drafts_save_steps(tutorial):
-    model, (prompt,) = families.cached("llama"), families.prompts(1)
-    plain = skipstone.generate(model, prompt, "autoregressive", max_new_tokens=60)
-    fast = skipstone.generate(model, prompt, tutorial.BigramLookup(), max_new_tokens=60)
-    assert fast.new_tokens == plain.new_tokens
-    assert fast.stats is not None
-    assert plain.stats is not None
-    assert fast.stats.accepted > 0
-    assert fast.stats.steps + fast.stats.probes == plain.stats.steps - fast.stats.accepted
+PAGE = ROOT / "docs" / "migration.md"
+
+
+def test_migration_snippets_run_and_hold(checkpoint: Path) -> None:
+    names = run_python(PAGE, checkpoint)
+    assert names["after"].shape[1] > names["inputs"]["input_ids"].shape[1]
+
+
+def test_migration_names_are_those_that_are_understood() -> None:
+    rows = [[cell.strip("`") for cell in row] for row in table_rows(PAGE) if row[1] in ("transformers", "LayerSkip")]
+    understood = {alias: name for kind in (skipstone.LayerSkip, skipstone.EarlyExit) for alias, name in kind.aliases.items()}
+    assert {row[0]: row[2] for row in rows} == understood
+
+
+def test_transformers_runs_the_early_layers_again() -> None:
+    model, prompt = families.build("llama"), families.prompts(1)[0][None]
+    model.generation_config.update(num_assistant_tokens=4, assistant_confidence_threshold=0.0)
+    passed = [0, 0]
+    for place, index in enumerate((0, 3)):
+        hook = lambda _, args, place=place: passed.__setitem__(place, passed[place] + args[0].shape[1])  # noqa: E731
+        model.model.layers[index].register_forward_pre_hook(hook)
+    theirs = model.generate(prompt, assistant_early_exit=2, max_new_tokens=24)
+    early, late = passed
+    assert early > 1.5 * late
+    passed[:] = [0, 0]
+    model.generation_config.update(num_assistant_tokens=None, assistant_confidence_threshold=None)
+    ours = skipstone.generate(model, prompt, LayerSkip(2, 4), max_new_tokens=24)
+    assert passed[0] == passed[1]
+    assert torch.equal(ours.sequences, theirs)  # type: ignore[arg-type]

@@ -221,14 +221,3 @@ def test_a_rule_may_be_named_for_a_tokenizer_that_has_none() -> None:
 def test_more_tokens_than_embeddings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has the id 300, and the model has embeddings of 100 ids"):
         vocabulary_of(byte_level("qwen2"), plain("llama", vocab=100))
-
-
-def test_a_pair_drafts_here_as_it_does_there(tmp_path: Path) -> None:
-    folder = written(plain("llama"), tmp_path / "pair")
-    target, _ = skipstone.load(folder / TARGET)
-    ids = torch.tensor([[5, 17, 3, 60]])
-    method = skipstone.Speculative(draft_model=str(folder / DRAFT), num_speculative_tokens=3)
-    found = skipstone.generate(target, ids, method, max_new_tokens=40, do_sample=False)
-    assert found.new_tokens == skipstone.generate(target, ids, "autoregressive", max_new_tokens=40, do_sample=False).new_tokens
-    assert found.stats is not None
-    assert 0 < found.stats.accepted < found.stats.drafted

@@ -124,8 +124,7 @@ def in_processes(
 ) -> list[int | None]:
     """Run target(*task) in one process for each task, all at once. Returns the exit codes; -9 is a kill.
 
-    The processes are forked from one that has imported everything, so that each costs little. start: "fork" forks this process,
-    which costs least; for a target that computes nothing with torch.
+    start: "forkserver" forks a process that has imported everything, "fork" forks this one, which costs least.
     """
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from recipes.data import commands
-from recipes.data.commands import NORMALISED, Example, Speaker, exact_match, examples, grammar, score, variants
+from recipes.data.commands import NORMALISED, Example, Speaker, exact_match, examples, grammar, score
 
 SCRIPT = Path(commands.__file__)
 # Of the first 100 training examples of seed 0. It changes with the tables and with nothing else, least of all with the machine.
@@ -209,36 +209,6 @@ class TestNewWords:
         assert sum(a != b for a, b in zip(mixed[1::2], plain[1::2], strict=True)) > 30
         assert ["".join(pair) for pair in apart] == mixed
         assert mixed == list(commands.documents("train", 200, 0, new_words=True))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "spelled"),
-    [
-        ("plain words", ("plain words",)),
-        ("wake me [up] at {time}", ("wake me at {time}", "wake me up at {time}")),
-        ("(a|b) c", ("a c", "b c")),
-        ("x [y|z]", ("x", "x y", "x z")),
-        ("x [y (a|b)]", ("x", "x y a", "x y b")),
-    ],
-)
-def test_variants_by_hand(pattern: str, spelled: tuple[str, ...]) -> None:
-    assert sorted(variants(pattern)) == sorted(spelled)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "said", "meant"),
-    [
-        ("tomorrow", "tomorrow", ("tomorrow",)),
-        ("on <friday>", "on friday", ("friday",)),
-        ("noon => 12:00", "noon", ("12:00",)),
-        ("=> :00", "", (":00",)),
-        ("half past <12{half}>", "half past 12", ("12:30",)),
-        ("<milk> and <rye bread>", "milk and rye bread", ("milk", "rye bread")),
-    ],
-)
-def test_expand_by_hand(pattern: str, said: str, meant: tuple[str, ...]) -> None:
-    phrase = Speaker("train", 0).expand(pattern)
-    assert (phrase.said, phrase.values) == (said, meant)
 
 
 ANSWER = '{"intent": "set_temperature", "degrees": 1, "room": "attic"}\n'

@@ -189,14 +189,6 @@ def test_exact_match_is_counted_for_every_method_on_requests_of_the_test_split(
     assert "| model, LayerSkip, E = 2 | 100.0 | 75.0 % |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_texts_of_layerskip_are_those_of_plain_decoding_and_early_exits_draft_nothing(results: Any, model: str) -> None:
-    rows = results.requests([model], 3, [1], 4)["rows"]
-    assert [row["acceptance"] is None for row in rows.values()] == [True, True, False]
-    assert rows["LayerSkip, E = 1"]["same_text"] == 3
-    assert rows["early exit, E = 1"]["same_text"] < 3
-
-
 def test_continuations_that_parse_are_counted(
     results: Any, trained: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

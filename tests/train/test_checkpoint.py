@@ -56,22 +56,6 @@ class TestVerify:
         assert checkpoint.latest_good(tmp_path, PRINT) == older
         assert content(tmp_path) == before, "nothing is removed"
 
-    @pytest.mark.parametrize(
-        ("change", "part"),
-        [
-            ({"model": '{"layers": 4}'}, "model differ"),
-            (
-                {"training": {"max_steps": 4, "rate": 0.2}},
-                "training.rate differ .training.rate: the checkpoint has 0.1, this run 0.2",
-            ),
-            ({"recipe": "b", "training": {"max_steps": 5, "rate": 0.1}}, "recipe, training.max_steps differ"),
-        ],
-    )
-    def test_another_run(self, tmp_path: Path, change: dict[str, Any], part: str) -> None:
-        folder = written(tmp_path, 4)
-        with pytest.raises(ValueError, match=f"belongs to another run, {part}.*use another output folder"):
-            checkpoint.verify(folder, PRINT | change)
-
     def test_what_is_no_difference(self, tmp_path: Path) -> None:
         """Another version of transformers, and tuples for lists."""
         newer = PRINT["model"].replace("5.20.0", "5.99.1")
@@ -157,7 +141,7 @@ class TestResume:
             ({"per_device_train_batch_size": 2}, "training.per_device_train_batch_size"),
         ]
         for change, name in others:
-            with pytest.raises(ValueError, match=f"belongs to another run, {name} differ"):
+            with pytest.raises(ValueError, match=f"belongs to another run, {name} differ .*the checkpoint has"):
                 trainer(tmp_path, **({"fingerprint": {"data": "x"}} | changes | change)).train(resume_from_checkpoint=True)
         (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
         before["checkpoint-4/optimizer.pt"] = b""

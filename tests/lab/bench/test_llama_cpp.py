@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.lab.bench.peers.ggml import LlamaCpp, LlamaCppProcess
+from skipstone.lab.bench.peers.ggml import LlamaCpp
 from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
@@ -121,18 +121,6 @@ def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: 
         assert len(passes) - len(own) == drafting
 
 
-def test_what_comes_after_the_text_is_not_counted(peer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipstone.lab.bench.peers.ggml.SETTLES", 30.0)
-    monkeypatch.setattr("skipstone.lab.bench.peers.ggml.time.sleep", lambda seconds: waited.append(seconds))
-    waited: list[float] = []
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("skipstone.lab.timing.measure.time.perf_counter", lambda: float(next(clock)))
-    found = measure(families.cached("llama"), peer(), torch.tensor(PROMPT), {"max_new_tokens": 3}, 0)
-    assert waited == [30.0]
-    assert found.seconds == 20, "began at 0, asked at 10, ended at 20"
-    assert found.memory is None
-
-
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another vocabulary": ({"vocabulary": 96}, r"F32.gguf has 96 tokens, the model 97$"),
     "no file": ({"file": "nothing.gguf"}, r"llama-cpp: llama.cpp cannot load nothing.gguf$"),
@@ -163,12 +151,3 @@ def test_a_process_that_ends_midway_says_why_and_is_started_again(peer: Make) ->
         with pytest.raises(ValueError, match="llama-cpp: out of luck"):
             one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 30}, 0)
         assert one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 9}, 0).tokens == text(9)
-
-
-def test_without_llama_cpp_python_the_missing_module_is_named(
-    peer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(\"No module named 'llama_cpp'\")")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ValueError, match="llama-cpp: ModuleNotFoundError: No module named 'llama_cpp'"):
-        LlamaCppProcess(sys.executable, "model.gguf", "1")

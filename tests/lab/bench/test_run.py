@@ -28,6 +28,7 @@ from skipstone.lab.tasks.task import DatasetLocation, ScoreRule, Task
 from skipstone.lab.timing.measure import MethodBackend, growth
 from tests.helpers import families, support
 from tests.helpers.machine import prompt
+from tests.helpers.training import in_processes, kill_when
 
 WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
 METHODS = [
@@ -103,15 +104,6 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
     assert model["drafters"] == {"layerskip": [{"exit_layer": exit} for exit in (1, 1, 2, 2)]}
     assert model["costs"]["batch"] == 1
     assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
-
-
-def test_a_model_that_is_not_there_stops_the_run_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
-    out, missing = tmp_path / "results.jsonl", str(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        run(plan(folder, models=[str(folder / "model"), missing]), out, [], quiet)
-    with pytest.raises(OSError, match="no-such-model: no folder or file here"):  # may be a hub id
-        run(plan(folder, models=[str(folder / "model"), "no-such-model"]), out, [], quiet)
-    assert not out.exists()
 
 
 def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: Path) -> None:
@@ -198,8 +190,11 @@ def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeyp
         run(allowed, tmp_path / "c.jsonl", [], quiet)
 
 
-def test_a_run_refused_by_the_model_leaves_no_file_in_the_way(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
+def test_a_run_that_is_refused_leaves_no_file_in_the_way(folder: Path, tmp_path: Path) -> None:
+    out, missing = tmp_path / "results.jsonl", str(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        run(plan(folder, models=[str(folder / "model"), missing]), out, [], quiet)
+    assert not out.exists()
     for wrong in ({"methods": ["layerskip exit_layer=99"]}, {"max_new_tokens": 100_000}):
         with pytest.raises(ValueError, match=r"between 1 and 3|leave no room"):
             run(plan(folder, **wrong), out, [], quiet)
@@ -404,3 +399,62 @@ def test_a_prompt_on_which_another_method_loops_is_measured_and_does_not_count(
     lines = run_file.read(run(plan(folder, methods=methods, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
     asked = [line for line in lines if line["kind"] == "prompt"]
     assert [prompts.is_calm(line) for line in asked] == [False, False, True, True, True]
+
+
+PLAN = {"models": ["a"], "seed": 0, "lengths": (2, 4)}
+COUNT = 30
+
+
+def write_all(path: Path, moment: int | None, note: Path) -> None:
+    """A process: one line a number, those that are there left out, and an event before and after each."""
+    import sys
+
+    if moment is not None:
+        kill_when(path.parent, moment, note)
+    with RunFile(path, PLAN, {"pid": 1}) as file:
+        done = {line["number"] for line in file.lines_of("prompt")}
+        for number in range(COUNT):
+            if number not in done:
+                sys.audit("training.step")
+                file.add({"kind": "prompt", "number": number, "text": "é\u2028\x85" * 2000})
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> None:
+    dice, path = random.Random(0), tmp_path / "run" / "results.jsonl"
+    path.parent.mkdir()
+    for _ in range(kills):
+        before = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
+        assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note"), start="fork") == [-9]
+        after = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
+        assert after[: len(before)] == before
+    assert in_processes(write_all, (path, None, tmp_path / "note"), start="fork") == [0]
+    lines = run_file.read(path)
+    assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
+    assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}
+    assert sum(line["kind"] == "resumed" for line in lines) >= kills // 2
+
+
+def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    RunFile(path, {**PLAN, "seed": 7}, {}).__exit__(None, None, None)
+    with RunFile(path, PLAN, {}) as file:  # nothing was measured yet: a corrected command begins anew
+        assert [line["kind"] for line in file.lines] == ["run"]
+        file.add({"kind": "prompt", "number": 0})
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=r"holds another run: extra, seed differ \(extra: None there, 1 here\)"):
+        RunFile(path, {**PLAN, "seed": 1, "extra": 1}, {})
+    assert path.read_bytes() == content
+    with pytest.raises(ValueError, match=r"threads differ \(threads: None there, 9 here\)"):
+        RunFile(path, PLAN, {"threads": 9})
+    RunFile(path, {**PLAN, "seed": 1}, {}, fresh=True).__exit__(None, None, None)
+    assert run_file.read(path)[0]["plan"]["seed"] == 1
+    with RunFile(path, {**PLAN, "seed": 1}, {}), pytest.raises(ValueError, match="being written by another run"):
+        RunFile(path, {**PLAN, "seed": 1}, {})
+    path.write_text("notes of mine")
+    with pytest.raises(ValueError, match="no file of results"):
+        RunFile(path, PLAN, {})
+    assert path.read_text() == "notes of mine"
+    path.write_text('{"kind": "run", "version": 99, "plan": {}}\n')
+    with pytest.raises(ValueError, match="version 99, this skipstone reads version 1"):
+        run_file.read(path)

@@ -162,16 +162,6 @@ def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeyp
     assert (model["dtype"], model["synthetic"]["contexts"]) == ("bfloat16", "random ids")
 
 
-def test_named_shapes_have_the_parameters_of_their_names():
-    billions = {}
-    for name, config in surrogate.NAMED.items():
-        with torch.device("meta"):
-            model = surrogate.LlamaForCausalLM(surrogate.LlamaConfig(**config))
-        billions[name] = round(sum(p.numel() for p in model.parameters()) / 1e9, 1)
-    assert billions == {"llama-3.2-1b": 1.2, "llama-3.2-3b": 3.2, "llama-3-8b": 8.0, "llama-2-7b": 6.7, "llama-2-13b": 13.0}
-    assert surrogate.parse("llama-3-8b,layers=5").config == surrogate.NAMED["llama-3-8b"] | {"num_hidden_layers": 5}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

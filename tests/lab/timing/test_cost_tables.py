@@ -64,17 +64,6 @@ def test_steps_by_hand() -> None:
     assert TABLE.of_draft_model("xyz") is None
 
 
-def test_speeds_by_hand() -> None:
-    step = 4 * 0.003 + 0.001 + (0.014 - 0.002) + 0.002
-    assert TABLE.of_exit(2).step(4) == near(step)
-    assert TABLE.of_exit(2).speedup(3.6, 4) == near(3.6 * 0.012 / step)
-    assert TABLE.of_exit(2, context=300).step(4) == near(step + 200 * 5e-5)
-    lookups = 0.25 * (0.026 + 0.002) + 0.75 * 0.012
-    assert TABLE.of_lookup().speedup(1.5, 0, scored=9, drafting=0.25) == near(1.5 * 0.012 / lookups)
-    assert TABLE.of_lookup().speedup(1.0, 0, drafting=0.0) == near(1.0), "plain decoding is its own speed"
-    assert TABLE.of_lookup().speedup(1.0, 0) == near(1.0), "so is a step that scores one token"
-
-
 def test_costs_are_those_of_a_measured_batch_size() -> None:
     larger = replace(TABLE, batch=5)
     costs = CostTables((TABLE, larger))

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,11 +105,6 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 
 class TestMix:
-    def test_largest_remainders_get_the_rows_left_over(self) -> None:
-        packed = {name: numbered(0, 9) for name in "abc"}
-        assert data._shares(packed, {"a": 1, "b": 1, "c": 1}, 8) == {"a": 3, "b": 3, "c": 2}  # 2.67 each
-        assert data._shares(packed, {"a": 6, "b": 3, "c": 1}, 8) == {"a": 5, "b": 2, "c": 1}  # 4.8, 2.4, 0.8
-
     @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 10), min_size=1), st.integers(1000, 2000))
     def test_every_share_is_within_a_row_of_its_weight(self, weights: dict[str, float], rows: int) -> None:
         counts = data._shares({name: numbered(0, 1) for name in weights}, weights, rows)
@@ -220,10 +216,12 @@ def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) 
         prepared_rows(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
 
 
-def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
+def test_tokenizers_without_an_end_or_that_cannot_be_compared_are_refused(recipe: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
-    with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
-        prepared_rows(SOURCES, endless, PLAN, recipe)
+    slow = SimpleNamespace(eos_token_id=0)
+    for tokenizer, error in ((endless, "the tokenizer has no eos_token"), (slow, "a tokenizer of the tokenizers package")):
+        with pytest.raises(ValueError, match=error):
+            prepared_rows(SOURCES, tokenizer, PLAN, recipe, recipe / "cache")
 
 
 # the cache: a hit equals what is made anew, damage is noticed, what is half written is never seen
@@ -282,11 +280,3 @@ def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_pat
         assert found is not None
         assert found.train.tolist() == numbered(0, 3).tolist()
         found.train.zero_()
-
-
-def test_a_tokenizer_that_cannot_be_compared_is_refused(recipe: Path) -> None:
-    class Slow:
-        eos_token_id = 0
-
-    with pytest.raises(ValueError, match="expected a tokenizer of the tokenizers package, found Slow"):
-        prepared_rows(SOURCES, Slow(), PLAN, recipe, recipe / "cache")  # type: ignore[arg-type]

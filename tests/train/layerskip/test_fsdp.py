@@ -1,5 +1,4 @@
-"""FSDP2 on two processes on the CPU (gloo), as `accelerate launch --use_fsdp --fsdp_version 2` starts them, against one process
-that trains on the same rows; and runs that go on with another number of processes than they were started with."""
+"""FSDP2 on two processes on the CPU (gloo) against one process, and runs that go on with another number of processes."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import skipstone
 from skipstone.train import sharding
 from skipstone.train.layerskip import objective
+from skipstone.train.layerskip.dropout import BatchLayout, kept_elsewhere
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
@@ -321,3 +321,39 @@ def test_a_model_with_random_numbers_of_its_own_is_warned_about(tmp_path: Path) 
     again = begun_elsewhere(tmp_path, {"attention_dropout": 0.1}, TWO)
     with pytest.warns(UserWarning, match=r"random numbers of its own \(attention_dropout\)"):
         again(gradient_accumulation_steps=2)
+
+
+def dealt(layout: BatchLayout, step: int) -> list[tuple[int, int]]:
+    """(pass within the run, row of its process) of every row of a step, by dealing them out one by one."""
+    return [
+        (step * layout.passes + number, row)
+        for number in range(layout.passes)
+        for _ in range(layout.processes)
+        for row in range(layout.rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    "now", [BatchLayout(2, 2, 2), BatchLayout(2, 4, 1), BatchLayout(2, 1, 4), BatchLayout(4, 1, 2), BatchLayout(1, 2, 4)]
+)
+def test_the_same_rows_of_a_step_keep_the_same_layers(now: BatchLayout) -> None:
+    started, step = BatchLayout(2, 2, 2), 3
+    drawn = {6: [[0, 1], [1], []], 7: [[0, 1], [0], [0, 1]]}  # by pass of the run that was started: rows that layers keep
+    wanted = [[own in drawn[at][layer] for at, own in dealt(started, step)] for layer in range(3)]
+    found: list[list[bool]] = [[], [], []]
+    for number in range(now.passes):
+        each = [
+            kept_elsewhere(started, now, process, step, number, lambda rows, at: drawn[at] if rows == 2 else [], now.rows)
+            for process in range(now.processes)
+        ]
+        for kept, joining in each:
+            for layer in range(3):
+                found[layer] += [row in kept[layer] for row in range(now.rows)]
+                assert joining[layer] == any(own[layer] for own, _ in each)
+    assert found == wanted
+
+
+def test_passes_on_other_processes() -> None:
+    assert BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 2)) == 4
+    with pytest.raises(ValueError, match="3 processes of 2 rows cannot share 16 rows equally"):
+        BatchLayout(2, 1, 8).passes_of(BatchLayout(2, 1, 3))

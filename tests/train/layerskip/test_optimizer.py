@@ -142,14 +142,6 @@ def test_adapters_of_the_layers_are_muons_and_need_no_adamw() -> None:
         optimiser(peft.get_peft_model(build(tied=False), other))
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    model = build(tied=False)
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[0].requires_grad_(False)
-    held = {id(p) for group in optimiser(model).param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters() if p.requires_grad}
-
-
 def test_the_state_of_another_optimiser_is_refused() -> None:
     model = build()
     together = optimiser(model)

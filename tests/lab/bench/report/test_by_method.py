@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -145,23 +143,6 @@ def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> No
     )
     assert cells["autoregressive"]["log-likelihood"] == "-1.000"
     assert "drafts, and what keeping them costs" in report.report([tmp_path / "a.jsonl"], "md")
-
-
-def test_adasds_layout_compares_with_drafts_of_one_length(tmp_path: Path) -> None:
-    """A varying schedule comes first in the plan and takes half the time of plain decoding; the constant one takes double."""
-    found = adasd()
-    common = {**found[0]["methods"]["adasd"], "method": "speculative", "lossless": True}
-    choices = {"sure": {"schedule": "confidence"}, "three drafts": {"num_speculative_tokens": 3}, "vanilla": {}}
-    found[0]["methods"] |= {label: {**common, "settings": settings} for label, settings in choices.items()}
-    for line in (line for line in found if "rows" in line):
-        rows = line["rows"]
-        for label, factor in zip(choices, (0.5, 1.0, 2.0), strict=True):
-            rows[label] = {**rows["autoregressive"], "seconds": factor * rows["autoregressive"]["seconds"]}
-        rows["adasd"]["grown"] = {"means": {**MEANS, "distance_threshold": {"sum": 6.2, "count": 20}}}
-    text = report.report([written(tmp_path / "a.jsonl", found)], "csv", "adasd")
-    table = {row["Methods"]: row for row in csv.DictReader(io.StringIO(text))}
-    assert [table[name]["sums speedup"] for name in ("vanilla", "autoregressive", "sure")] == ["1.000", "2.000", "4.000"]
-    assert [table[name]["sums JSDist"] for name in ("adasd (lossy)", "vanilla")] == ["0.310", "-"]
 
 
 def test_a_draft_model_alone_gives_its_own_text() -> None:

@@ -1,4 +1,4 @@
-"""Figures, tables, pages and notes of runs made by hand."""
+"""Figures, tables, pages and notes of runs made by hand, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import pytest
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
 from skipstone.lab.bench.report import compare, report, tables
-from skipstone.lab.bench.report.aggregate import groups, predict_speedup, step_figures
-from skipstone.lab.bench.run_file import RunFile
-from tests.helpers.results import lines, row, stats, written
+from skipstone.lab.bench.report.aggregate import groups
+from tests.helpers.results import lines, written
 
 
 @pytest.fixture
@@ -52,21 +52,6 @@ def test_figures_by_hand(results: Path) -> None:
     assert own["equal"] == {"autoregressive": 2, "hf-generate": 2}
     assert own["scores"] == {"exact_match": pytest.approx(1 / 3)}
     assert group.figures("hf-early-exit", group.lines) is None
-
-
-def test_own_costs_predict_the_speedup_without_the_prefill() -> None:
-    summary = stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)
-    total = Stats.from_summary(summary)
-    own = step_figures(total, 0.85)
-    assert [own[f"{part}_ms_per_step"] for part in ("draft", "score", "other")] == pytest.approx([5.0, 7.5, 2.5])
-    assert own["untimed_share"] == pytest.approx((0.85 - 0.8) / 0.85)
-    assert step_figures(total, 0.85, setup=0.04)["untimed_share"] == pytest.approx((0.85 - 0.84) / 0.85)
-    plain = [row(101, 1.5, "a", stats(101, 100, prefill=0.5, score=0.9))]
-    found = predict_speedup(total, [row(101, 0.85, "a", summary)], plain)
-    assert found["plain_ms_per_token"] == pytest.approx(10.0)  # (1.5 - .5) / 100: everything but the prefill
-    assert found["tokens_per_step"] == pytest.approx(2.5)
-    assert found["predicted_speedup"] == pytest.approx(0.01 * 2.5 / (0.5 / 40))
-    assert found["decode_speedup"] == pytest.approx(1.0 / 0.65)
 
 
 def test_statistics_of_several_calls_are_pooled() -> None:
@@ -105,15 +90,6 @@ def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
         report.report([results], "pdf")
 
 
-def test_pictures_are_those_of_the_page(results: Path, tmp_path: Path) -> None:
-    written = report.pictures([results], tmp_path / "to")
-    titles = ("speed-up-over-plain-decoding", "tokens-a-step", "where-a-step-s-time-goes", "speed-against-settings")
-    assert [path.name for path in written] == [f"sums-{title}.svg" for title in titles]
-    page = report.report([results], "html")
-    assert all(path.read_text().strip() in page for path in written), "the same figures make the same bytes"
-    assert "layerskip</text>" in written[0].read_text()
-
-
 def test_texts_in_a_page_are_escaped(tmp_path: Path) -> None:
     found = lines()
     for line in (line for line in found if "task" in line):
@@ -146,34 +122,6 @@ def test_layouts_are_those_of_the_papers(results: Path, layout: str, columns: li
     assert table.rows[2][1 : 1 + len(cells)] == cells
     with pytest.raises(ValueError, match="unknown layout 'medusa'"):
         tables.tables([], "medusa")
-
-
-def test_layouts_across_tasks_keep_temperatures_apart_and_mark_looping_tasks(tmp_path: Path) -> None:
-    found = lines()
-    sampled = [{**line, "number": 1, "temperature": 0.8} for line in lines()[2:]]
-    (table,) = tables.tables(report.load([written(tmp_path / "a.jsonl", [*found, *sampled])])[1], "swift")
-    assert len(set(table.columns)) == len(table.columns) == 13
-    assert "sums, T = 0.8 M" in table.columns
-    assert table.columns[-1] == "Overall Speedup, T = 0.8"
-    for line in found[2:]:
-        line["rows"]["layerskip"]["repeated_share"] = 0.9
-    (table,) = tables.tables(report.load([written(tmp_path / "b.jsonl", found)])[1], "tasks")
-    assert table.columns[2] == "sums x plain (all 3, every one loops)"
-    assert table.rows[2][1:] == ["183.6", "2.00"]
-
-
-@pytest.mark.parametrize(("protocol", "notes"), [(None, 1), ("adasd", 2)])
-def test_notes_name_our_choices_and_cut_prompts(tmp_path: Path, protocol: str | None, notes: int) -> None:
-    provenance = {"argv": ["x"], "packages": {}, "cpu": "c", "threads": 2, "git": None}
-    tasks = [{"task": "gsm8k", "protocol": "swift"}, {"task": "humaneval", "protocol": None}]
-    found = lines()
-    found[2]["cut"] = found[3]["cut"] = 1
-    with RunFile(tmp_path / "a.jsonl", {"seed": 0, "tasks": tasks, "protocol": protocol}, provenance) as file:
-        file.add(*found)
-    text = report.report([tmp_path / "a.jsonl"], "md")
-    assert "gsm8k as swift asks it; not stated there and ours: the wording of the prompt, and" in text
-    assert text.count("not stated there") == notes
-    assert "m, sums: 2 prompts lost their beginning" in text
 
 
 def test_synthetic_and_lossy_are_said_everywhere(tmp_path: Path) -> None:
@@ -213,3 +161,68 @@ def test_damaged_and_empty_results_are_one_sentence(tmp_path: Path, damage: Any,
     damage(found)
     with pytest.raises(ValueError, match=said):
         report.load([written(tmp_path / "a.jsonl", found)])
+
+
+Change = Callable[[str, dict[str, Any]], None]  # of a label and its row
+
+
+def changed(tmp_path: Path, change: Change, without: str = "") -> compare.MethodChange:
+    """layerskip in a second run with a change of every row. without: a method that neither run has."""
+    before, after = lines(), lines()
+    for line in (*before, *after):
+        for part in ("rows", "methods"):
+            line.get(part, {}).pop(without, None)
+    for line in after:
+        for name, row in line.get("rows", {}).items():
+            change(name, row)
+    changes = compare.compare(written(tmp_path / "1.jsonl", before), written(tmp_path / "2.jsonl", after))
+    return next(one for one in changes if one.label == "layerskip")
+
+
+def slowed(by: float, only: str = "") -> Change:
+    def change(name: str, row: dict[str, Any]) -> None:
+        row["seconds"] *= by if only in name else 1
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "slower", "speed", "relative", "without"),
+    [
+        (slowed(1.5, "layerskip"), True, 1 / 1.5, 1 / 1.5, ""),
+        (slowed(1.5), False, 1 / 1.5, 1.0, ""),  # a slower machine slows everything
+        (slowed(0.7, "autoregressive"), False, 1.0, 1.0, ""),  # faster plain decoding makes nothing slower
+        (slowed(0.7, "autoregressive"), False, 1.0, 0.7, "hf-generate"),
+        (slowed(1.5, "layerskip"), True, 1 / 1.5, 1 / 1.5, "hf-generate"),
+    ],
+)
+def test_a_method_is_slower_if_it_is_so_against_its_own_runs_yardstick(
+    tmp_path: Path, change: Change, slower: bool, speed: float, relative: float, without: str
+) -> None:
+    own = changed(tmp_path, change, without)
+    assert own.regressions(0.05) == ["SLOWER"] * slower
+    assert own.speed.value == pytest.approx(speed)
+    assert own.relative is not None
+    assert own.relative.value == pytest.approx(relative)
+    assert own.same == own.prompts == 2, "if some prompts do not loop, those that do are left out"
+    assert ("SLOWER" in compare.table([own], 0.05).markdown()) is slower
+
+
+def test_other_texts_and_lower_scores_are_worse(tmp_path: Path) -> None:
+    def other(name: str, row: dict[str, Any]) -> None:
+        if name == "layerskip":
+            row |= {"digests": ["x"], "scores": [{"exact_match": -1.0}]}
+
+    found = changed(tmp_path, other)
+    assert found.scores["exact_match"].value == pytest.approx(-1.5)
+    texts = "OTHER TEXTS: 0 instead of 1 are those of transformers' generate"
+    assert found.regressions(0.05) == [texts, "LOWER exact_match"]
+
+
+@pytest.mark.parametrize("key", ["question", "digest"])
+def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, key: str) -> None:
+    other = lines()
+    for line in (line for line in other if key in line):
+        line[key] += "x"
+    with pytest.raises(ValueError, match="no model, task, settings of it, method and prompt in common"):
+        compare.compare(written(tmp_path / "a.jsonl", lines()), written(tmp_path / "b.jsonl", other))

@@ -1,8 +1,9 @@
-"""The standard library as documents: what is in, what stays out, and the list of files that goes with a model."""
+"""The scripts that make documents, requests and shortlists."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 import runpy
@@ -10,10 +11,79 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from recipes.data.edits import edits
+from recipes.data.signatures import signature
 from skipstone.train.data.sources import ScriptSource
+
+
+def test_programs_of_the_asked_length_stand_in_the_requests() -> None:
+    short, long = "\r\n".join(["a = 1"] * 7), "\r\n".join(["def f():", *["\tx = 1"] * 8, "\treturn x"])
+    found = edits([{"code": short}, {"code": long}])
+    assert len(found) == 1
+    (turn,) = found[0]["turns"]
+    assert turn.endswith("```python\ndef f():\n" + "    x = 1\n" * 8 + "    return x\n```")
+
+
+def test_a_beginning_has_the_tested_functions_arguments_the_task_and_an_example() -> None:
+    code = "def helper(a):\r\n\treturn a\r\ndef add(a, *rest, start=0):\r\n\treturn helper(a) + sum(rest, start)\r\n"
+    record = {"text": "Add numbers.", "code": code, "test_list": ["assert add(1, 2) == 3", "assert add(1) == 1"]}
+    assert signature(record) == 'def add(a, *rest, start=0):\n    """ Add numbers.\n    >>> add(1, 2)\n    3\n    """\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def other(a): pass", "assert add(1) == 1"),
+        ("def add(a): pass", "assert add(1)"),
+        ("def add(a: pass", "assert add(1) == 1"),
+        ("def add(a): pass", "print(1)"),
+    ],
+)
+def test_tasks_that_show_no_example_are_left_out(code: str, test: str) -> None:
+    assert signature({"text": "", "code": code, "test_list": [test]}) is None
+
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "smollm2"
+
+
+def script(name: str) -> Any:
+    """A script of the folder as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_shortlist_is_the_commonest_tokens_ascending() -> None:
+    shortlist, said = script("shortlist"), [[5, 9, 5], [9, 5, 2], [7]]
+    assert shortlist.commonest(said, 2) == [5, 9]
+    assert shortlist.commonest(said, 9) == [2, 5, 7, 9]
+
+
+def test_what_is_measured_on_was_not_trained_on() -> None:
+    """Spec-Bench: eight categories of ten questions, then five of eighty."""
+    sizes = [10] * 8 + [80] * 5
+    kinds = [f"kind {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    records = [{"question_id": 81 + place, "category": kind, "turns": [str(place)]} for place, kind in enumerate(kinds)]
+    (source,) = yaml.safe_load((FOLDER / "heads-instructions.yaml").read_text())["prompts"]
+    seen = source["where"]["question_id"]
+    left = script("questions").left_out(records, seen)
+    trained = {str(number - 81) for first, last in seen for number in range(first, last + 1)}
+    measured = {one["turns"][0] for one in left}
+    assert len(trained) == len(measured) == len(left) == 240
+    assert not trained & measured
+    assert [one["category"] for one in left[:13]] == [f"kind {number}" for number in range(13)]
+    assert {kind: kinds.count(kind) / 2 for kind in kinds} == {
+        kind: sum(one["category"] == kind for one in left) for kind in kinds
+    }
+
 
 PATH = Path(__file__).parents[2] / "recipes" / "data" / "stdlib.py"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
