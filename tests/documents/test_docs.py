@@ -127,13 +127,6 @@ def test_tutorial_method_runs_under_its_name_and_its_snippet_holds(registered, c
     assert namespace["out"].method == "bigram"
 
 
-def test_tutorial_method_is_refused_unknown_keys(registered):
-    with pytest.raises(ValueError, match="bigram has no setting 'ngram'"):
-        skipstone.generate(families.cached("llama"), torch.tensor([[5]]), {"method": "bigram", "ngram": 3})
-    with pytest.raises(ValueError, match="num_speculative_tokens must be at least 1"):
-        skipstone.generate(families.cached("llama"), torch.tensor([[5]]), {"method": "bigram", "num_speculative_tokens": 0})
-
-
 def test_tutorial_method_passes_the_conformance_suite(tutorial):
     """The page's test row, through the suite's own assertions: greedy and sampled, alone and in ragged batches."""
     names = {**vars(conformance), **vars(tutorial)}
