@@ -122,8 +122,7 @@ class TestNeighbours:
         assert derived != decode(model, batch, SKIP, seed=[5, 5, 5], **SAMPLING).new_tokens
 
     def test_num_return_sequences_are_rows_with_seeds_of_their_own(self, model: Any, batch: Any) -> None:
-        output = decode(model, batch[:2], SKIP, num_return_sequences=3, seed=20, **SAMPLING)
-        assert output.new_tokens is not None
+        output: Any = decode(model, batch[:2], SKIP, num_return_sequences=3, seed=20, **SAMPLING)
         assert output.sequences.shape[0] == 6
         for row, text in enumerate(output.new_tokens):
             assert [text] == decode(model, [batch[row // 3]], SKIP, seed=row_seed(20, row), **SAMPLING).new_tokens
@@ -134,10 +133,9 @@ class TestNeighbours:
 def test_warpers_without_a_vectorised_form_are_exact_too(options: dict[str, Any], model: Any, batch: Any) -> None:
     settings = {**SAMPLING, **options, "seed": 4}
     plain = decode(model, batch, Autoregressive(), **settings)
-    output = decode(model, batch, COUPLED, **settings)
+    output: Any = decode(model, batch, COUPLED, **settings)
     assert output.new_tokens == plain.new_tokens
     assert plain.new_tokens != decode(model, batch, Autoregressive(), **{**SAMPLING, "seed": 4}).new_tokens
-    assert output.stats is not None
     assert 0 < output.stats.accepted < output.stats.drafted
 
 
@@ -180,9 +178,8 @@ class TestUsersObjects:
 
         inputs = families.padded(batch)
         expected = model.generate(**inputs, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
-        output = skipstone.generate(model, inputs, SKIP, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
+        output: Any = skipstone.generate(model, inputs, SKIP, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
         assert torch.equal(output.sequences, expected)
-        assert output.new_tokens is not None
         assert all(row * 30 <= token < row * 30 + 30 for row, text in enumerate(output.new_tokens) for token in text)
 
     @pytest.mark.parametrize(

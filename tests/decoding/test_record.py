@@ -132,16 +132,15 @@ class Scripted(Method):
     """Proposes given chains to row 0, one a step."""
 
     name: ClassVar[str] = "scripted"
-
     chains: tuple[tuple[int, ...], ...] = ()
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
-        return ScriptedDrafter(self)
+        return ScriptedDrafter(self.chains)
 
 
 class ScriptedDrafter(Drafter):
-    def __init__(self, method: Scripted) -> None:
-        self.chains = deque(method.chains)
+    def __init__(self, chains: tuple[tuple[int, ...], ...]) -> None:
+        self.chains = deque(chains)
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         view = self.view

@@ -161,9 +161,8 @@ def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, famil
     model, asked, said = repeating(family, not isinstance(method, Jacobi))
     accepted = drafted = 0
     for way, plain in said:
-        out = skipstone.generate(model, asked, method, **WISH, **way)
+        out: Any = skipstone.generate(model, asked, method, **WISH, **way)
         assert out.new_tokens == plain
-        assert out.stats is not None
         accepted, drafted = accepted + out.stats.accepted, drafted + out.stats.drafted
     assert accepted >= 5
     assert drafted - accepted >= 20

@@ -51,9 +51,8 @@ class TokenByToken(Noting):
 class Drafted:
     """A draft, and what it left behind. valid: [B, n]; the others for valid entries only, in their order.
 
-    states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one, which may have gone
-    up with other rows' drafts. stored: keys and values of the same tokens and those before them. max_drafts: of every row, as
-    the engine was called with them, 0 of rows that took no part; None if it was not called.
+    states: [entries, d] and depth: [entries], of the root and the drafts of every row but its last one. stored: keys and values
+    of the same tokens and those before them. max_drafts: of every row, as the engine was called with them; None without a call.
     """
 
     valid: Tensor

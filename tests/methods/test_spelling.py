@@ -84,8 +84,7 @@ def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Meth
 
 
 def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
-    found = ModelSettings(engine="native", method=text_of(name, settings)).load().method
-    assert found is not None
+    found: Any = ModelSettings(engine="native", method=text_of(name, settings)).load().method
     return found
 
 
@@ -178,7 +177,6 @@ def another_value(setting: Setting) -> Any:
 
 
 ANOTHER_NAME = pytest.mark.filterwarnings("ignore:num_assistant_tokens is called num_speculative_tokens:FutureWarning")
-"""The name of another package."""
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,16 @@ class Adversary:
     than they took and less than REQUEST_CREDIT beyond their expected time.
     """
 
-    def __init__(self, seed: int, dear: float) -> None:
-        self.dice, self.dear = random.Random(seed), dear
+    def __init__(self, seed: int, expensive: float) -> None:
+        self.dice, self.expensive = random.Random(seed), expensive
         self.policy = Policy(
             LearnedCosts(
                 MeanTime(1.0, 3),
-                drafting={"chain": LineTime(0.1, 0.3), "dear": LineTime(0.1, self.dice.choice([0.3, dear]))},
+                drafting={"chain": LineTime(0.1, 0.3), "expensive": LineTime(0.1, self.dice.choice([0.3, expensive]))},
                 schedules={"whole": MeanTime(2.0)},
-                replays={"chain": MeanTime(0.1), "dear": MeanTime(1.0)},
+                replays={"chain": MeanTime(0.1), "expensive": MeanTime(1.0)},
             ),
-            {name: DrafterState() for name in ("chain", "dear", "whole", RECYCLE)},
+            {name: DrafterState() for name in ("chain", "expensive", "whole", RECYCLE)},
         )
         self.time, self.tokens, self.request_time, self.request_tokens = 0.0, 0.0, 0.0, 0.0
         self.forgiven_steps, self.overrun, self.requests, self.in_a_row = 0, 0.0, 1, 9
@@ -104,7 +104,7 @@ class Adversary:
         """One decision, and what becomes of it."""
         policy, dice = self.policy, self.dice
         if dice.random() < 0.02:
-            self.rule = dice.choice([1.0, 1.0, 3.0, self.dear]), dice.random()
+            self.rule = dice.choice([1.0, 1.0, 3.0, self.expensive]), dice.random()
         if dice.random() < 0.004:
             policy.begin_request()
             self.request_time = self.request_tokens = 0.0
@@ -159,10 +159,10 @@ class Adversary:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from([2.0, 5.0, 20.0]))
-def test_no_drafter_of_the_policy_can_lose_more_than_the_budget_allows(seed: int, dear: float) -> None:
+def test_no_drafter_of_the_policy_can_lose_more_than_the_budget_allows(seed: int, expensive: float) -> None:
     """Charged time stays within the bound at every step, over all requests and over each. Not charged in full are one stall in
     HALF_LIFE tokens, the first step of each request, and the time beyond the expected time and REQUEST_CREDIT."""
-    world = Adversary(seed, dear)
+    world = Adversary(seed, expensive)
     for _ in range(400):
         world.turn()
     assert world.forgiven_steps <= world.requests + 1 + world.tokens / HALF_LIFE

@@ -159,11 +159,10 @@ def test_every_family_keeps_its_text(family: str, kind: Kind, threshold: float) 
     asked, expected, _ = support.references(family, 3, max_new_tokens=new)
     model = families.cached(family)
     method = AdaDecode(kind.heads(model), threshold, exit_layers=(2, 3))
-    out = support.decode(model, asked, method, max_new_tokens=new)
+    out: Any = support.decode(model, asked, method, max_new_tokens=new)
     assert out.new_tokens == expected
     found = method.report(model)["exits"].values()
     accepted, rejected = (sum(one[what] for one in found) for what in ("accepted", "rejected"))
-    assert out.stats is not None
     assert sum(one["predicted"] for one in found) >= 0.3 * out.stats.tokens
     assert accepted >= 20
     assert rejected >= 20
@@ -217,7 +216,7 @@ def test_without_verification_the_text_is_what_sure_heads_say() -> None:
     model, asked = llama(layers=6), prompt(9)
     method = AdaDecode("original", 0.6, 3, exit_layers=(2, 4), verification=False)
     assert not method.lossless
-    out = skipstone.generate(model, asked, method, max_new_tokens=40, do_sample=False)
+    out: Any = skipstone.generate(model, asked, method, max_new_tokens=40, do_sample=False)
     assert out.lossless is False
     plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=40, do_sample=False).new_tokens[0]
     ids, pending, wanted = asked, 0, []
@@ -235,7 +234,6 @@ def test_without_verification_the_text_is_what_sure_heads_say() -> None:
         ids = torch.cat([ids, torch.tensor([token])])
     assert out.new_tokens[0] == wanted
     assert wanted != plain
-    assert out.stats is not None
     assert 0 < out.stats.overruled < out.stats.accepted == out.stats.drafted
 
 
@@ -245,9 +243,8 @@ def test_deeper_heads_that_are_sure_of_another_token_end_predicting() -> None:
     plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=60, do_sample=False)
     found = {}
     for recheck in (False, True):
-        out = skipstone.generate(model, prompt(9), replace(base, recheck=recheck), max_new_tokens=60, do_sample=False)
+        out: Any = skipstone.generate(model, prompt(9), replace(base, recheck=recheck), max_new_tokens=60, do_sample=False)
         assert out.new_tokens == plain.new_tokens
-        assert out.stats is not None
         found[recheck] = out.stats
     assert found[True].drafted < found[False].drafted
     assert found[True].acceptance_rate > found[False].acceptance_rate

@@ -48,9 +48,8 @@ def test_saved_heads_are_loaded_and_draft(kind: Any, rank: int | None, tmp_path:
         for index in range(2):
             assert torch.equal(again.logits(model, index, hidden), heads.logits(model, index, hidden))
     wish = {"max_new_tokens": 30, "do_sample": False}
-    out = skipstone.generate(model.model, prompt(9), AdaDecode(str(folder), 0.1), **wish)
+    out: Any = skipstone.generate(model.model, prompt(9), AdaDecode(str(folder), 0.1), **wish)
     assert out.new_tokens == skipstone.generate(model.model, prompt(9), "autoregressive", **wish).new_tokens
-    assert out.stats is not None
     assert out.stats.drafted > 0
 
 

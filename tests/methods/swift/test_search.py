@@ -189,8 +189,7 @@ def optimisation(**settings: Any) -> LayerSetOptimisation:
 def test_the_set_with_the_highest_score_drafts_until_the_search_ends() -> None:
     """Section 4.1.2 by hand: sets of 4 of 8 sublayers, the third is the best; the search gives up three evaluations later."""
     found = optimisation(patience=3)
-    first = found.candidate()
-    assert first is not None
+    first: Any = found.candidate()
     assert (first == LayerSetSpace(6).uniform(4)).all(), "the uniform set is evaluated first"
     others = (np.isin(np.arange(8), places) for places in itertools.combinations(range(8), 4))
     sets = [first, *itertools.islice(others, 5)]
