@@ -11,7 +11,7 @@ from skipstone.cli import terminal
 from skipstone.cli.errors import DEFECT
 from skipstone.cli.files import expect_folder, expect_readable, expect_writable
 from skipstone.cli.method_options import check_method_text
-from skipstone.cli.method_table import PEERS, known_methods
+from skipstone.cli.method_table import known_methods, known_peers
 from skipstone.cli.model_options import DTYPES, ENGINES, QUANTIZED, expect_model
 from skipstone.cli.options import OptionGroup, argument, expect_one_of, option, takes_groups
 from skipstone.utils.files import write_whole
@@ -203,7 +203,7 @@ def compare(
 
 def _check_methods(texts: list[str] | None) -> None:
     for text in texts or ():
-        check_method_text(text, {**known_methods(), **PEERS}, labels=("label",), several=True)
+        check_method_text(text, {**known_methods(), **known_peers()}, labels=("label",), several=True)
 
 
 def _check_results(files: list[Path]) -> None:

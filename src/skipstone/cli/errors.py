@@ -49,11 +49,12 @@ def _usage_message(error: Any) -> str:
         return message
     name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
     if name and any("--method" in parameter.opts for parameter in context.command.params):
-        from skipstone.cli.method_table import METHODS
+        from skipstone.cli.method_table import known_methods
 
-        owners = [method for method, about in METHODS.items() if name in about.settings or name in about.aliases]
+        known = known_methods()
+        owners = [method for method, about in known.items() if name in about.settings or name in about.aliases]
         if owners:
-            owner = max(owners, key=lambda method: METHODS[method].lossless)  # the first that keeps the text
-            name = METHODS[owner].aliases.get(name, name)
+            owner = max(owners, key=lambda method: known[method].lossless)  # the first that keeps the text
+            name = known[owner].aliases.get(name, name)
             return f'{message}; settings are part of the method: --method "{owner} {name}=..."'
     return f"{message} (see {context.command_path} --help)"
