@@ -49,10 +49,9 @@ class Task:
     """The reference field for protocols that use ROUGE instead of the score."""
     obtain: str = ""  # how to get the records without the hub
 
-    def records(self, data_dir: Path | None, limit: int | None = None) -> list[Record]:
+    def records(self, data_dir: Path | None) -> list[Record]:
         """The records in order. FileNotFoundError or OSError say how to get them; ValueError for another schema."""
-        taken = filter(self.keep, self._read(self.source, data_dir, limit is not None))
-        found = list(islice(taken, limit))
+        found = list(filter(self.keep, self._read(self.source, data_dir, False)))
         if not found:
             place = data_dir / self.source.file if data_dir else self.source.hub
             raise ValueError(f"task {self.name} has no records in {place}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.method import Method
+from skipstone.decoding.settings import whole_number
 from skipstone.decoding.stats import Stats
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
@@ -28,6 +29,8 @@ from skipstone.models.passes import Pass, SkipSet
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
 MAX_SCRATCH_SLOTS = 64  # slots that drafts, trees and replays use in addition to a text's own
 REPEATS = 7  # times of a pass; the median counts
+COUNTS = ("num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
+"""Settings of other implementations that are whole numbers from 1."""
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths of the timed scoring passes
 
 
@@ -68,6 +71,13 @@ class GenerationBackend:
 
     def check(self, model: PreTrainedModel) -> None:
         """ValueError for settings that are impossible, or do not fit the model."""
+        for name, value in self.settings.items():
+            if name in COUNTS:
+                whole_number(f"{self.name}: {name}", value, 1)
+            if name == "confidence_threshold":
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not number or not 0 <= value <= 1:
+                    raise ValueError(f"{self.name}: {name} must be a number in [0, 1], found {value!r}")
 
     def refusal(self, model: PreTrainedModel) -> str | None:
         """The reason why this model cannot be decoded so, or None."""

@@ -5,12 +5,11 @@ all find the same context. All entries take turns, round after round. The shorte
 programs only add time, once a second one has confirmed it. `EntryTimes` has the rule for a machine that is always busy.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft
@@ -39,6 +38,7 @@ from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.swift.tree import RANKS
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import cache_place, digest, write_cache
+from skipstone.utils.settings_files import SettingsPart, read_json
 
 VERSION = 1  # of the file
 BATCHES = (1, 8)  # default batch sizes
@@ -316,17 +316,20 @@ def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int
 # -------------------------------------------------------------------------------------------------------- the file
 
 
-@dataclass(frozen=True)
-class StoredCosts:
-    """Costs, and their origin. key: see `key_of`. path: the file; None if it cannot be written. measured: the date, in UTC.
-    seconds: time of measuring. fresh: whether they were measured now."""
+class StoredCosts(SettingsPart):
+    """Costs, and their origin: the content of their file.
 
-    costs: CostTables
+    key: see `key_of`. measured: the date, in UTC. seconds: time of measuring. path: the file; None if it cannot be written.
+    fresh: whether they were measured now.
+    """
+
+    version: int = VERSION
     key: dict[str, Any]
-    path: Path | None
     measured: str
     seconds: float
-    fresh: bool
+    costs: CostTables
+    path: Path | None = Field(default=None, exclude=True)
+    fresh: bool = Field(default=False, exclude=True)
 
 
 def key_of(runner: ModelRunner) -> dict[str, Any]:
@@ -361,8 +364,12 @@ def costs_of(
     with too few positions or layers.
     """
     runner = model if isinstance(model, ModelRunner) else ModelRunner(model)
-    key, path = key_of(runner), _path(runner)
-    old = None if again or path is None else _read(path, key)
+    key = key_of(runner)
+    path, old = cache_place("costs", f"{digest(key)}.json"), None
+    if path is not None and not again:
+        with suppress(OSError, ValueError):
+            old = read_json(path, StoredCosts, VERSION, "costs").model_copy(update={"path": path})
+            old = old if old.key == key else None
     tables = {table.batch: table for table in old.costs.batches} if old is not None else {}
     began, fresh = time.perf_counter(), False
     for batch in batches:
@@ -377,22 +384,6 @@ def costs_of(
         return old
     costs = CostTables(tuple(tables[batch] for batch in sorted(tables)))
     taken = time.perf_counter() - began
-    kept = StoredCosts(costs, key, path, datetime.now(UTC).isoformat(timespec="seconds"), taken, True)
-    about = {"version": VERSION, "key": kept.key, "measured": kept.measured, "seconds": kept.seconds}
-    return kept if write_cache(path, {**about, "costs": asdict(kept.costs)}) else replace(kept, path=None)
-
-
-def _path(runner: ModelRunner) -> Path | None:
-    """The file of a model's costs; None if there is no cache folder."""
-    return cache_place("costs", f"{digest(key_of(runner))}.json")
-
-
-def _read(path: Path, key: Mapping[str, Any]) -> StoredCosts | None:
-    """The costs in a file; None if it is unusable or of another key."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["version"] != VERSION or held["key"] != key:
-            return None
-        costs = TypeAdapter(CostTables).validate_python(held["costs"])
-        return StoredCosts(costs, dict(key), path, str(held["measured"]), float(held["seconds"]), False)
-    return None
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    kept = StoredCosts(key=key, measured=now, seconds=taken, costs=costs, path=path, fresh=True)
+    return kept if write_cache(path, kept.model_dump()) else kept.model_copy(update={"path": None})

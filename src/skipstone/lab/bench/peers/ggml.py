@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.lab.bench.peers.peer import Peer
-from skipstone.lab.timing.measure import GeneratedOutput
+from skipstone.lab.timing.measure import GeneratedOutput, GenerationBackend
 
 WORKER = Path(__file__).with_name("ggml_worker.py")
 SETTLES = 0.05  # seconds, not counted, until its threads stop spinning, before another method runs
@@ -79,7 +78,7 @@ def worker(*command: str) -> LlamaCppProcess:
 
 
 @dataclass(frozen=True)
-class LlamaCpp(Peer):
+class LlamaCpp(GenerationBackend):
     """llama.cpp, greedily, on the CPU.
 
     file: the GGUF file. python: the Python that has llama-cpp-python, by default this one. drafts: None for plain decoding,

@@ -23,15 +23,14 @@ from skipstone.decoding.settings import whole_number
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.bench.peers.peer import Peer
-from skipstone.lab.timing.measure import GeneratedOutput, MethodBackend, synchronise
+from skipstone.lab.timing.measure import GeneratedOutput, GenerationBackend, MethodBackend, synchronise
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.draft_model import draft_model_for
 from skipstone.models.families import text_config
 
 
 @dataclass(frozen=True)
-class Transformers(Peer):
+class Transformers(GenerationBackend):
     """Base of transformers' ways of decoding."""
 
     def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
@@ -151,7 +150,7 @@ class HFAssisted(Transformers):
 
 
 @dataclass(frozen=True)
-class DraftAlone(Peer):
+class DraftAlone(GenerationBackend):
     """The draft model without its target, decoded plainly by skipstone, for its speed and its scores."""
 
     name: ClassVar[str] = "draft-alone"
