@@ -1,8 +1,6 @@
 """`skipstone batch`: a file of requests answered without a server."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,38 +71,30 @@ def batch(
         replacement = model.generation_config, model.override_generation_config or {}
         limit = limits.max_num_seqs, limits.max_model_len
         chosen = ModelSettings(model.model, *setup, chosen_method, served_model_name, *limit, *replacement)
-        with _journal_named_after_interrupt(output):
-            failed = _answer(chosen, output, lines, actors)
+        failed = _answer(chosen, output, lines, actors)
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)
 
 
-@contextmanager
-def _journal_named_after_interrupt(output: Path) -> Iterator[None]:
-    """If a run ends early, say which file has its answers."""
+def _answer(chosen: "ModelSettings", output: Path, lines: "RequestFile", actors: ActorOptions) -> int:
+    """Answer all lines. Returns how many answers are errors. If the run ends early, say which file has its answers."""
+    from skipstone.serving.batch_files import batch, ray_batch
     from skipstone.serving.batch_files.journal import journal_of
+    from skipstone.utils.progress import progress_bar
 
     try:
-        yield
+        loaded = None if actors.ray else chosen.load()
+        with progress_bar("answers", len(lines)) as update:
+
+            def report(done: int, failed: int) -> None:
+                update(done, f"answers, {failed} errors")
+
+            if loaded is not None:
+                return batch.run(loaded, output, lines, report)
+            ray_options = ray_batch.RayOptions(actors.address, actors.actors, actors.cpus_per_actor)
+            return ray_batch.run(chosen, ray_options, output, lines, report)
     except (KeyboardInterrupt, RuntimeError):
         if (journal := journal_of(output)).exists():
             typer.echo(f"{journal} has what was answered: --resume goes on with it", err=True)
         raise
-
-
-def _answer(chosen: "ModelSettings", output: Path, lines: "RequestFile", actors: ActorOptions) -> int:
-    """Answer all lines. Returns how many answers are errors."""
-    from skipstone.serving.batch_files import batch, ray_batch
-    from skipstone.utils.progress import progress_bar
-
-    loaded = None if actors.ray else chosen.load()
-    with progress_bar("answers", len(lines)) as update:
-
-        def report(done: int, failed: int) -> None:
-            update(done, f"answers, {failed} errors")
-
-        if loaded is not None:
-            return batch.run(loaded, output, lines, report)
-        ray_options = ray_batch.RayOptions(actors.address, actors.actors, actors.cpus_per_actor)
-        return ray_batch.run(chosen, ray_options, output, lines, report)
