@@ -271,23 +271,19 @@ class Checker:
         bits = BatchInvarianceCheck(ModelRunner(self.model), self.prompts)
         if not bits.promised:
             name = bits.runner.engine.name
-            return [(f"the bits of a token beside others, of which {name} promises nothing", partial(self.rounded, bits))]
-        return [(title, partial(self.promised, claim)) for title, claim in bits.claims()]
+            title = f"the bits of a token beside others, of which {name} promises nothing"
+            return [(title, partial(self.logits, bits.difference, is_promise=False))]
+        return [(title, partial(self.logits, claim, is_promise=True)) for title, claim in bits.claims()]
 
     @torch.inference_mode()
-    def promised(self, claim: Callable[[], LogitsComparison]) -> None:
-        """Logits that must have the same bits."""
-        found = claim()
+    def logits(self, compare: Callable[[], LogitsComparison], is_promise: bool) -> None:
+        """Logits that must have the same bits, or else may differ by rounding."""
+        found = compare()
         self.finding.tested, self.finding.unit = found.logits, "logits"
-        if (fault := found.fault) is not None:
+        if not is_promise:
+            self.finding.note = f"they differ by up to {found.largest:.2g}; ties nearer than that may fall either way"
+        elif (fault := found.fault) is not None:
             self.finding.bugs.append(fault)
-
-    @torch.inference_mode()
-    def rounded(self, bits: BatchInvarianceCheck) -> None:
-        """The difference of logits that may differ by rounding."""
-        found = bits.difference()
-        self.finding.tested, self.finding.unit = found.logits, "logits"
-        self.finding.note = f"they differ by up to {found.largest:.2g}; ties nearer than that may fall either way"
 
     @torch.inference_mode()
     def quantised_sums(self) -> None:
