@@ -157,8 +157,7 @@ class GreedyVerdict:
 
 @dataclass(slots=True)
 class _HostDraft:
-    """A row's draft on the host. offered: per node 1 if it may be accepted, else 0. parents: None for a chain. scored: number
-    of scored nodes."""
+    """A row's draft on the host. offered: 1 for nodes that may be accepted. parents: None for a chain. scored: node count."""
 
     tokens: list[int]
     offered: list[int]
@@ -194,8 +193,7 @@ class _HostDraft:
 
 
 def _read_with_draft(before: list[Tensor], draft: Draft, after: list[Tensor]) -> list[Any]:
-    """Read tensors [B, k] and a draft in one transfer. Returns the lists of `before`, a `_HostDraft` per row, those of
-    `after`."""
+    """Read tensors [B, k] and a draft in one transfer: lists of `before`, a list of `_HostDraft`, lists of `after`."""
     parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
     parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
     lists = iter(host_transfer.read(*before, *(part for part in parts if part is not None), *after))

@@ -30,9 +30,8 @@ class Requirements:
 class SessionView:
     """The rows of a session: their KV cache, their sampler and their last committed tokens.
 
-    model: the target. slots: number per row, for committed tokens and scratch. depth: number of target layers to run. last: the
-    last committed token of every row, which is not in the store yet; on the device as `root` [B] int64. alive: rows that
-    decode.
+    model: the target. slots: number per row, for committed tokens and scratch. depth: number of target layers to run. last:
+    last committed token per row, which is not in the store yet; on the device as `root` [B] int64. alive: rows that decode.
     """
 
     def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
@@ -139,8 +138,7 @@ class Drafter:
         return count
 
     def observe_replay(self, right: Sequence[bool]) -> bool:
-        """Observe which replayed tokens were right. Returns False if the replay was of a candidate that it does not draft
-        with."""
+        """Observe which replayed tokens were right. Returns False if the replay was of a set that it does not draft with."""
         return True
 
     @property

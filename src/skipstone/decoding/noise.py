@@ -125,8 +125,8 @@ class Noise:
     def race(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """log u / p, [B, V] float64, -inf for p = 0. Its argmax is a draw from p, its order a draw without replacement.
 
-        This is the Gumbel-max trick as an exponential race: argmax(log p - log(-log u)) = argmax(log u / p). p: [B, V], not
-        necessarily normalised."""
+        The Gumbel-max trick as an exponential race: argmax(log p - log(-log u)) = argmax(log u / p). p need not be
+        normalised."""
         return self.uniform(position, stream, p.shape[-1]).log_() / p
 
     def counters(self, position: Tensor, stream: int) -> Tensor:

@@ -13,10 +13,10 @@ from skipstone.decoding.verify import entropy, one_hot_where
 
 @dataclass
 class OutputRecorder:
-    """A recorder of the loop. record: figures of every token, rejected drafts included. logits, scores: [k, V] per row and
-    step.
+    """A recorder of the loop. record: figures of every token, rejected drafts included.
 
-    scores: log p for sampled rows (transformers' warped scores plus a constant), processed logits for greedy rows.
+    logits, scores: [k, V] per row and step. Scores are log p for sampled rows (transformers' warped scores plus a constant) and
+    processed logits for greedy rows.
     """
 
     record: bool = False

@@ -123,8 +123,7 @@ def warp(logits: Tensor, rows: WarperSettings) -> Tensor:
 class WarpedLogits:
     """Logits [B, V] to draw tokens from, if possible without a distribution over the vocabulary.
 
-    distribution: computes p [B, V] for rows that need it. engine_draw: the engine's own draw. If it is None, every row has a
-    small top-k.
+    distribution: computes p [B, V] if needed. engine_draw: the engine's own draw; None only if every row has a small top-k.
     """
 
     logits: Tensor

@@ -132,8 +132,7 @@ class Session:
         return scores
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        """Apply the acceptance rule: `leviathan` to drafts drawn at random, `match` to all others. Show the drafter the
-        result."""
+        """Apply `leviathan` to drafts drawn at random and `match` to all others, and show the drafter the result."""
         verdict = self._verdict(draft, scores)
         verdict.notes = self.drafter.observe_scores(draft, scores, verdict)
         return verdict
@@ -154,8 +153,8 @@ class Session:
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Commit the accepted tokens: move lengths, compact tree paths, set the last tokens. Nothing is cloned.
 
-        draft: None for the token that ends a prefill. verdicts: one per row, cut by the stopping rules; an inactive row's has
-        no tokens.
+        draft: None for the token that ends a prefill. verdicts: one per row, cut by the stopping rules; empty for inactive
+        rows.
         """
         view = self.view
         for row, verdict in enumerate(verdicts):

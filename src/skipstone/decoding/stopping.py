@@ -14,8 +14,7 @@ class RunningRequest:
     """A request while it runs, with its new tokens on the host.
 
     is_stopped: the last token ends the text. False if the text has only reached max_new_tokens.
-    must_decode_plainly: the latest step had a draft and no token to choose. The draft may be the cause, so the next step drafts
-    nothing.
+    must_decode_plainly: the latest step had a draft and no token to choose. The draft may be the cause.
     """
 
     request: Request

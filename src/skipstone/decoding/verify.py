@@ -81,8 +81,7 @@ def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, no
 
 
 def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | GreedyVerdict:
-    """`match` for greedy rows. picks: [B, n+1] int64, the target's likeliest tokens, the root's first. waived: as in
-    `match`."""
+    """`match` for greedy rows. picks: [B, n+1] int64, the target's likeliest tokens, the root's first. waived: as there."""
     if waived is None:
         return GreedyVerdict(draft, picks)
     assert draft.parents is None, "only tokens of a chain can be waived"

@@ -59,8 +59,7 @@ class GenerateCall:
     """A `generate` call as transformers passes it to a custom decoding function, prepared for the padded batch.
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, with the user's objects. seed: of
-    row 0, from which other rows derive theirs (`noise.row_seed`); or a list with one per row; None draws one from torch's
-    generator.
+    row 0, from which other rows derive theirs (`noise.row_seed`); or one per row; None draws one from torch's generator.
     """
 
     runner: ModelRunner

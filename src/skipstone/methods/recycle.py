@@ -76,8 +76,7 @@ class AdjacencyMatrix:
         return {"steps": self.steps, "tokens": len(self.continuations)}
 
     def ranks(self, root: int, tokens: Sequence[int]) -> list[int]:
-        """For every token after a root, its rank among the continuations of the token before it; TABLE if it is none of
-        them."""
+        """For every token after a root, its rank among the continuations of the token before it, or else TABLE."""
         ranks = []
         for before, token in zip((root, *tokens), tokens, strict=False):
             known = self.continuations.get(before, ())
@@ -133,8 +132,7 @@ class RecycleDrafter(LookupDrafter):
         return self.model.top_k_tokens(scores.logits, self.candidates).flatten(1)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Store the continuations of every scored token, of accepted ones last. Without an own draft, only of committed
-        tokens."""
+        """Store the continuations of scored tokens, of accepted ones last. Other drafters' rejected tokens are unknown here."""
         self.kept.steps += draft is not None
         for row, verdict in enumerate(verdicts):
             if not verdict.tokens or not verdict.notes:

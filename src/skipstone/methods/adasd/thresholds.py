@@ -52,9 +52,8 @@ class GenerationThreshold(RunningMean):
 class VerificationThreshold:
     """tau_v: the middle between the mean Jensen-Shannon distances of accepted and of rejected draft tokens.
 
-    Draft tokens with a smaller distance are accepted unconditionally. variant, of appendix B: "A", the mean of the accepted
-    tokens alone; "B", the mean over all tokens; "C", the two means weighted by the numbers of drafts with an accepted and with
-    a rejected token.
+    Draft tokens with a smaller distance are accepted unconditionally. variant (appendix B): "A", the mean of accepted tokens;
+    "B", the mean of all tokens; "C", the two means weighted by the numbers of drafts with an accepted and a rejected token.
     """
 
     def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:

@@ -88,8 +88,7 @@ class DraftChain:
         return [len(self) < max_drafts and goes for max_drafts, goes in zip(self.max_drafts, going, strict=True)]
 
     def stop(self, *may_go_on: Tensor | None, check: bool = False) -> bool:
-        """Stop the rows that any of `may_go_on` excludes ([B] bool, None for all rows). Returns whether all are known to have
-        stopped.
+        """Stop the rows that any of `may_go_on` excludes ([B] bool, None for all rows). Returns True if all are known to stop.
 
         A check synchronises with an accelerator, so there it happens only with `check`, after every CHECK_EVERY tokens. Until
         then, stopped rows draft invalid tokens.
@@ -179,8 +178,7 @@ class ChainDrafter(Drafter):
         return self.finish(chain, forward)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
-        """(number of first layers, skipped sublayers) that draft a greedy chain in one engine call; None if that is
-        impossible."""
+        """(number of first layers, skipped sublayers) to draft a greedy chain in one engine call; None if impossible."""
         return None
 
     def draft_in_one_call(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
@@ -210,8 +208,7 @@ class ChainDrafter(Drafter):
         return self.sampler.propose(logits, position, path, active, self.coupled)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool with enough confidence to draft on, None for
-        all)."""
+        """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool that may draft on, None for all)."""
         confidence = self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 

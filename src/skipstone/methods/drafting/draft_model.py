@@ -32,8 +32,8 @@ _LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
 class DraftModel(ModelRunner):
-    """A model that drafts for a target. vocabulary_size: the target's, to which its logits are cut or padded. options: of its
-    engine."""
+    """A model that drafts for a target. vocabulary_size: of the target, to which logits are cut or padded. options:
+    engine's."""
 
     def __init__(self, model: PreTrainedModel, vocabulary_size: int, options: EngineOptions | None = None) -> None:
         options = options or EngineOptions()
@@ -106,8 +106,8 @@ def draft_model_for(
     """The draft model for a target, loaded once. Its engine options default to the target's.
 
     given: a name, a model object, or None for the bundled model with the target's vocabulary. device, dtype, quantize: of a
-    model given by name; None for the target's. OSError if there is no model of that name; ValueError if none is bundled or the
-    vocabularies differ.
+    model given by name; None for the target's. OSError for an unknown name; ValueError if none is bundled or vocabularies
+    differ.
     """
     _check_choice(device, dtype, quantize, given)
     if isinstance(given, PreTrainedModel):
@@ -214,8 +214,7 @@ class DraftModelDrafter(ChainDrafter):
     """Drafts with a draft model, which has its own KV cache of the committed tokens.
 
     After a step the draft model's cache lacks the last committed token. If a whole draft was accepted, it lacks two, because
-    the draft model never read its last draft. It falls further behind in steps without drafts, and catches up before the next
-    draft.
+    the draft model never read its last draft. It lacks more after steps without drafts, and catches up before the next draft.
 
     store: KV cache of the draft model. prompts: prompts that it still reads. text: all tokens of every row. last_id: highest
     token id of the draft model. Higher ids of the target are padding; the draft model reads `last_id` instead of them.

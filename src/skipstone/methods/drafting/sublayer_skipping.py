@@ -25,8 +25,7 @@ class SkippingDrafter(ChainDrafter):
     """Drafts chains with the target without the sublayers of a skip set.
 
     Drafts are coupled to the target's noise, so `match` verifies chains and trees. Scoring runs them from layer 0 again and
-    overwrites the keys and values of drafting. skip: sublayers to leave out. ranks: number of best tokens to keep for each
-    place.
+    overwrites the keys and values of drafting. skip: sublayers to leave out. ranks: number of best tokens to keep per place.
     """
 
     skip: SkipSet

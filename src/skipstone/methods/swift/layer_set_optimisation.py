@@ -18,8 +18,7 @@ class LayerSetOptimisation:
     """Section 4.1.2, across requests: evaluates sets until the stopping rule holds. The best one so far drafts.
 
     profile: a fixed set instead of a search. skipped, skip: the set in use, as a mask and as a SkipSet. matchness: its
-    estimate, None if unknown. evaluations: number so far. searching: whether the search continues. steps: number of steps with
-    drafts.
+    estimate, None if unknown. evaluations: number so far. searching: the search continues. steps: number of steps with drafts.
     """
 
     def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:

@@ -37,8 +37,8 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, max_leaves: int = MO
     """A tree of a chain (nodes 0 to n - 1) and its at most `max_leaves` likeliest runners-up.
 
     ranked: [B, n, k] int64, the best tokens of every place, the chain's own first. real: [B, n, k] bool, tokens that can be
-    drawn. Without confidences every place has RANKS tokens. On a CPU, which can count without waiting, the tree has no padding
-    columns.
+    drawn. Without confidences every place has RANKS tokens. On a CPU the tree has no padding columns, because counting is
+    cheap.
     """
     rows, width, ranks = ranked.shape
     device = ranked.device
