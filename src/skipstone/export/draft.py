@@ -82,10 +82,8 @@ def select_draft_layers(model: ModelRunner, method: MethodLike = None, exit_laye
         layer_in_range("exit_layer", exit_layer, model)
         method = f"{LayerSkip.name} exit_layer={exit_layer}"
     elif method is None and own is None:
-        raise ValueError(
-            "this model names no method of its own: say which layers draft by --exit-layer E, or by --method with a layer set; "
-            "`skipstone inspect MODEL` shows where an early exit would pay, `skipstone search MODEL` finds a set"
-        )
+        advice = "say which layers draft by --exit-layer E (`skipstone inspect`) or --method with a set of `skipstone search`"
+        raise ValueError(f"this model names no method of its own: {advice}")
     chosen: Any = resolve(method, own)
     if isinstance(chosen, (LayerSkip, EarlyExit)):
         layer_in_range("exit_layer", chosen.exit_layer, model)
@@ -102,7 +100,7 @@ def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
     if isinstance(method, SelfSpeculative):
         skip = method.skip_set(model)
         if not skip.attention and not skip.mlp:
-            raise ValueError(f"{method.name} drafts with all layers, in fewer bits: quantise the model with the engine's tools")
+            raise ValueError(f"{method.name} drafts with all layers in fewer bits: quantise the model with the engine's tools")
         return skip
     if isinstance(method, Swift):
         if method.profile is None:

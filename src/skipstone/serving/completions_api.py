@@ -202,12 +202,8 @@ class Completion:
         prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
         reused = sum(one.cached_tokens for one in self.stats)
-        found: dict[str, Any] = {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": min(reused, read)},
-        }
+        found: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        found["prompt_tokens_details"] = {"cached_tokens": min(reused, read)}
         if predicted := sum(len(choice.pending.request.prediction) for choice in self.choices):
             accepted = sum(one.accepted_prediction_tokens for one in self.stats)
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": max(predicted - accepted, 0)}

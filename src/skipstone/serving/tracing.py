@@ -82,13 +82,8 @@ class Spans:
         tracer = trace.get_tracer_provider().get_tracer(PROVIDER, __version__)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}
         above = None if trace.get_current_span().get_span_context().is_valid else self._propagate.extract(headers)
-        span = tracer.start_span(
-            f"{operation} {record.model}",
-            context=above,
-            kind=trace.SpanKind.SERVER,
-            attributes=attributes(record, operation),
-            start_time=record.nanoseconds(record.start_time),
-        )
+        given = {"context": above, "kind": trace.SpanKind.SERVER, "start_time": record.nanoseconds(record.start_time)}
+        span = tracer.start_span(f"{operation} {record.model}", attributes=attributes(record, operation), **given)
         if (made := span.get_span_context()).is_valid:
             record.trace = f"{made.trace_id:032x}"
         below = trace.set_span_in_context(span)

@@ -97,11 +97,8 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
 
 def frozen(model: nn.Module) -> dict[str, str]:
     """A digest of a sample of every frozen parameter, which a checkpoint of adapters does not hold. {} if all train."""
-    samples = [
-        f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:SAMPLE].tolist()}"
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
-    ]
+    fixed = [(name, parameter.detach()) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    samples = [f"{name} {tuple(one.shape)} {one.flatten()[:SAMPLE].tolist()}" for name, one in fixed]
     return {"frozen": hashlib.sha256("".join(samples).encode()).hexdigest()} if samples else {}
 
 

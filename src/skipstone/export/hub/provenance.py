@@ -86,11 +86,9 @@ def of_heads(card: HeadsCard, folder: Path) -> Provenance:
     if manifest.get("model") == card.model and "answers" in manifest:
         facts["hash of the answers that they learnt from"] = str(manifest["answers"])
     titles = ("after layer", "KL", "first choice agrees", "sure", "right where sure")
-    rows = [
-        (layer, *(_change(one, name) for name in ("divergence", "agreement", "sure", "right")))
-        for layer, one in card.metrics.items()
-        if isinstance(one, Mapping)
-    ]
+    names = ("divergence", "agreement", "sure", "right")
+    known = [(layer, figures) for layer, figures in card.metrics.items() if isinstance(figures, Mapping)]
+    rows = [(layer, *(_change(figures, name) for name in names)) for layer, figures in known]
     recipe = {name: value for name, value in card.training.items() if name not in ("seconds", "lm_head", "model_revision")}
     return Provenance(
         f"Exit heads for AdaDecode (arXiv 2506.03700) after layers {layers}: light heads at middle layers that predict early.",

@@ -67,10 +67,8 @@ class LayerSkipObjective:
         if rate := getattr(config, "layerdrop", 0):
             raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
         if recipe.dropout.p_max and self.modules.family.shares:
-            raise ValueError(
-                f"layers of this {config.model_type} model read keys and values of other layers, which would be missing for "
-                f"the rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
-            )
+            reason = "read keys and values of other layers, which may drop rows: train it without layer dropout (p_max=0)"
+            raise ValueError(f"layers of this {config.model_type} model {reason}")
         self.step = self.micro = 0
         self.elsewhere: tuple[BatchLayout, BatchLayout, int] | None = None
         self.parts: dict[str, Tensor] = {}
