@@ -16,7 +16,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.lab.bench import speedup_predictions
-from skipstone.methods.auto.candidates import usual_methods
+from skipstone.methods.auto.auto import Auto
 from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
 from tests.helpers import families, support
@@ -116,9 +116,9 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
     with pytest.raises(ValueError, match=r"draft_quantize=int8 needs .* bytes .* load the model with quantize"):
         SelfSpeculative(draft_quantize="int8").check(model)
     monkeypatch.setattr(choice, "device_memory_bytes", lambda _: size // 2)
-    assert int4 in usual_methods(model, None), "a copy that exists takes no further room"
+    assert int4 in Auto().methods(model), "a copy that exists takes no further room"
     other = ModelRunner(families.build("llama", hidden_size=64), "native")
-    assert int4 not in usual_methods(other, None), "auto does without the copy"
+    assert int4 not in Auto().methods(other), "auto does without the copy"
 
 
 @round_robin(name=["llama", "gemma2", "phi3"], kind=["int8", "int4"])

@@ -12,25 +12,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
-from skipstone.decoding.drafter import Drafter, Requirements, SessionView
+from skipstone.decoding.drafter import Candidate, Drafter, Requirements, SessionView
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
+from skipstone.engines.choose_engine import missing_room_for_copy
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.adadecode.adadecode import AdaDecode
+from skipstone.methods.adadecode.heads import bundled_name_for
 from skipstone.methods.auto import saved_profile
-from skipstone.methods.auto.candidates import candidates_of, usual_methods
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
+from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
+from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
@@ -55,7 +59,20 @@ class Auto(Method):
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
     def methods(self, model: ModelRunner) -> tuple[Method, ...]:
-        return usual_methods(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
+        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if the native engine runs
+        it unquantised, and the model's own method if it is lossless."""
+        if self.candidates is not None:
+            return self.candidates
+        methods: list[Method] = [PromptLookup()]
+        if not model.family.recurrent:
+            methods.append(Recycle())
+            if bundled_name_for(model) is not None:
+                methods.append(AdaDecode())
+            is_unquantised = model.engine.name == "native" and model.engine.quantize is None
+            if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
+                methods.append(SelfSpeculative(draft_quantize="int4"))
+        known = (Autoregressive, *map(type, methods))
+        return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
 
     def takes_predictions(self, model: ModelRunner) -> bool:
         return any(isinstance(one, PromptLookup) for one in self.methods(model))
@@ -84,7 +101,11 @@ class AutoDrafter(Drafter):
     def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
         methods = method.methods(model)
         self.method, self.model = method, model
-        self.candidates = candidates_of(methods, model, rows, capacity)
+        self.candidates = dict[str, Candidate]()
+        for one in methods:
+            for name, candidate in one.auto_candidates(model, rows, capacity).items():
+                unique = name if name not in self.candidates else f"{name} ({len(self.candidates)})"
+                self.candidates[unique] = candidate
         recycle = next((one for one in methods if isinstance(one, Recycle)), None)
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
