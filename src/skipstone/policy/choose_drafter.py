@@ -73,10 +73,10 @@ class Decision(NamedTuple):
 class StepResult:
     """The outcome of a step, or of several plain ones. All counts are means over the rows of a batch.
 
-    tokens: committed. drafts: scored drafts. passes: draft steps. drafting, scoring, fixed: seconds of these and of the policy,
-    parts of `seconds`, 0 if unknown. confidences: (confidence, accepted) of judged drafts. matches: (length, right tokens of
-    the continuation, tokens that could be compared). ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds:
-    plain steps after others, and the time of one. preparing: the engine compiled something.
+    tokens: committed. drafts: scored. passes: draft steps. drafting, scoring, fixed: seconds of these and of the policy, parts
+    of `seconds`, 0 if unknown. confidences: (confidence, accepted) of judged drafts. matches: (length, right tokens of the
+    continuation, compared tokens). ranks: of one row's tokens among the kept ones. warm_steps, warm_seconds: plain steps after
+    others, and the time of one. preparing: the engine compiled something.
     """
 
     tokens: float
@@ -125,7 +125,7 @@ class Rate:
 @dataclass(slots=True)
 class DrafterState:
     """What is known of a drafter. seen_at: position of its latest step or replay. thresholds, shared: at price 1, set at
-    `priced_at`. searches: its replays are evaluations of a search, which are worth any cost below the budget."""
+    `priced_at`. searches: its replays evaluate candidates of a search, which are worth any cost below the budget."""
 
     rate: Rate = field(default_factory=Rate)
     acceptance: ConfidenceAcceptance = field(default_factory=ConfidenceAcceptance)
@@ -150,10 +150,9 @@ class Policy:
     """The state that decisions depend on. `decide`, `stands` and `next_replay` only read it. `begin_request`, `observe` and
     `observe_replay` change it. So a list of events makes every decision again.
 
-    drafters: with RECYCLE if tokens are recycled. lookups: their rate. rows: that decode. current:
-    the best drafter, None for plain decoding. trial: (drafter, steps left). surprises: number of steps in a row that took
-    longer than expected (negative: less long); surprised: their drafter. starts_request: no step of the request was
-    taken yet.
+    drafters: with RECYCLE if tokens are recycled. lookups: their rate. rows: that decode. current: the best drafter, None for
+    plain decoding. trial: (drafter, steps left). surprises: number of steps in a row that took longer than expected (negative:
+    less long); surprised: their drafter. starts_request: no step of the request was taken yet.
     """
 
     costs: LearnedCosts
@@ -291,8 +290,7 @@ class Policy:
 
     def _try(self, plain: Decision, name: str) -> Decision | None:
         thresholds = () if name in self.costs.schedules else TRIAL_THRESHOLDS
-        trial = plain._replace(kind=name, reason=f"{name} is tried", thresholds=thresholds, explores=True)
-        return self._affordable(trial)
+        return self._affordable(plain._replace(kind=name, reason=f"{name} is tried", thresholds=thresholds, explores=True))
 
     def _continue_trial(self, plain: Decision) -> Decision | None:
         return None if self.trial is None or self.exploration < 0 else self._try(plain, self.trial[0])
@@ -399,8 +397,8 @@ class Policy:
                 self._set_thresholds(self.current)
 
     def _observe_plain(self, decision: Decision, result: StepResult) -> float:
-        """After plain steps. Each is charged one plain step, and those after a draft also their extra time. The others
-        tell whether the machine or a drafter caused surprises."""
+        """After plain steps. Each is charged one plain step, those after a draft also their extra time. The others tell whether
+        the machine or a drafter caused surprises."""
         plain, steps, warm = self.costs.plain, result.steps, result.warm_steps
         if not self.is_timed:
             plain.observe(result.seconds / steps)
@@ -421,7 +419,7 @@ class Policy:
         return time
 
     def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
-        """After steps that drafted. Returns the charged time. is_choice: drafters were compared before them; only then are
+        """After steps that drafted. Returns the charged time. is_choice: drafters were compared; only then are
         well-known costs learnt."""
         kind, tokens, preparing = decision.kind, sum([one.tokens for one in results]), any(one.preparing for one in results)
         costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
@@ -455,8 +453,7 @@ class Policy:
         return min(time, expected + REQUEST_CREDIT)
 
     def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
-        """Whether this is an untimed step of a trial. Counts the steps; a slow one ends the trial. Of a drafter with its own
-        schedule, all are timed."""
+        """Whether this is an untimed step of a trial; one with its own schedule has none. A slow step ends the trial."""
         kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
         if not decision.explores or not (has_schedule or kind in self.costs.drafting):
             return False

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won: about one trial of each of four drafters
-REQUEST_CREDIT = 12.0
-"""Plain steps that one request may lose of the time that others have won. With 4, requests with a hard beginning no longer
-drafted and became the slowest ones (docs/lab)."""
+REQUEST_CREDIT = 12.0  # plain steps that a request may lose of others' savings: with 4, hard beginnings end drafting (docs/lab)
 MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 
 

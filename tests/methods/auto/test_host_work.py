@@ -14,8 +14,9 @@ from skipstone import LayerSkip, PromptLookup, Recycle
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto
-from skipstone.methods.auto.learned import HostWork, median_interval
-from skipstone.policy.choose_drafter import COLD_STEPS, PLAIN, PLAIN_AT_ONCE, PROBE, WINDOW, Decision
+from skipstone.methods.auto.learned import HostWork, Learned
+from skipstone.policy.choose_drafter import COLD_STEPS, PLAIN, PLAIN_AT_ONCE, PROBE, WINDOW, Decision, Policy
+from skipstone.policy.cost_model import LearnedCosts, MeanTime
 from tests.helpers.machine import llama, prompt, running, start
 
 
@@ -80,11 +81,15 @@ def test_a_plain_step_that_looks_up_counts_as_a_plain_one_and_the_looking(before
     assert (result.steps, drafter._warm, result.seconds) == (1, [], pytest.approx(1.1 * plain))
 
 
-def test_the_median_of_what_values_are_drawn_from_lies_in_the_interval() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "interval"),
+    [([float(second) for second in range(64)], (24.0, 39.0)), ([32.0, 30.0], (30.0, 32.0)), ([], (31.0, 31.0))],
+)
+def test_the_interval_of_a_plain_step_holds_the_median(seconds: list[float], interval: tuple[float, float]) -> None:
     """For 64 values the chance that fewer than 24 lie below the median, or above it, is .033 (binomial distribution)."""
-    assert median_interval([float(one) for one in range(64)]) == (24.0, 39.0)
-    assert median_interval([2.0, 1.0]) == (1.0, 2.0)
-    assert median_interval([3.0]) == (3.0, 3.0)
+    learned = Learned({1: Policy(LearnedCosts(MeanTime(31.0, 3)), {})})
+    learned.plain_seconds.extend(seconds)
+    assert learned.report()["plain_interval"] == interval
 
 
 PREPARING = 50.0

@@ -53,7 +53,6 @@ class Auto(Method):
     )
     own: tuple[Method, ...] | None = setting(None, "one candidate more: the model's own method, where it names one.")
     slack: float = setting(SLACK, "share of plain decoding's time that may be lost.", within=(0, 1))
-
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
     use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
@@ -121,19 +120,16 @@ class AutoDrafter(Drafter):
         self._listeners = [one for one, needs in zip(self._members, needs_commits, strict=True) if needs]
         self._engines = [model.engine, *(one.draft_model.engine for one in self._draft_models.values())]
         self._prepared = sum(one.preparations for one in self._engines)
-        self._has_request = [False] * rows
         # the decision that is carried out, the policy's decision (it becomes PLAIN if there is nothing to draft), its arguments
         self._decision, self._decided, self._arguments = Decision(PLAIN), None, (list[int](), True)
-        self._steps_left = 0  # of the decision
+        self._steps_left, self._is_quiet = 0, False  # of the decision, and whether its steps only decode plainly
         self._results: list[StepResult] = []  # of its steps; plain ones are added up in one
         self._warm: list[float] = []  # seconds of plain steps that follow others and do no other work
-        self._is_quiet = False  # whether its steps only decode plainly
         self._unread: list[list[RowVerdict]] = []  # verdicts of quiet steps, read later because short steps are disturbed by it
-        # of this step: whether texts are looked up and continuations kept, and the seconds of that and of the policy
-        self._looks_up = self._keeps = False
-        self._host_seconds = self._fixed_seconds = 0.0
+        self._looks_up = self._keeps = False  # whether this step looks texts up and keeps continuations
+        self._host_seconds = self._fixed_seconds = 0.0  # of that, and of the policy
         self._judged, self._judged_matches, self._ranks = list[tuple[float, bool]](), list[tuple[int, int, int]](), list[int]()
-        self._plain_in_a_row, self._ran_prompt = 0, False
+        self._plain_in_a_row, self._ran_prompt, self._has_request = 0, False, [False] * rows
 
     def _first_learned(self, recycles: bool) -> Learned:
         """The state before the first request: a saved profile, or guesses."""
@@ -263,8 +259,7 @@ class AutoDrafter(Drafter):
         return draft
 
     def _plan_host_work(self, has_room: bool) -> None:
-        """Whether texts are looked up and continuations kept in this step. Two plain steps of the budget are left to trials,
-        which this work would use up little by little."""
+        """Whether texts are looked up and continuations kept now. Two plain steps of the budget are left to trials."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
         recycles, lookups = policy.current == RECYCLE, learned.lookups
         self._looks_up = self._keeps = False

@@ -19,7 +19,7 @@ class HostWork:
     """When work that takes host time in every step is done: looking texts up, or keeping continuations for recycling.
 
     It is done while it pays, for the first WINDOW steps of a text, and for PLAIN_AT_ONCE steps after ever longer rests. until:
-    step at which it rests, for `rest` steps. gain, spent: plain steps that it gains and takes, a running mean per step.
+    step at which it rests, for `rest` steps. gain, spent: plain steps that a step of it gains and takes.
     """
 
     until: int = PLAIN_AT_ONCE
@@ -93,23 +93,17 @@ class Learned:
         plain = costs.plain.value
         if not costs.plain.measurements:
             return {}
-        low, high = median_interval([*self.plain_seconds] or [plain])
+        ordered = sorted(self.plain_seconds) or [plain]
+        far = max(int(len(ordered) / 2 - len(ordered) ** 0.5), 0)  # half the root is a standard deviation of the median's place
         return {
             "steps": self.steps,
             "kinds": self.kinds,
             "current": policy.current,
             "plain_seconds": plain,
-            "plain_interval": (min(low, plain), max(high, plain)),
+            "plain_interval": (min(ordered[far], plain), max(ordered[-1 - far], plain)),  # 95 %
             "draft_steps": {name: line.step for name, line in costs.drafting.items()},
             "draft_setups": {name: line.start for name, line in costs.drafting.items()},
         }
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, by order statistics; the extremes of few values."""
-    ordered, count = sorted(values), len(values)
-    far = max(int(count / 2 - count**0.5), 0)  # the binomial distribution's standard deviation is half the root
-    return ordered[far], ordered[count - 1 - far]
 
 
 def first_policy(candidates: Mapping[str, Candidate], slack: float, recycles: bool) -> Policy:

@@ -15,8 +15,7 @@ MATCH_LENGTHS = tuple(2**n for n in range(MATCH_BUCKETS + 1))
 
 
 class MatchDrafter(IndexedDrafter):
-    """The rows' texts, and the matches of their ends. uncopied: by row, number of latest tokens that were generated and not
-    copied."""
+    """The rows' texts, and the matches of their ends. uncopied: by row, number of generated tokens since the last copy."""
 
     def __init__(self, rows: int, *, looks_up: bool) -> None:
         super().__init__(rows, lambda: NgramIndex(MATCH_LENGTHS, "recent"), looks_up=looks_up)
@@ -50,8 +49,7 @@ class MatchDrafter(IndexedDrafter):
         )
 
     def judge(self, verdicts: list[RowVerdict]) -> list[tuple[int, int, int]]:
-        """Compares the matches with the committed tokens. Returns (length, right tokens of the continuation, tokens that could
-        be compared) of each."""
+        """Compares matches with committed tokens: (length, right tokens of the continuation, compared tokens) of each."""
         judged = []
         for (match, tokens), verdict in zip(self._matches, verdicts, strict=True):
             if match and verdict.tokens:

@@ -11,8 +11,7 @@ from pydantic_core import to_jsonable_python
 
 
 class PolicyLog:
-    """Writes events to a file as they happen. number: of the writer, as several may share a file. Each writer has a policy for
-    every number of rows that decode (live)."""
+    """Writes events to a file as they happen. number: of the writer, as several may share a file."""
 
     _open: ClassVar[dict[Path, tuple[IO[str], int]]] = {}  # path -> open file, number of its writers
 
@@ -24,6 +23,6 @@ class PolicyLog:
 
     def write(self, event: str, live: int, values: Any = None) -> None:
         """event: "state" of a policy, "request", "replay" (values: as in `Policy.observe_replay`), or "steps" (arguments and
-        result of `Policy.decide`, arguments of `Policy.observe`)."""
+        result of `Policy.decide`, arguments of `Policy.observe`). live: number of rows, each of which has a policy."""
         self._file.write(json.dumps({"writer": [self.number, live], event: to_jsonable_python(values)}) + "\n")
         self._file.flush()

@@ -59,11 +59,8 @@ def save_profile(model: ModelRunner, policy: Policy, identities: dict[str, str],
 
 
 def load_profile(model: ModelRunner, first: Policy, identities: dict[str, str], source: str | None = None) -> Policy | None:
-    """The saved policy of these drafters; what the file lacks, and the budget, come from `first`.
-
-    source: a file or hub id that a user names; None for this machine's own file. None if that is missing, damaged, or of
-    another version or machine. A named file must be usable: OSError or ValueError otherwise, as in `read_named`.
-    """
+    """The saved policy of these drafters; what the file lacks, and the budget, come from `first`. None if this machine has no
+    usable file. source: a file or hub id that a user names, which must be usable: OSError or ValueError as in `read_named`."""
     if source is not None:
         return _merge(read_named(source, model), first, identities, source)
     key = key_of(model)
