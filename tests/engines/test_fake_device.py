@@ -15,13 +15,12 @@ import skipstone
 from skipstone.decoding.method import Method
 from skipstone.methods.drafting.chain import CHECK_EVERY
 from tests.helpers import families
-from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import slow_except
-from tests.helpers.pretended import Pretended, pretended
+from tests.helpers.pretended import DEVICE_ROWS, Pretended, pretended
 
 DRAFTS = 5  # one more than a chain drafts before it looks whether every row has stopped
 VARIANTS = ["layerskip, confident", "layerskip, some tokens", "speculative, confident", "adasd, some tokens"]
-METHODS = [name for name, row in ROWS.items() if not row.variant]
+METHODS = [name for name, row in DEVICE_ROWS.items() if not row.variant]
 
 
 def more_waits(method: Method) -> Callable[[skipstone.Step, int], int] | None:
@@ -84,7 +83,7 @@ FAST = [
 
 @pytest.mark.parametrize(("family", "name", "rows", "sampled"), slow_except(FAST, LLAMA + OTHERS, full=[*LLAMA[::3], *OTHERS]))
 def test_a_step_stays_on_the_device_and_waits_for_it_once(family: str, name: str, rows: int, sampled: bool) -> None:
-    method = ROWS[name].make(DRAFTS, "coupled" if name in VARIANTS else "standard")
+    method = DEVICE_ROWS[name].make(DRAFTS, "coupled" if name in VARIANTS else "standard")
     models = [families.build(family, layers=4 if name.startswith("swift") else 3) for _ in range(2)]
     for model in models:
         if hasattr(model.config, "_experts_implementation"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -20,9 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skipstone import AdaSD
 from skipstone.decoding import draft
 from skipstone.engines import choose_engine, host_transfer
+from tests.helpers.conformance import FEW, ROWS
 
+SOME_TOKENS = replace(ROWS["adasd"], make=lambda d, _: AdaSD(None, d, relaxed=False, draft_vocabulary=FEW), variant=True)
+DEVICE_ROWS = ROWS | {"adasd, some tokens": SOME_TOKENS}
+"""Methods that run on pretended devices."""
 DEVICE = torch.device("cuda:0")
 aten: Any = torch.ops.aten
 MOVES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default)

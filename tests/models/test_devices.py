@@ -23,8 +23,8 @@ from skipstone.models import unsupported
 from skipstone.models.device_map import input_device
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
-from tests.helpers.conformance import ROWS
 from tests.helpers.pairwise import slow_except
+from tests.helpers.pretended import DEVICE_ROWS
 from tests.helpers.several_devices import FIRST, SECOND, There, pretended_devices
 from tests.helpers.support import save
 
@@ -72,7 +72,7 @@ def assert_same(model: Any, family: str, name: str, drawn: bool) -> None:
     inputs, options, texts = families.padded(families.prompts(1 if drawn else 2)), SAMPLED if drawn else {}, []
     for one in (model, families.cached(family)):
         there = {key: value.to(input_device(one)) for key, value in inputs.items()}
-        method = ROWS[name].method(family, 4, "coupled")
+        method = DEVICE_ROWS[name].method(family, 4, "coupled")
         output = skipstone.generate(one, there, method, max_new_tokens=FEW, engine="eager", **options)
         assert output.sequences.device == input_device(one)
         texts.append(output.new_tokens)
