@@ -1,4 +1,4 @@
-"""The commands domain: requests in plain words and the JSON that they mean, spoken by a small seeded grammar.
+"""The commands domain: requests in plain words and their meaning as JSON, made by a small seeded grammar.
 
 The shape of the task is TOPv2's in the LayerSkip paper (arXiv 2404.16710, section 5.1); every word is our own. An example is
 
@@ -12,17 +12,17 @@ order of the table, slots not mentioned are absent. Values are copies of the req
 - condition: "do i need an umbrella" asks for rain; by: "on foot" is walking; repeat: "daily" is every day, "on weekdays"
   every weekday.
 
-Splits. Two things are split by a hash of their text, one in ten belongs to the test:
+Two things are split by a hash of their text, one in ten belongs to the test:
 - fillers: every value of an open rule (names, places, songs, artists, items, tasks, titles, messages, ...), also inside
-  another value. The test says only fillers that training never does: names and foods are new as words, songs, tasks and
-  messages as combinations of known words. Closed rules (days, rooms, numbers, times) are the same everywhere.
-- combinations of opening, template (its options chosen) and ending. Each part alone occurs in training, the combination of a
-  test example never does.
-"validation" is made like "train" from another stream of random numbers; it may repeat some of training's requests.
+  another value. The test uses only fillers that training never uses: names and foods are new words; songs, tasks and messages
+  are new combinations of known words. Closed rules (days, rooms, numbers, times) are the same in all splits.
+- combinations of opening, template (its options chosen) and ending. Training has each part of a test example, but never their
+  combination.
+"validation" is made like "train" from another stream of random numbers. It may repeat some requests of training.
 
     python recipes/data/commands.py --split train --count 20000 --seed 0 --out commands.jsonl
 
-The same arguments give the same lines on every platform and Python >= 3.11: only `Random.random` is drawn from.
+The same arguments give the same lines on every platform and Python >= 3.11, because only `Random.random` is used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from typing import Any, NamedTuple, TypeVar
 
 SPLITS = ("train", "validation", "test")
 NORMALISED = frozenset({"intent", "time", "duration", "percent", "degrees", "condition", "by", "repeat"})
-HELD_OUT_ONE_IN = 10
-MOST_DRAWS = 10_000
+TEST_ONE_IN = 10
+MAX_DRAWS = 10_000
 GROUP = re.compile(r"\[([^][()]*)\]|\(([^][()]*)\)")  # an innermost [optional] or (either|or)
 TOKEN = re.compile(r"\{(\w+)\}|([<>])|([^{}<>]+)")
 SLOT = re.compile(r"\{(\w+)(?::(\w+))?\}")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Phrase(NamedTuple):
-    """Words said, the values they mean (several in a list), and the values of open rules in them."""
+    """said: the words. values: their meaning, several for a list. fillers: the values of open rules in them."""
 
     said: str
     values: tuple[str, ...]
@@ -73,7 +73,7 @@ class Example:
 
 
 class Template(NamedTuple):
-    """One way to say an intent, its options chosen; the mood names the openings and endings that go with it."""
+    """One way to say an intent, its options chosen. mood: names the openings and endings that fit."""
 
     mood: str
     words: str
@@ -93,7 +93,7 @@ class Grammar:
 
 
 def variants(pattern: str) -> tuple[str, ...]:
-    """Every way to say a pattern: [a|b] is a, b or nothing, (a|b) is a or b; groups may nest."""
+    """All texts of a pattern: [a|b] is a, b or nothing, (a|b) is a or b; groups may nest."""
     group = GROUP.search(pattern)
     if group is None:
         return (" ".join(pattern.split()),)
@@ -105,7 +105,7 @@ def variants(pattern: str) -> tuple[str, ...]:
 
 @cache
 def grammar() -> Grammar:
-    """Reads the tables that lie beside this file."""
+    """The grammar of the tables next to this file."""
     folder = Path(__file__).parent
     table = tomllib.loads((folder / "commands.toml").read_text(encoding="utf-8"))
     words = tomllib.loads((folder / "commands_words.toml").read_text(encoding="utf-8"))
@@ -129,11 +129,11 @@ def grammar() -> Grammar:
 
 def held_out(text: str) -> bool:
     """Whether a filler or a combination belongs to the test split."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % TEST_ONE_IN == 0
 
 
 class Speaker:
-    """Says examples of one split, one after the other."""
+    """Makes the examples of one split."""
 
     def __init__(self, split: str, seed: int) -> None:
         self.grammar = grammar()
@@ -141,7 +141,7 @@ class Speaker:
         self.random = random.Random(f"{split}/{seed}")
 
     def pick(self, choices: Sequence[T]) -> T:
-        """Not `Random.choice`: only `random()` is promised to stay the same from one Python to the next."""
+        """Draw one of the choices. Not `Random.choice`: only `random()` stays the same in all versions of Python."""
         return choices[int(self.random.random() * len(choices))]
 
     def example(self) -> Example:
@@ -172,11 +172,11 @@ class Speaker:
                 return parts
 
     def phrase(self, symbol: str) -> Phrase:
-        """A phrase of a rule; one of an open rule is drawn again until it belongs to this split.
+        """A phrase of a rule. For an open rule phrases are drawn until one belongs to this split.
 
-        Raises ValueError if none seems to: a rule of few phrases may leave the test split nothing.
+        ValueError if none does: a rule of few phrases may have none for the test split.
         """
-        for _ in range(MOST_DRAWS):
+        for _ in range(MAX_DRAWS):
             phrase = self.expand(self.pick(self.pick(self.grammar.rules[symbol])))
             if len(set(phrase.values)) < len(phrase.values):
                 continue  # nobody asks for milk, bread and milk
@@ -184,10 +184,10 @@ class Speaker:
                 return phrase
             if held_out(phrase.said) == self.test:
                 return phrase._replace(fillers=(*phrase.fillers, phrase.said))
-        raise ValueError(f"{MOST_DRAWS} phrases of the rule {symbol!r} were all of the other split; give it more phrases")
+        raise ValueError(f"{MAX_DRAWS} phrases of the rule {symbol!r} were all of the other split; give it more phrases")
 
     def expand(self, pattern: str) -> Phrase:
-        """What a pattern says and means: the part after `=>`, else what stands in < >, else all of it."""
+        """The phrase of a pattern. Its value is the part after `=>`, else the parts in < >, else all of it."""
         pattern, arrow, literal_value = pattern.partition("=>")
         said, meant, marked, fillers, inside = "", "", [], [], False
         for symbol, mark, literal in TOKEN.findall(pattern.strip()):
@@ -209,9 +209,9 @@ def json_value(value: str) -> str | int:
 
 
 def examples(split: str, count: int, seed: int) -> Iterator[Example]:
-    """`count` examples of a split, the same for the same arguments; repeated requests are rare (tests state the bound).
+    """`count` examples of a split. Repeated requests are rare (tests state the bound).
 
-    Raises ValueError for an unknown split or a negative count.
+    ValueError for an unknown split or a negative count.
     """
     if split not in SPLITS:
         raise ValueError(f"the split is {split!r}; give one of {', '.join(SPLITS)}")
@@ -223,16 +223,16 @@ def examples(split: str, count: int, seed: int) -> Iterator[Example]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """The longer words that stand in the rules, sorted."""
+    """The words of the rules with four letters or more, sorted."""
     patterns = (variant for phrases in grammar().rules.values() for each in phrases for variant in each)
     return tuple(sorted({word for pattern in patterns for word in re.findall(r"[a-z]{4,}", re.sub(r"\{\w+\}", " ", pattern))}))
 
 
 def with_new_words(example: Example, dice: random.Random) -> Example:
-    """The example with some words of its open values replaced, in request and answer, by words that do not exist (the beginning
-    of one and the end of another): what an answer copies is then no vocabulary that could be learnt by heart.
+    """An example with some words of its open values replaced, in request and answer, by invented words (the beginning of one
+    word and the end of another). So a model cannot learn the copied words by heart.
 
-    Values that the test split may say are not made. dice: only `random()` is drawn from.
+    Values of the test split are not made. dice: only `random()` is used.
     """
     meaning: dict[str, Any] = json.loads(example.answer)
     fixed = " ".join(str(value) for key, value in meaning.items() if key in NORMALISED)
@@ -256,8 +256,8 @@ def with_new_words(example: Example, dice: random.Random) -> Example:
 def documents(
     split: str, count: int, seed: int, answers_alone: bool = False, new_words: bool = False
 ) -> Iterator[str | tuple[str, str]]:
-    """The texts of `examples`, for a training recipe's source of kind "script". answers_alone: requests are read and not
-    predicted. new_words: every second example has some (`with_new_words`)."""
+    """The texts of `examples`, for a training recipe's source of kind "script". answers_alone: requests are not predicted.
+    new_words: every second example has invented words (`with_new_words`)."""
     dice = random.Random(f"new words/{split}/{seed}")
     for number, one in enumerate(examples(split, count, seed)):
         said = with_new_words(one, dice) if new_words and number % 2 else one
@@ -265,7 +265,7 @@ def documents(
 
 
 def canonical(line: str) -> str:
-    """A JSON object with its keys sorted. Raises ValueError if the line is not one, or names a key twice."""
+    """A JSON object with its keys sorted. ValueError if the line is no object or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
@@ -279,10 +279,8 @@ def canonical(line: str) -> str:
 
 
 def exact_match(answer: str, output: str) -> bool:
-    """Whether the first line of `output` is the answer's object, whatever the order of keys; no JSON object is no match.
-
-    Raises ValueError if the answer itself is no JSON object.
-    """
+    """Whether the first line of `output` is the answer's object, in any order of keys. ValueError if the answer is no
+    object."""
     expected = canonical(answer)
     try:
         return canonical(output.split("\n", 1)[0]) == expected
@@ -291,7 +289,8 @@ def exact_match(answer: str, output: str) -> bool:
 
 
 def score(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Of (answer, output) pairs: {"count", "exact_match": share, "intents": {intent: share}}. No pairs: ValueError."""
+    """Scores of (answer, output) pairs: {"count", "exact_match": share, "intents": {intent: share}}. ValueError without
+    pairs."""
     matches: dict[str, list[bool]] = defaultdict(list)
     for answer, output in pairs:
         matches[json.loads(answer)["intent"]].append(exact_match(answer, output))
@@ -311,10 +310,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        made = examples(given.split, given.count, given.seed)
-        with given.out.open("w", encoding="utf-8", newline="\n") as file:
+        made = examples(args.split, args.count, args.seed)
+        with args.out.open("w", encoding="utf-8", newline="\n") as file:
             for example in made:
                 file.write(json.dumps({"text": example.text, "prompt": example.prompt, "answer": example.answer}) + "\n")
     except (ValueError, OSError) as problem:

@@ -1,9 +1,8 @@
-"""MBPP's tasks as beginnings of functions, the way HumanEval asks: a signature, what it does, an example.
+"""MBPP's tasks in HumanEval's form: the signature of a function, its description and an example.
 
     python recipes/data/signatures.py runs/signatures.jsonl --data-dir FOLDER
 
-FOLDER holds mbpp.jsonl. The file that is written has a `prompt` a line, for exit heads that learn to continue such beginnings
-(recipes/smollm2/heads-code.yaml).
+FOLDER holds mbpp.jsonl. The written file has one `prompt` per line, to train exit heads on (recipes/smollm2/heads-code.yaml).
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ FILE = "mbpp.jsonl"
 
 
 def signature(record: dict[str, Any]) -> str | None:
-    """The beginning of the function that a task asks for; None where its code does not define what its first test calls, or
-    its test compares nothing."""
+    """The beginning of a task's function; None if its code does not define the function of its first test, or if the test
+    compares nothing."""
     try:
         code = ast.parse(record["code"].replace("\r\n", "\n"))
         (test,) = ast.parse(record["test_list"][0]).body
@@ -43,9 +42,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data-dir", type=Path, required=True)
-    asked = parser.parse_args()
-    lines = (asked.data_dir / FILE).read_text(encoding="utf-8").splitlines()
-    found = [one for one in map(signature, map(json.loads, lines)) if one is not None]
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in found), encoding="utf-8")
-    print(f"{asked.out}: {len(found)} of {len(lines)} tasks")
+    args = parser.parse_args()
+    lines = (args.data_dir / FILE).read_text(encoding="utf-8").splitlines()
+    signatures = [one for one in map(signature, map(json.loads, lines)) if one is not None]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in signatures), encoding="utf-8")
+    print(f"{args.out}: {len(signatures)} of {len(lines)} tasks")

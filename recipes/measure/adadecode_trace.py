@@ -1,10 +1,10 @@
-"""What AdaDecode's own trace predicts, and what it reaches: every pass it made, at what such a pass costs on this machine.
+"""AdaDecode's speed-up as its passes predict it, compared with its measured speed-up.
 
     python recipes/measure/adadecode_trace.py PROMPTS... [--model PATH] [--heads NAME] [--tokens 96] [--count 24]
 
-PROMPTS: .jsonl files with a "prompt", taken in turns. Each is decoded plainly and by AdaDecode (the paper's), one
-right after the other. Passes over so many tokens of so many layers, and reading a state by the LM head and by an exit head, are
-timed apart, between the prompts: medians. In float32.
+PROMPTS: .jsonl files with a "prompt", taken round-robin. Each prompt is decoded plainly and by AdaDecode (the paper's). The
+prediction adds up AdaDecode's passes, LM heads and exit heads at the median times of such passes, which are measured between
+the prompts. In float32.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ def main() -> None:
     parser.add_argument("--heads", default="nano-code")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--count", type=int, default=24)
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)
-    model, tokenizer = skipstone.load(given.model, dtype=torch.float32)
-    method = AdaDecode(given.heads)
-    costs = Costs(ModelRunner(model), given.heads)
-    files = [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in given.prompts]
-    texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None][: given.count]
+    model, tokenizer = skipstone.load(args.model, dtype=torch.float32)
+    method = AdaDecode(args.heads)
+    costs = Costs(ModelRunner(model), args.heads)
+    files = [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in args.prompts]
+    texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None][: args.count]
     seconds, tokens, turns = defaultdict[str, float](float), Counter[str](), Counter[str]()
     for index, text in enumerate(texts):
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0][:512]
         order: list[tuple[str, Any]] = [("plain", Autoregressive()), ("adadecode", method)]
-        for name, one in order if index % 2 else reversed(order):
-            stats = skipstone.generate(model, ids, one, max_new_tokens=given.tokens, do_sample=False).stats
+        for name, chosen_method in order if index % 2 else reversed(order):
+            stats = skipstone.generate(model, ids, chosen_method, max_new_tokens=args.tokens, do_sample=False).stats
             assert stats is not None
             seconds[name] += stats.seconds
             tokens[name] += stats.tokens
             turns[name] += stats.turns
         costs.time(method.report(model)["passes"])
-    known = method.report(model)
-    tests = sum(one["tests"] for one in known["exits"].values())
+    report = method.report(model)
+    tests = sum(one["tests"] for one in report["exits"].values())
     scored: Counter[int] = Counter()
     predicted = tests * costs.of("test")
-    for low, high, width, count in known["passes"]:
+    for low, high, width, count in report["passes"]:
         predicted += count * costs.of((low, high, width))
         if high == model.config.num_hidden_layers:
             scored[width] += count
@@ -79,17 +79,17 @@ def main() -> None:
 
 
 class Costs:
-    """Seconds of passes, timed in turns."""
+    """Seconds of passes by their kind."""
 
     def __init__(self, model: ModelRunner, heads: str) -> None:
         self.model, self.heads = model, load_heads(heads, model)
         self.store = KVCache(1, model.depth, PLACE + 32)
         self.store.reserve(PLACE + 32)
-        self.seen: dict[Any, list[float]] = defaultdict(list)
+        self.seconds: dict[Any, list[float]] = defaultdict(list)
 
     @torch.inference_mode()
     def time(self, passes: list[list[int]]) -> None:
-        """Every kind of pass once more."""
+        """Time every kind of pass once."""
         kinds = {(low, high, width) for low, high, width, _ in passes} | {(0, self.model.depth, 1)}
         hidden = self.model.embed(torch.zeros((1, 1), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64))
         for low, high, width in sorted(kinds):
@@ -98,17 +98,17 @@ class Costs:
             hidden = self.model.embed(places % self.model.embeddings, places)
             began = time.perf_counter()
             out = self.model.run(hidden, at, self.store, range(low, high))
-            self.seen[low, high, width].append(time.perf_counter() - began)
+            self.seconds[low, high, width].append(time.perf_counter() - began)
             if high == self.model.depth:
                 began = time.perf_counter()
                 self.model.logits(out)
-                self.seen["head", width].append(time.perf_counter() - began)
+                self.seconds["head", width].append(time.perf_counter() - began)
         began = time.perf_counter()
         self.heads.logits(self.model, 0, hidden[:, -1:]).softmax(-1).amax(-1).tolist()
-        self.seen["test"].append(time.perf_counter() - began)
+        self.seconds["test"].append(time.perf_counter() - began)
 
     def of(self, kind: Any) -> float:
-        return median(self.seen[kind])
+        return median(self.seconds[kind])
 
 
 if __name__ == "__main__":

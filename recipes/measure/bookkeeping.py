@@ -1,11 +1,11 @@
-"""What a method does beside the models' passes, as a share of its step, at the shapes of real models (random weights).
+"""A method's own work as a share of its step, without the models' passes, at the shapes of real models (random weights).
 
     python recipes/measure/bookkeeping.py adasd llama-3.2-1b [--draft llama-3.2-1b,layers=1 --dtype bfloat16]
     python recipes/measure/bookkeeping.py lookups llama-3.2-1b [--dtype bfloat16]
 
-adasd: entropies, Jensen-Shannon distances and thresholds, with windows of 20 drafts; a step is 20 passes of the draft model and
-one of the target. lookups: drafting and committing of prompt lookup and lookahead behind 4096 tokens, tensors and embedding of
-the drafted tokens included, less what plain decoding does there.
+adasd: entropies, Jensen-Shannon distances and thresholds with windows of 20 drafts. A step is 20 passes of the draft model and
+one of the target. lookups: drafting and committing of prompt lookup and lookahead after 4096 tokens, including tensors and
+embeddings of the drafts, minus the same work of plain decoding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from skipstone.methods.adasd import adasd
 WINDOW, STEPS, WARM, CONTEXT, WORDS = 20, 6, 6, 4096, 300
 
 
-class Watch:
-    """Seconds spent in functions of a module or an object, since the last look."""
+class Stopwatch:
+    """Seconds spent in functions of modules or objects since the last reading."""
 
     def __init__(self, *places: tuple[Any, str]) -> None:
         self.seconds = 0.0
@@ -33,22 +33,22 @@ class Watch:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Any) -> Any:
-        def run(*given: Any, **more: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
-                return function(*given, **more)
+                return function(*args, **kwargs)
             finally:
                 self.seconds += time.perf_counter() - began
 
         return run
 
-    def look(self) -> float:
+    def read(self) -> float:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
-def started(model: ModelRunner, method: Method, prompt: list[int]) -> DecodingLoop:
-    """A decoder behind its prompt."""
+def start_decoder(model: ModelRunner, method: Method, prompt: list[int]) -> DecodingLoop:
+    """A decoder that has read its prompt."""
     decoder = DecodingLoop(method.start(model, 1, len(prompt) + 1000))
     decoder.admit(0, Request(torch.tensor(prompt), 1000))
     while decoder.session.prefilling:
@@ -56,31 +56,32 @@ def started(model: ModelRunner, method: Method, prompt: list[int]) -> DecodingLo
     return decoder
 
 
-def measured(decoder: DecodingLoop, watch: Watch) -> tuple[float, float, float]:
+def measure_steps(decoder: DecodingLoop, stopwatch: Stopwatch) -> tuple[float, float, float]:
     """Means over STEPS: (seconds of a step, watched seconds of it, draft tokens scored)."""
     for _ in range(WARM):
         decoder.step()
-    watch.look()
-    began, nodes = time.perf_counter(), 0
+    stopwatch.read()
+    began, draft_tokens = time.perf_counter(), 0
     for _ in range(STEPS):
-        nodes += decoder.step().verified_nodes
-    return (time.perf_counter() - began) / STEPS, watch.look() / STEPS, nodes / STEPS
+        draft_tokens += decoder.step().verified_nodes
+    return (time.perf_counter() - began) / STEPS, stopwatch.read() / STEPS, draft_tokens / STEPS
 
 
-def relaxed(target: Any, draft: Any, vocab: int) -> None:
-    """The share of AdaSD's own figures."""
+def measure_adasd(target: Any, draft: Any, vocab: int) -> None:
+    """Print the share of AdaSD's figures."""
     method = AdaSD(draft, num_speculative_tokens=WINDOW, adaptive_length=False)
-    figures = Watch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDDrafter, "observe_scores"))
-    decoder = started(ModelRunner(target), method, [random.randrange(vocab) for _ in range(64)])
-    whole, own, nodes = measured(decoder, figures)
+    stopwatch = Stopwatch((adasd, "spread"), (adasd, "js_distances"), (adasd.AdaSDDrafter, "observe_scores"))
+    decoder = start_decoder(ModelRunner(target), method, [random.randrange(vocab) for _ in range(64)])
+    step_seconds, watched_seconds, draft_tokens = measure_steps(decoder, stopwatch)
     print(
         "| method | drafts a step | ms a step | ms entropies, distances, thresholds | share |\n| --- | --- | --- | --- | --- |"
     )
-    print(f"| adasd | {nodes:.0f} | {1000 * whole:.0f} | {1000 * own:.1f} | {own / whole:.1%} |")
+    share = watched_seconds / step_seconds
+    print(f"| adasd | {draft_tokens:.0f} | {1000 * step_seconds:.0f} | {1000 * watched_seconds:.1f} | {share:.1%} |")
 
 
-def lookups(target: Any) -> None:
-    """The share of lookups' own work. The model says nothing but the prompt's words, else nothing would be found."""
+def measure_lookups(target: Any) -> None:
+    """Print the share of lookups' own work. The model writes only words of the prompt, so that lookups find some."""
     with torch.no_grad():
         target.get_output_embeddings().weight[WORDS:] = 0
     words = [random.randrange(WORDS) for _ in range(CONTEXT // 8)]
@@ -88,12 +89,13 @@ def lookups(target: Any) -> None:
     print("| method | draft tokens scored | ms a step | ms drafting and committing | share |\n| --- | --- | --- | --- | --- |")
     plain = 0.0
     for method in (Autoregressive(), PromptLookup(), Lookahead()):
-        decoder = started(model, method, prompt)
-        whole, own, nodes = measured(decoder, Watch((decoder.session.drafter, "propose_draft"), (decoder.session, "commit")))
-        plain = own if method.name == "autoregressive" else plain
-        print(
-            f"| {method.name} | {nodes:.0f} | {1000 * whole:.1f} | {1000 * (own - plain):.2f} | {(own - plain) / whole:.1%} |"
-        )
+        decoder = start_decoder(model, method, prompt)
+        stopwatch = Stopwatch((decoder.session.drafter, "propose_draft"), (decoder.session, "commit"))
+        step_seconds, watched_seconds, draft_tokens = measure_steps(decoder, stopwatch)
+        plain = watched_seconds if method.name == "autoregressive" else plain
+        own = watched_seconds - plain
+        figures = f"{1000 * step_seconds:.1f} | {1000 * own:.2f} | {own / step_seconds:.1%}"
+        print(f"| {method.name} | {draft_tokens:.0f} | {figures} |")
 
 
 def main() -> None:
@@ -102,14 +104,14 @@ def main() -> None:
     parser.add_argument("shape", help="as in `skipstone bench surrogate`")
     parser.add_argument("--draft", default="llama-3.2-1b,layers=1", help="the draft model's shape")
     parser.add_argument("--dtype", default="bfloat16")
-    given = parser.parse_args()
+    args = parser.parse_args()
     random.seed(0)
-    dtype, shape = getattr(torch, given.dtype), surrogate.parse(given.shape)
+    dtype, shape = getattr(torch, args.dtype), surrogate.parse(args.shape)
     target = surrogate.plain(shape, 0, dtype, "cpu")
-    if given.what == "lookups":
-        lookups(target)
+    if args.what == "lookups":
+        measure_lookups(target)
     else:
-        relaxed(target, surrogate.plain(surrogate.parse(given.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
+        measure_adasd(target, surrogate.plain(surrogate.parse(args.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What linear layers and attention over few tokens take on a GPU, by torch's own kernels and as compiled graphs compute them.
+"""Times of linear layers and attention over few tokens on a GPU: torch's kernels and those of compiled graphs.
 
     python recipes/measure/cuda_kernels.py [--dtype float32]
 
-Prints two tables in Markdown, in microseconds: x W^T by F.linear and as W x^T, for numbers of tokens; and attention with a mask
-by torch's scaled_dot_product_attention and by two products and a softmax, for tokens of a pass and slots. Each is the mean of
-250 calls inside CUDA graphs, so that the host counts for nothing.
+Prints two tables in Markdown, in microseconds: x W^T by F.linear and as W x^T, by number of tokens; attention with a mask by
+torch's scaled_dot_product_attention and by two products and a softmax, by numbers of tokens and slots. Each time is the mean of
+250 calls inside CUDA graphs, without the host's time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from skipstone.engines.eager.linear import transposed
 CALLS = 50  # in a CUDA graph
 REPLAYS = 5
 SIZES = ((512, 192), (192, 512), (4096, 4096), (14336, 4096))
-"""Outputs and inputs of linear layers: of the bundled model, and of one of 8 billion parameters."""
+"""Outputs and inputs of linear layers of the bundled model and of a model of 8 billion parameters."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ((3, 1, 64), (32, 8, 128))
-"""Query heads, key heads and the size of a head, of the same two."""
+"""Query heads, key heads and head size of the same models."""
 SLOTS = (128, 256, 2048)
 
 
 def microseconds(call: Callable[[], Tensor]) -> float:
-    """What one call takes on the device."""
+    """Device time of one call."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

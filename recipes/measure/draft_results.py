@@ -1,10 +1,10 @@
-"""The figures of a draft model: how often it is right on held-out text, and what a step of it costs.
+"""Figures of a draft model: how often it agrees with its target on held-out text, and the time of its step.
 
     python recipes/measure/draft_results.py [--data-dir FOLDER] [--target MODEL --draft MODEL]
 
-Without names skipstone-nano and its draft model. Prints tables in Markdown and, as its last line, one JSON document. Same first
-choice: positions at which both models' likeliest tokens are the same. Accepted: the mean of sum min(p, q), the share of drafts
-that Leviathan's rule keeps at temperature 1. The held-out data are recipes/train/nano.yaml's (see nano_results.py).
+Default: skipstone-nano and its draft model. Prints tables in Markdown and, as its last line, one JSON document. Same first
+choice: share of positions at which both models have the same likeliest token. Accepted: the mean of sum min(p, q), the share of
+drafts that Leviathan's rule accepts at temperature 1. The held-out data are recipes/train/nano.yaml's (see nano_results.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TURNS, TOKENS = 15, 40
 
 @torch.inference_mode()
 def agreement(target: Any, draft: Any, rows: torch.Tensor) -> dict[str, float]:
-    """Means over the predicted positions of packed rows [R, T] (~id where nothing is predicted)."""
+    """Means over the predicted positions of packed rows [R, T] (~id if a token is not predicted)."""
     same = kept = kl = count = 0.0
     for row in rows:
         predicted = row[1:] >= 0
@@ -45,16 +45,16 @@ def agreement(target: Any, draft: Any, rows: torch.Tensor) -> dict[str, float]:
 
 
 def step_seconds(models: dict[str, Any]) -> dict[str, float]:
-    """The median of what a plain decoding step takes, the models taking turns."""
-    found: dict[str, list[float]] = {name: [] for name in models}
+    """Median seconds of a plain decoding step; the models alternate."""
+    results: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(TURNS):
         for name, model in models.items():
             began = time.perf_counter()
             skipstone.generate(
                 model, torch.arange(1, 33), "autoregressive", max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
             )
-            found[name].append((time.perf_counter() - began) / TOKENS)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+            results[name].append((time.perf_counter() - began) / TOKENS)
+    return {name: statistics.median(seconds) for name, seconds in results.items()}
 
 
 def main() -> None:
@@ -64,24 +64,24 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=Path(__file__).parents[1] / "train" / "nano.yaml")
     parser.add_argument("--data-dir", type=Path, help="JSON lines for the data sets of the hub, as in training")
     parser.add_argument("--rows", type=int, default=32, help="rows of held-out text a source")
-    given = parser.parse_args()
-    made, documents = held_out(given.recipe, given.data_dir)
-    for folder in (given.target, given.draft):
+    args = parser.parse_args()
+    recipe, documents = held_out(args.recipe, args.data_dir)
+    for folder in (args.target, args.draft):
         check_unseen(folder, documents)
-    target, tokenizer = skipstone.load(given.target, dtype=torch.float32)
-    draft, _ = skipstone.load(given.draft, dtype=torch.float32)
-    found: dict[str, Any] = {}
+    target, tokenizer = skipstone.load(args.target, dtype=torch.float32)
+    draft, _ = skipstone.load(args.draft, dtype=torch.float32)
+    results: dict[str, Any] = {}
     print("| held-out | tokens | same first choice | accepted | KL (nats) |\n| --- | --- | --- | --- | --- |")
     eos: Any = tokenizer.eos_token_id
-    for source, own in documents.items():
-        rows = pack(own, tokenizer, made.data.length, made.seed, eos)[: given.rows]
-        one = found[source] = agreement(target, draft, rows)
+    for source, source_documents in documents.items():
+        rows = pack(source_documents, tokenizer, recipe.data.length, recipe.seed, eos)[: args.rows]
+        one = results[source] = agreement(target, draft, rows)
         print(f"| {source} | {one['tokens']:.0f} | {one['same_first_choice']:.2f} | {one['accepted']:.2f} | {one['kl']:.2f} |")
     seconds = step_seconds({"target": target, "draft": draft})
     print("\n| model | ms a step |\n| --- | --- |")
     for name, one in seconds.items():
         print(f"| {name} | {1000 * one:.2f} |")
-    print(json.dumps({"kind": "draft-model", "held_out": found, "step_seconds": seconds}))
+    print(json.dumps({"kind": "draft-model", "held_out": results, "step_seconds": seconds}))
 
 
 if __name__ == "__main__":

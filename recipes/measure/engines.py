@@ -1,14 +1,14 @@
-"""How fast the engines are beside transformers and llama.cpp: end to end, one interleaved run, prompt by prompt.
+"""Speed of the engines compared with transformers and llama.cpp: end to end, in one run, alternating prompt by prompt.
 
     python recipes/measure/engines.py [MODEL] [--dtype float32] [--quantize int8] [--rounds 5] [--new 128] [--most-prompts 8]
         [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
 
-Prints tokens a second (prefill included, all prompts together, the median over rounds) of transformers' `generate`, of
-llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the
-native one, and of all prompts as one batch, with their ratios and whether their texts are plain decoding's; their share of
-what the memory's bandwidth allows plain decoding, measured before and after every round; milliseconds a pass of 1 to 32 rows
-behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt"; default: the bundled model's own. All texts are
---new tokens long. Measure on an idle machine.
+Prints tokens per second (including the prefill, all prompts together, medians over rounds) of transformers' `generate`, of
+llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the native engine, and of all
+prompts as one batch, with their ratios, and whether their texts are those of plain decoding. It also prints their share of the
+speed that the memory's bandwidth allows (measured before and after every round), the milliseconds of passes of 1 to 32 rows
+after 150 tokens, and of a prefill of 512 tokens. --prompts: JSON lines with "prompt"; default: the bundled model's own. All
+texts have --new tokens. Measure on an idle machine.
 """
 
 import argparse
@@ -45,9 +45,9 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Measured:
-    """speeds: row -> tokens a second of every round. texts: row -> the ids of every prompt. bandwidths: bytes a second of every
-    round, the better of those before and after it."""
+class Measurements:
+    """speeds: row -> tokens per second of every round. texts: row -> new ids of every prompt. bandwidths: bytes per second of
+    every round, the larger of those before and after it."""
 
     speeds: dict[str, list[float]]
     texts: dict[str, list[list[int]]]
@@ -71,7 +71,7 @@ class LlamaCpp:
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked on the command line."""
+    """Arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--dtype", default="auto")
@@ -87,64 +87,64 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = arguments()
-    dtype = asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype)
-    model, tokenizer = skipstone.load(asked.model, dtype=dtype)
+    args = arguments()
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    model, tokenizer = skipstone.load(args.model, dtype=dtype)
     model.generation_config.eos_token_id = None  # all texts are equally long
-    if asked.prompts is None:
+    if args.prompts is None:
         task = named("self")
         texts = [task.ask(row)[0] for row in task.records(None)[::5]]
     else:
-        texts = [json.loads(line)["prompt"] for line in asked.prompts.read_text().splitlines() if line.strip()]
-    prompts = [tokenizer.encode(text) for text in texts[: asked.most_prompts]]
+        texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines() if line.strip()]
+    prompts = [tokenizer.encode(text) for text in texts[: args.most_prompts]]
 
-    def transformers(ids: list[int], new: int) -> Answer:
+    def generate_with_transformers(ids: list[int], new: int) -> Answer:
         prompt, began = torch.tensor([ids]), time.perf_counter()
         options = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
         return HFGenerate().generate(model, prompt, options, 0).tokens, time.perf_counter() - began
 
-    def ours(engine: str, method: str) -> Callable[[list[int], int], Answer]:
-        more = {"quantize": asked.quantize if engine == "native" else None}
+    def skipstone_decoder(engine: str, method: str) -> Callable[[list[int], int], Answer]:
+        quantization = {"quantize": args.quantize if engine == "native" else None}
 
         def call(ids: list[int], new: int) -> Answer:
             prompt, began = torch.tensor([ids]), time.perf_counter()
-            options: dict[str, Any] = {"engine": engine, "max_new_tokens": new, "do_sample": False, **more}
+            options: dict[str, Any] = {"engine": engine, "max_new_tokens": new, "do_sample": False, **quantization}
             out = skipstone.generate(model, prompt, method, attention_mask=torch.ones_like(prompt), **options)
             assert out.new_tokens is not None
             return out.new_tokens[0], time.perf_counter() - began
 
         return call
 
-    rows: dict[str, Callable[[list[int], int], Answer]] = {}
-    if "transformers" not in asked.without:
-        rows["transformers"] = transformers
-    if asked.llama_cpp:
-        peer = LlamaCpp(asked.llama_cpp)
-        rows[peer.name] = peer
-    if "eager" not in asked.without:
-        rows["eager, plain"] = ours("eager", "autoregressive")
-    rows["native, plain"] = ours("native", "autoregressive")
-    rows.update({f"native, {method}": ours("native", method) for method in asked.method})
+    decoders: dict[str, Callable[[list[int], int], Answer]] = {}
+    if "transformers" not in args.without:
+        decoders["transformers"] = generate_with_transformers
+    if args.llama_cpp:
+        peer = LlamaCpp(args.llama_cpp)
+        decoders[peer.name] = peer
+    if "eager" not in args.without:
+        decoders["eager, plain"] = skipstone_decoder("eager", "autoregressive")
+    decoders["native, plain"] = skipstone_decoder("native", "autoregressive")
+    decoders.update({f"native, {method}": skipstone_decoder("native", method) for method in args.method})
 
-    def together(new: int) -> tuple[list[list[int]], float]:
+    def decode_batch(new: int) -> tuple[list[list[int]], float]:
         ids, mask = left_padded(prompts)
         began = time.perf_counter()
-        options: dict[str, Any] = {"engine": "native", "max_new_tokens": new, "do_sample": False, "quantize": asked.quantize}
+        options: dict[str, Any] = {"engine": "native", "max_new_tokens": new, "do_sample": False, "quantize": args.quantize}
         out = skipstone.generate(model, ids, "autoregressive", attention_mask=mask, **options)
         assert out.new_tokens is not None
         return out.new_tokens, time.perf_counter() - began
 
-    found = measured(rows, together, prompts, asked.rounds, asked.new)
-    weights = f"{model.dtype} weights{f', {asked.quantize} on the native engine' if asked.quantize else ''}"
-    report(found, len(prompts), asked.new, weights)
-    runner = ModelRunner(model, "native", asked.quantize)
+    measurements = measure(decoders, decode_batch, prompts, args.rounds, args.new)
+    weights = f"{model.dtype} weights{f', {args.quantize} on the native engine' if args.quantize else ''}"
+    report(measurements, len(prompts), args.new, weights)
+    runner = ModelRunner(model, "native", args.quantize)
     print(f"\n{runner.engine.detail}")
-    report_shares(found, bytes_of_a_token(model, asked.quantize, statistics.mean(map(len, prompts)) + asked.new / 2))
-    passes(runner)
+    report_shares(measurements, bytes_of_a_token(model, args.quantize, statistics.mean(map(len, prompts)) + args.new / 2))
+    report_passes(runner)
 
 
 def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
-    """What one token of plain decoding must read behind `length` others: weights and keys and values."""
+    """Bytes that one token of plain decoding reads after `length` others: weights, keys and values."""
     weights = machine.weight_bytes(model)
     if quantize is not None:
         head = model.get_output_embeddings().weight
@@ -153,63 +153,65 @@ def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
     return weights + machine.kv_bytes(model) * length
 
 
-def measured(
-    rows: dict[str, Callable[[list[int], int], Answer]],
-    together: Callable[[int], tuple[list[list[int]], float]],
+def measure(
+    decoders: dict[str, Callable[[list[int], int], Answer]],
+    decode_batch: Callable[[int], tuple[list[list[int]], float]],
     prompts: list[list[int]],
     rounds: int,
     new: int,
-) -> Measured:
-    """The rows take turns prompt by prompt, then all prompts go at once; an untimed round warms up."""
+) -> Measurements:
+    """Time all decoders alternately, prompt by prompt, then all prompts as one batch. An untimed round warms up."""
     batch = f"native, plain, batch of {len(prompts)}"
-    speeds: dict[str, list[float]] = {name: [] for name in (*rows, batch)}
+    speeds: dict[str, list[float]] = {name: [] for name in (*decoders, batch)}
     texts: dict[str, list[list[int]]] = {}
     bandwidths = [machine.bandwidth(CPU)]
-    for number in range(rounds + 1):
-        answers: dict[str, list[Answer]] = {name: [] for name in rows}
+    for round_number in range(rounds + 1):
+        answers: dict[str, list[Answer]] = {name: [] for name in decoders}
         for ids in prompts:
-            for name, call in rows.items():
+            for name, call in decoders.items():
                 answers[name].append(call(ids, new))
-        for name, given in answers.items():
-            texts[name] = [ids for ids, _ in given]
-            if number:
-                speeds[name].append(sum(len(ids) for ids, _ in given) / sum(seconds for _, seconds in given))
-        texts[batch], seconds = together(new)
-        if number:
+        for name, row_answers in answers.items():
+            texts[name] = [ids for ids, _ in row_answers]
+            if round_number:
+                speeds[name].append(sum(len(ids) for ids, _ in row_answers) / sum(seconds for _, seconds in row_answers))
+        texts[batch], seconds = decode_batch(new)
+        if round_number:
             speeds[batch].append(sum(map(len, texts[batch])) / seconds)
         bandwidths.append(machine.bandwidth(CPU))
-    return Measured(speeds, texts, [max(pair) for pair in pairwise(bandwidths[1:])])
+    return Measurements(speeds, texts, [max(pair) for pair in pairwise(bandwidths[1:])])
 
 
-def report_shares(found: Measured, token_bytes: float) -> None:
-    """How much of what the memory allows a token that reads so many bytes is used, round by round."""
-    ceilings = [bandwidth / token_bytes for bandwidth in found.bandwidths]
+def report_shares(measurements: Measurements, token_bytes: float) -> None:
+    """Print the share of the speed that the memory allows, round by round. token_bytes: that a token reads."""
+    ceilings = [bandwidth / token_bytes for bandwidth in measurements.bandwidths]
     print(
-        f"A token of plain decoding reads {token_bytes / 1e6:.1f} MB; {min(found.bandwidths) / 1e9:.1f} to "
-        f"{max(found.bandwidths) / 1e9:.1f} GB/s of memory allow {min(ceilings):.0f} to {max(ceilings):.0f} tokens/s."
+        f"A token of plain decoding reads {token_bytes / 1e6:.1f} MB; {min(measurements.bandwidths) / 1e9:.1f} to "
+        f"{max(measurements.bandwidths) / 1e9:.1f} GB/s of memory allow {min(ceilings):.0f} to {max(ceilings):.0f} tokens/s."
     )
-    for name, speeds in found.speeds.items():
+    for name, speeds in measurements.speeds.items():
         if name == "native, plain" or name.startswith("llama.cpp"):
             shares = [speed / ceiling for speed, ceiling in zip(speeds, ceilings, strict=True)]
             print(f"{name}: {statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f}) of that, round by round")
 
 
-def report(found: Measured, prompts: int, new: int, weights: str) -> None:
-    """The table, in Markdown. A ratio is the median of the rounds' own ratios."""
+def report(measurements: Measurements, prompts: int, new: int, weights: str) -> None:
+    """Print the table in Markdown. A ratio is the median of the rounds' ratios."""
     print(f"{prompts} prompts x {new} tokens, {weights}")
-    yardsticks = [name for name in found.speeds if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"]
+    yardsticks = [
+        name for name in measurements.speeds if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"
+    ]
     print(f"\n| | tokens/s | {' | '.join(f'x {name}' for name in yardsticks)} | texts of native, plain |")
     print(f"| --- | --- | {'--- | ' * len(yardsticks)}--- |")
-    for name, speeds in found.speeds.items():
-        ratios = [statistics.median(a / b for a, b in zip(speeds, found.speeds[one], strict=True)) for one in yardsticks]
-        same = sum(a == b for a, b in zip(found.texts[name], found.texts["native, plain"], strict=True))
-        pace = f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
-        print(f"| {name} | {pace} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {same}/{prompts} |")
+    for name, speeds in measurements.speeds.items():
+        ratios = [statistics.median(a / b for a, b in zip(speeds, measurements.speeds[one], strict=True)) for one in yardsticks]
+        same = sum(a == b for a, b in zip(measurements.texts[name], measurements.texts["native, plain"], strict=True))
+        speed_range = f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
+        print(f"| {name} | {speed_range} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {same}/{prompts} |")
 
 
 @torch.inference_mode()
-def passes(runner: ModelRunner) -> None:
-    """Milliseconds of a pass, logits included, by its rows, and of a prefill without logits on both engines."""
+def report_passes(runner: ModelRunner) -> None:
+    """Print milliseconds of a pass with logits by its rows, and of a prefill without logits on both engines."""
     ids = torch.arange(max(CONTEXT + 32, PREFILL))[None] % runner.embeddings
 
     def run(model: ModelRunner, store: KVCache, start: int, stop: int, logits: bool) -> float:
@@ -236,14 +238,14 @@ def passes(runner: ModelRunner) -> None:
     print(f"| ms | {' | '.join(f'{statistics.median(times[rows]):.2f}' for rows in widths)} |")
     print(f"| least ms | {' | '.join(f'{min(times[rows]):.2f}' for rows in widths)} |")
     if runner.max_positions >= PREFILL:
-        both = {"native": runner, "eager": ModelRunner(runner.model, "eager")}
-        held = {name: store_of(model) for name, model in both.items()}
-        spent: dict[str, list[float]] = {name: [] for name in both}
+        runners = {"native": runner, "eager": ModelRunner(runner.model, "eager")}
+        stores = {name: store_of(model) for name, model in runners.items()}
+        prefill_times: dict[str, list[float]] = {name: [] for name in runners}
         for _ in range(6):
-            for name, model in both.items():
-                spent[name].append(run(model, held[name], 0, PREFILL, False))
-        told = ", ".join(f"{name} {min(values):.1f} ms" for name, values in spent.items())
-        print(f"\nprefill of {PREFILL} tokens, the least of six: {told}")
+            for name, model in runners.items():
+                prefill_times[name].append(run(model, stores[name], 0, PREFILL, False))
+        prefill_text = ", ".join(f"{name} {min(values):.1f} ms" for name, values in prefill_times.items())
+        print(f"\nprefill of {PREFILL} tokens, the least of six: {prefill_text}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What training made of exit heads, from their own cards: divergence from the last layer and agreement with it on held-out
-answers, by the model's own head at the exit (before) and by the exit head (after), and where the time went.
+"""Results of training exit heads, from their cards: divergence from the last layer and agreement with it on held-out answers,
+by the model's own head at the exit (before) and by the exit head (after), and the time of every part of the training.
 
     python recipes/measure/heads_results.py FOLDER...     # runs of `skipstone train heads`, or folders of heads
 """
@@ -40,7 +40,7 @@ def main() -> None:
         spent = one.training["seconds"]
         about = [one.training[name] for name in ("answers", "held_out_answers", "tokens", "epochs_trained")]
         times.append([folder, one.kind, size, *about, *(f"{spent[part]:.0f}" for part in ("answers", "features", "training"))])
-    print(table(["heads", "exit", "KL", "top-1", "sure (> .75)", "right where sure"], quality))
+    print(table(["heads", "exit", "KL", "top-1", "sure (> .75)", "right if sure"], quality))
     print()
     answers = ["answers", "held out", "tokens", "epochs"]
     print(table(["heads", "kind", "parameters", *answers, "s answers", "s features", "s training"], times))

@@ -1,18 +1,18 @@
-"""llama.cpp's own speculative decoding with an exported draft, beside its plain decoding and skipstone, one interleaved run.
+"""Speed of llama.cpp's speculative decoding with an exported draft, compared with its plain decoding and with skipstone.
 
     python recipes/measure/llama_cpp_draft.py LLAMA-SERVER [--rounds 5] [--new 128] [--most-prompts 8]
 
 LLAMA-SERVER: the program `llama-server`, with the flags of llama.cpp's releases of 2026. The bundled model is exported in
 float32 (`skipstone export skipstone-nano ... --to gguf` and `--to draft`), and every prompt is decoded greedily by
 
-- llama-server with target.gguf, and with draft.gguf beside it by three settings,
-- skipstone's native engine: plainly, with the exported checkpoint as a draft model of its own, and with LayerSkip.
+- llama-server with target.gguf, alone and with draft.gguf in three settings,
+- skipstone's native engine: plainly, with the exported checkpoint as a separate draft model, and with LayerSkip.
 
-Prompts are token ids. Prompts after which the model ends its text are left out, since llama.cpp cannot write past an end.
-Prints tokens a second (all prompts together, prefill included, the median over rounds and their range), what share of the
-drafts was accepted, and whether the texts are those of skipstone's plain decoding. The times of llama.cpp are those that it
-tells itself, so that HTTP costs it nothing. Its servers have a thread a core, as skipstone has, and wait without computing.
-Measure on an idle machine.
+All decoders alternate prompt by prompt. Prompts are token ids. Prompts after which the model ends its text are left out,
+because llama.cpp cannot write past an end. Prints tokens per second (all prompts together, including the prefill; median and
+range over rounds), the share of accepted drafts, and whether the texts are those of skipstone's plain decoding. llama.cpp
+reports its own times, which exclude HTTP. Its servers have one thread per core, as skipstone has, and do not compute while they
+wait. Measure on an idle machine.
 """
 
 import argparse
@@ -39,24 +39,24 @@ from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from skipstone.lab.tasks.data_sets import named
 from skipstone.models.generation_config import OWN_FIELD
 
-READY = 120.0  # seconds that a server has to load a file
-PATIENCE = 600.0  # seconds that an answer may take on a machine with much else to do
-SETTLES = 0.05  # seconds in which threads stop waiting for work in a loop before anybody else's turn
+READY_SECONDS = 120.0  # limit for a server to load a file
+ANSWER_SECONDS = 600.0  # limit for an answer, on a busy machine too
+SETTLE_SECONDS = 0.05  # pause in which idle threads stop spinning, before the next decoder
 HOST = "127.0.0.1"
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
 EXACT_DRAFT = ["-ctkd", "f32", "-ctvd", "f32"]
-"""Keys and values in float32, which is what skipstone computes in."""
+"""Keys and values in float32, as in skipstone."""
 DRAFTING: dict[str, list[str]] = {
     "its defaults": [],
     "8 drafts": ["--spec-draft-n-max", "8"],
     "8 drafts, p 0.5": ["--spec-draft-n-max", "8", "--spec-draft-p-min", "0.5"],
 }
-"""How llama.cpp is asked to draft; the last is the model's own setting of LayerSkip."""
+"""Flags of llama.cpp's drafts; the last are the model's own settings of LayerSkip."""
 
 
 @dataclass
 class Answer:
-    """ids: new ones. seconds: from the question to the last id. drafted, accepted: tokens."""
+    """ids: new ids. seconds: from the request to the last id. drafted, accepted: numbers of tokens."""
 
     ids: list[int]
     seconds: float
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass
 class Row:
-    """A way to decode, and what it did. speeds: tokens a second of every round. texts: of every prompt."""
+    """A decoder and its results. speeds: tokens per second of every round. texts: new ids of every prompt."""
 
     call: Callable[[list[int], int], Answer]
     speeds: list[float] = field(default_factory=list)
@@ -77,25 +77,25 @@ class Row:
 
 @contextmanager
 def server(program: str, arguments: list[str]) -> Iterator[Callable[[list[int], int], Answer]]:
-    """llama-server while the block runs. RuntimeError where it ends or is not ready in time."""
+    """Run llama-server inside the context. RuntimeError if it ends or is not ready in time."""
     with socket() as free:
         free.bind((HOST, 0))
         port = str(free.getsockname()[1])
-    own = ["--host", HOST, "--port", port, "-t", str(cores()), "-c", "1024", "-np", "1"]
+    fixed_flags = ["--host", HOST, "--port", port, "-t", str(cores()), "-c", "1024", "-np", "1"]
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen([program, *arguments, *own], stdout=quiet, stderr=quiet)
+    process = subprocess.Popen([program, *arguments, *fixed_flags], stdout=quiet, stderr=quiet)
     try:
-        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=PATIENCE) as http:
+        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=ANSWER_SECONDS) as http:
             wait_until_ready(process, http)
-            yield lambda ids, new: _asked(http, ids, new)
+            yield lambda ids, new: _request(http, ids, new)
     finally:
         process.terminate()
         process.wait()
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
-    """RuntimeError where a server ends or is not ready in time."""
-    deadline = time.monotonic() + READY
+    """RuntimeError if a server ends or is not ready in time."""
+    deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"llama-server has ended with {process.returncode}")
@@ -108,23 +108,16 @@ def wait_until_ready(process: subprocess.Popen[bytes], http: httpx.Client) -> No
     raise RuntimeError("llama-server is not ready")
 
 
-def _asked(http: httpx.Client, ids: list[int], new: int) -> Answer:
-    asked = {
-        "prompt": ids,
-        "n_predict": new,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_tokens": True,
-        "cache_prompt": False,
-    }
-    said = http.post("/completion", json=asked).raise_for_status().json()
-    times = said["timings"]
+def _request(http: httpx.Client, ids: list[int], new: int) -> Answer:
+    body = {"prompt": ids, "n_predict": new, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    response = http.post("/completion", json=body).raise_for_status().json()
+    times = response["timings"]
     seconds = (times["prompt_ms"] + times["predicted_ms"]) / 1000
-    return Answer(said["tokens"], seconds, times.get("draft_n", 0), times.get("draft_n_accepted", 0))
+    return Answer(response["tokens"], seconds, times.get("draft_n", 0), times.get("draft_n_accepted", 0))
 
 
-def ours(model: Any, method: Any) -> Callable[[list[int], int], Answer]:
-    """skipstone's native engine with a method."""
+def skipstone_decoder(model: Any, method: Any) -> Callable[[list[int], int], Answer]:
+    """A decoder by skipstone's native engine with a method."""
 
     def call(ids: list[int], new: int) -> Answer:
         prompt, began = torch.tensor([ids]), time.perf_counter()
@@ -144,52 +137,54 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--most-prompts", type=int, default=8)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     model, tokenizer = skipstone.load(dtype=torch.float32)
     runner, defaults = ModelRunner(model), model.generation_config
     assert defaults is not None
-    own = getattr(defaults, OWN_FIELD)
+    fixed_flags = getattr(defaults, OWN_FIELD)
     end: Any = tokenizer.eos_token_id
     defaults.eos_token_id = None  # all texts are equally long
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, keeps = Path(name), select_draft_layers(runner)
-        write_pair(runner, vocabulary_of(tokenizer, model, "gpt-2"), keeps, folder / "pair", "F32", "nano")
-        write_draft(runner, tokenizer, keeps, folder / "draft")
+        folder, draft_layers = Path(name), select_draft_layers(runner)
+        write_pair(runner, vocabulary_of(tokenizer, model, "gpt-2"), draft_layers, folder / "pair", "F32", "nano")
+        write_draft(runner, tokenizer, draft_layers, folder / "draft")
         plain = ["-m", str(folder / "pair" / TARGET), *EXACT]
         drafting = [*plain, "-md", str(folder / "pair" / DRAFT), "--spec-type", "draft-simple", *EXACT_DRAFT]
         separate = skipstone.Speculative(
             draft_model=str(folder / "draft"),
-            num_speculative_tokens=keeps.drafts,
+            num_speculative_tokens=draft_layers.drafts,
             schedule="confidence",
-            confidence_threshold=keeps.threshold,
+            confidence_threshold=draft_layers.threshold,
         )
-        rows = {"llama.cpp, plain": Row(stack.enter_context(server(asked.server, plain)))}
-        for told, more in DRAFTING.items():
-            rows[f"llama.cpp, draft: {told}"] = Row(stack.enter_context(server(asked.server, [*drafting, *more])))
-        rows["skipstone, plain"] = Row(ours(model, "autoregressive"))
-        rows["skipstone, the draft as a model"] = Row(ours(model, separate))
-        rows["skipstone, LayerSkip"] = Row(ours(model, own))
-        prompts = endless(rows["skipstone, plain"].call, tokenizer, end, asked.new, asked.most_prompts)
-        measure(rows, prompts, asked.rounds, asked.new)
-    report(rows, len(prompts), asked)
+        rows = {"llama.cpp, plain": Row(stack.enter_context(server(args.server, plain)))}
+        for label, flags in DRAFTING.items():
+            rows[f"llama.cpp, draft: {label}"] = Row(stack.enter_context(server(args.server, [*drafting, *flags])))
+        rows["skipstone, plain"] = Row(skipstone_decoder(model, "autoregressive"))
+        rows["skipstone, the draft as a model"] = Row(skipstone_decoder(model, separate))
+        rows["skipstone, LayerSkip"] = Row(skipstone_decoder(model, fixed_flags))
+        prompts = prompts_without_end(rows["skipstone, plain"].call, tokenizer, end, args.new, args.most_prompts)
+        measure(rows, prompts, args.rounds, args.new)
+    report(rows, len(prompts), args)
 
 
-def endless(plain: Callable[[list[int], int], Answer], tokenizer: Any, end: int, new: int, most: int) -> list[list[int]]:
-    """Bundled prompts, at most so many, after which the model does not end its text."""
+def prompts_without_end(
+    plain: Callable[[list[int], int], Answer], tokenizer: Any, end: int, new: int, max_prompts: int
+) -> list[list[int]]:
+    """At most `max_prompts` bundled prompts after which the model does not end its text."""
     task = named("self")
     prompts = [list(tokenizer.encode(task.ask(row)[0])) for row in task.records(None)[::3]]
-    return [ids for ids in prompts if end not in plain(ids, new).ids][:most]
+    return [ids for ids in prompts if end not in plain(ids, new).ids][:max_prompts]
 
 
 def measure(rows: dict[str, Row], prompts: list[list[int]], rounds: int, new: int) -> None:
-    """All rows, prompt by prompt, round by round, behind one that is not counted."""
+    """Time all rows alternately, prompt by prompt. The first round is not counted."""
     for number in range(-1, rounds):
         seconds = dict.fromkeys(rows, 0.0)
         for ids in prompts:
             for name, row in rows.items():
                 answer = row.call(ids, new)
                 seconds[name] += answer.seconds
-                time.sleep(SETTLES)
+                time.sleep(SETTLE_SECONDS)
                 if number < 0:
                     row.texts.append(answer.ids)
                     row.drafted, row.accepted = row.drafted + answer.drafted, row.accepted + answer.accepted
@@ -198,15 +193,15 @@ def measure(rows: dict[str, Row], prompts: list[list[int]], rounds: int, new: in
                 row.speeds.append(len(prompts) * new / seconds[name])
 
 
-def report(rows: dict[str, Row], prompts: int, asked: argparse.Namespace) -> None:
-    """A Markdown table."""
-    print(f"{prompts} prompts, {asked.new} new tokens, {asked.rounds} rounds, {cores()} cores, float32\n")
+def report(rows: dict[str, Row], prompts: int, args: argparse.Namespace) -> None:
+    """Print a Markdown table."""
+    print(f"{prompts} prompts, {args.new} new tokens, {args.rounds} rounds, {cores()} cores, float32\n")
     print("| | tokens/s | x llama.cpp, plain | x skipstone, plain | drafts accepted | same texts |")
     print("| --- | --- | --- | --- | --- | --- |")
-    middle = {name: statistics.median(row.speeds) for name, row in rows.items()}
+    medians = {name: statistics.median(row.speeds) for name, row in rows.items()}
     for name, row in rows.items():
-        speed = f"{middle[name]:.0f} ({min(row.speeds):.0f}-{max(row.speeds):.0f})"
-        ratios = [f"{middle[name] / middle[base]:.2f}" for base in ("llama.cpp, plain", "skipstone, plain")]
+        speed = f"{medians[name]:.0f} ({min(row.speeds):.0f}-{max(row.speeds):.0f})"
+        ratios = [f"{medians[name] / medians[base]:.2f}" for base in ("llama.cpp, plain", "skipstone, plain")]
         share = f"{row.accepted / row.drafted:.2f}" if row.drafted else ""
         same = sum(one == other for one, other in zip(row.texts, rows["skipstone, plain"].texts, strict=True))
         print(f"| {name} | {speed} | {' | '.join(ratios)} | {share} | {same} of {prompts} |")

@@ -1,4 +1,4 @@
-"""Held-out Python: beginnings of functions to continue, and whether what came parses."""
+"""Held-out Python: beginnings of functions, and whether their continuations parse."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from skipstone.train.data.documents import Document
 
-PREFIX_LINES, MOST_OPEN = 4, 4
+PREFIX_LINES, MAX_OPEN_LINES = 4, 4
 
 
 def logical_lines(text: str) -> list[int]:
-    """Where complete logical lines end, as character positions. What the text is in the midst of at its end (a bracket, a
-    string, a line) counts for nothing; a mistake before that is an IndentationError or SyntaxError."""
+    """Positions of the ends of complete logical lines. An unfinished bracket, string or line at the end of the text is ignored.
+    IndentationError or SyntaxError for an earlier mistake."""
     starts = [0]
     for line in io.StringIO(text):
         starts.append(starts[-1] + len(line))
@@ -31,17 +31,17 @@ def logical_lines(text: str) -> list[int]:
 
 
 def parses(prefix: str, continuation: str) -> bool:
-    """Whether prefix and continuation are Python up to the last full statement, of which at least one must be new.
+    """Whether prefix and continuation are Python up to the last full statement. At least one statement must be new.
 
-    The text ends where its tokens ran out, so up to MOST_OPEN logical lines are taken back until it parses: the line that
-    was being written, and block openers above it that have no body yet (`if x:`, `try:`, a decorator).
+    The text was cut at a number of tokens. So up to MAX_OPEN_LINES logical lines are removed from its end until it parses: the
+    unfinished line, and block openers above it without a body (`if x:`, `try:`, a decorator).
     """
     text = prefix + continuation.rpartition("\n")[0] + "\n"
     try:
         ends = logical_lines(text)
     except (IndentationError, SyntaxError):
         return False
-    for end in ends[: -MOST_OPEN - 1 : -1]:
+    for end in ends[: -MAX_OPEN_LINES - 1 : -1]:
         if end <= len(prefix):
             return False
         try:
@@ -55,13 +55,13 @@ def parses(prefix: str, continuation: str) -> bool:
 
 
 def _opens(text: str) -> bool:
-    """Whether the last logical line can only be followed by more: a block opener, a decorator, a `try` without `except`."""
+    """Whether the last logical line needs further lines: a block opener, a decorator, a `try` without `except`."""
     try:
         ast.parse(text)
     except SyntaxError as error:
-        said = str(error.msg)
-        return said.startswith(("expected an indented block", "expected 'except' or 'finally' block")) or (
-            said == "invalid syntax" and text.splitlines()[-1].lstrip().startswith("@")
+        message = str(error.msg)
+        return message.startswith(("expected an indented block", "expected 'except' or 'finally' block")) or (
+            message == "invalid syntax" and text.splitlines()[-1].lstrip().startswith("@")
         )
     except ValueError:
         return False
@@ -71,23 +71,23 @@ def _opens(text: str) -> bool:
 def beginnings(documents: Sequence[Document], count: int, seed: int) -> list[tuple[str, str]]:
     """(a few lines, the rest) of functions, methods and classes of held-out files, without their indentation.
 
-    The first part ends before its line break, which the rest begins with: the tokenizer, as most for code, knows a line break
-    and the indentation after it as one token, and a lone line break at a prompt's end as what ends a text.
+    The rest begins with the line break. The tokenizer, as most for code, has one token for a line break and the indentation
+    after it. A line break at a prompt's end would end the text.
     """
-    found = {}
+    beginnings_found = {}
     for document in documents:
         lines = io.StringIO(document.text).readlines()
         for node in ast.walk(ast.parse(document.text)):
             kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
             if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno > 2 * PREFIX_LINES:
-                own = [_outdented(line, node.col_offset) for line in lines[node.lineno - 1 : node.end_lineno]]
-                prefix = "".join(own[:PREFIX_LINES]).rstrip("\n")
-                found[prefix] = "".join(own)[len(prefix) :]
-    chosen = sorted(found.items())
-    random.Random(seed).shuffle(chosen)
-    if len(chosen) < count:
-        raise ValueError(f"the held-out files have {len(chosen)} functions and classes long enough, {count} are needed")
-    return chosen[:count]
+                outdented = [_outdented(line, node.col_offset) for line in lines[node.lineno - 1 : node.end_lineno]]
+                prefix = "".join(outdented[:PREFIX_LINES]).rstrip("\n")
+                beginnings_found[prefix] = "".join(outdented)[len(prefix) :]
+    pairs = sorted(beginnings_found.items())
+    random.Random(seed).shuffle(pairs)
+    if len(pairs) < count:
+        raise ValueError(f"the held-out files have {len(pairs)} functions and classes long enough, {count} are needed")
+    return pairs[:count]
 
 
 def _outdented(line: str, columns: int) -> str:

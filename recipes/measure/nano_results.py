@@ -6,9 +6,9 @@
     python recipes/measure/nano_results.py parse MODEL                         # continuations that parse, and that loop
     python recipes/measure/nano_results.py prompts MODEL FOLDER                # prompts for recipes/measure/nano.yaml
 
-Each prints a table in Markdown and, as its last line, one JSON document. MODEL: a folder; a folder `model` is called by the one
-that it lies in. All but `commands` and `curves` read the held-out data, take the --data-dir of the training, and stop where the
-model's own account says that these are others than what its training held out.
+Each prints a table in Markdown and, as its last line, one JSON document. MODEL: a folder; the table shows the parent's name for
+a folder `model`. All but `commands` and `curves` read the held-out data and take the --data-dir of the training. They stop if
+data.json of the model records other held-out data.
 """
 
 from __future__ import annotations
@@ -44,97 +44,96 @@ PARSED_TOKENS = 128
 
 
 def held_out(recipe: Path, data_dir: Path | None) -> tuple[TrainingRecipe, dict[str, list[Document]]]:
-    """The documents of a recipe that its training never sees, by source."""
-    made = read(recipe, data_dir)
-    kept, _ = deduplicate(collect(made.data.sources, recipe.parent))
-    _, out = split(kept, made.data.held_out, made.seed)
-    return made, {source.name: [d for d in out if d.source == source.name] for source in made.data.sources}
+    """(recipe, held-out documents by source)."""
+    training = read(recipe, data_dir)
+    remaining, _ = deduplicate(collect(training.data.sources, recipe.parent))
+    _, held_out_documents = split(remaining, training.data.held_out, training.seed)
+    names = [source.name for source in training.data.sources]
+    return training, {name: [document for document in held_out_documents if document.source == name] for name in names}
 
 
 # ------------------------------------------------------------------------------------------------ exits
 
 
 def called(folder: str) -> str:
-    """What a model is called in tables: its folder's own name, or of runs/NAME/model the run's."""
+    """A model's name in tables: that of its folder, or NAME for runs/NAME/model."""
     path = Path(folder).resolve()
     return path.parent.name if path.name == "model" else path.name
 
 
-def named(models: Sequence[str]) -> dict[str, str]:
-    """Name -> folder. SystemExit for two models of one name."""
-    found = {called(model): model for model in models}
-    if len(found) < len(models):
+def folders_by_name(models: Sequence[str]) -> dict[str, str]:
+    """Name -> folder. SystemExit if two models have one name."""
+    results = {called(model): model for model in models}
+    if len(results) < len(models):
         raise SystemExit(f"two of these models have one name: {', '.join(models)}")
-    return found
+    return results
 
 
 def exits(
     models: Sequence[str], recipe: Path, data_dir: Path | None, rows: int, layers: Sequence[int] = EXITS
 ) -> dict[str, Any]:
-    """Perplexity, bits per byte and agreement of every exit of every model on held-out text. layers: exits that are printed, as
-    perplexity (agreement with the last layer)."""
-    made, documents = held_out(recipe, data_dir)
-    folders = named(models)
+    """Perplexity, bits per byte and agreement of every exit of every model on held-out text. layers: printed exits."""
+    training, documents = held_out(recipe, data_dir)
+    folders = folders_by_name(models)
     for folder in folders.values():
         check_unseen(Path(folder), documents)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, folder in folders.items():
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
         eos: Any = tokenizer.eos_token_id
-        for source, own in documents.items():
-            packed = pack(own, tokenizer, made.data.length, made.seed, eos)[:rows]
+        for source, source_documents in documents.items():
+            packed = pack(source_documents, tokenizer, training.data.length, training.seed, eos)[:rows]
             quality = exit_quality(network, TokenRows(packed), 8)
             predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
-            letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte
-            found.setdefault(source, {})[name] = {
+            tokens = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # one letter per byte
+            bits = math.log2(quality.perplexity[max(quality.perplexity)]) * quality.tokens
+            results.setdefault(source, {})[name] = {
                 "tokens": quality.tokens,
-                "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)])
-                * quality.tokens
-                / sum(map(len, letters)),
+                "bits_per_byte": bits / sum(map(len, tokens)),
                 "perplexity": quality.perplexity,
                 "agreement": quality.agreement,
             }
-    depth = max(max(values["perplexity"]) for by_model in found.values() for values in by_model.values())
-    shown = sorted({*(layer for layer in layers if layer < depth), depth})
-    table(["held-out", "model", *(f"E = {layer}" for layer in shown)])
-    for source, by_model in found.items():
+    depth = max(max(values["perplexity"]) for by_model in results.values() for values in by_model.values())
+    printed_exits = sorted({*(layer for layer in layers if layer < depth), depth})
+    print_header(["held-out", "model", *(f"E = {layer}" for layer in printed_exits)])
+    for source, by_model in results.items():
         for name, values in by_model.items():
-            pairs = [(values["perplexity"].get(layer), values["agreement"].get(layer)) for layer in shown]
+            pairs = [(values["perplexity"].get(layer), values["agreement"].get(layer)) for layer in printed_exits]
             row(source, name, *("-" if ppl is None else f"{ppl:.2f} ({same:.2f})" for ppl, same in pairs))
-    return found
+    return results
 
 
 def curves(runs: Sequence[Path], source: str, layers: Sequence[int]) -> dict[str, Any]:
-    """Perplexity of exits on held-out text while training went on, from the accounts of runs (metrics.jsonl)."""
-    found: dict[str, Any] = {}
+    """Perplexity of exits on held-out text during training, from metrics.jsonl of runs."""
+    results: dict[str, Any] = {}
     steps: set[int] = set()
     for run in runs:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        last = {line["step"]: line for line in lines if f"eval_{source}_loss" in line}  # a run that went on says a step twice
+        last = {line["step"]: line for line in lines if f"eval_{source}_loss" in line}  # resumed runs repeat a step
         steps |= last.keys()
         for layer in layers:
             key = f"eval_{source}_perplexity_exit_{layer}"
-            found[f"{run.name}, E = {layer}"] = {step: line[key] for step, line in last.items() if key in line}
-    table(["run and exit", *(f"step {step}" for step in sorted(steps))])
-    for name, values in found.items():
+            results[f"{run.name}, E = {layer}"] = {step: line[key] for step, line in last.items() if key in line}
+    print_header(["run and exit", *(f"step {step}" for step in sorted(steps))])
+    for name, values in results.items():
         row(name, *(f"{values[step]:.2f}" if step in values else "-" for step in sorted(steps)))
-    return found
+    return results
 
 
-def table(columns: Sequence[str]) -> None:
-    """The head of a table in Markdown."""
+def print_header(columns: Sequence[str]) -> None:
+    """Print the header of a Markdown table."""
     row(*columns)
     row(*("---" for _ in columns))
 
 
 def row(*cells: str) -> None:
-    """A line of it."""
+    """Print a row of a Markdown table."""
     print(f"| {' | '.join(cells)} |")
 
 
 def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
-    """ValueError where a model's own account of its data (data.json) knows other held-out documents: with another Python or
-    other files, some of these may have been trained on."""
+    """ValueError if a model's data.json records other held-out documents. With another Python or other files, the model may
+    have been trained on some of these."""
     account = json.loads((model / "data.json").read_text())["sources"]
     for source, own in documents.items():
         here = {"documents": len(own), "bytes": sum(len(document.text.encode()) for document in own)}
@@ -148,8 +147,8 @@ def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
 
 @dataclass
 class Line:
-    """One decoding method of one model over all requests. outputs: (answer, output) of each. base: the line that its time and
-    its texts are held against, plain decoding of the same model."""
+    """One decoding method of one model over all requests. outputs: (answer, output) of each. base: the line to compare time and
+    texts with, plain decoding of the same model."""
 
     name: str
     method: skipstone.Method
@@ -172,61 +171,60 @@ def requests(
     threshold: float | None = None,
 ) -> dict[str, Any]:
     """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits of every
-    model, taking turns request by request.
+    model, alternating request by request.
 
-    control: a model of which plain decoding alone is a row. lengths, vocabulary, threshold: LayerSkip's
-    `num_speculative_tokens`, the file of its `draft_vocabulary`, and its `confidence_threshold`."""
+    control: a model that only decodes plainly. lengths, vocabulary, threshold: LayerSkip's `num_speculative_tokens`,
+    `draft_vocabulary` (a file) and `confidence_threshold`."""
     drafts: dict[str, Any] = {
         "num_speculative_tokens": lengths,
         "draft_vocabulary": vocabulary,
         "confidence_threshold": threshold,
     }
-    folders = named([*models, *([control] if control else [])])
+    folders = folders_by_name([*models, *([control] if control else [])])
     loaded = {name: skipstone.load(folder, dtype=torch.float32) for name, folder in folders.items()}
     tokenizer = loaded[called(models[0])][1]
     lines: list[Line] = []
-    for name, (network, its_tokenizer) in loaded.items():
-        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+    for name, (network, other_tokenizer) in loaded.items():
+        if other_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise SystemExit(f"{folders[name]} has another tokenizer than {models[0]}")
-        front = f"{name}, " if len(loaded) > 1 else ""
-        plain = Line(f"{front}autoregressive", skipstone.Autoregressive(), network)
+        prefix = f"{name}, " if len(loaded) > 1 else ""
+        plain = Line(f"{prefix}autoregressive", skipstone.Autoregressive(), network)
         lines.append(plain)
         if folders[name] == control:
             continue
         exit_methods = [(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
         exit_methods += [(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, **drafts)) for e in layers]
-        lines += [Line(front + told, method, network, plain) for told, method in exit_methods]
-    for line in lines:  # what a first call costs is no part of the figures
-        _continue(replace(line, outputs=[]), tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
+        lines += [Line(prefix + label, method, network, plain) for label, method in exit_methods]
+    for line in lines:  # warm-up
+        decode_example(replace(line, outputs=[]), tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
     for number, example in enumerate(commands.examples("test", count, 0)):
         ids = torch.tensor([tokenizer.encode(example.prompt)])
         turn = number % len(lines)
         for line in [*lines[turn:], *lines[:turn]]:
-            _continue(line, tokenizer, ids, example.answer)
-    rows = {line.name: _figures(line) for line in lines}
-    table(["generation", "EM", "token acceptance", "time per token (ms)", "speed-up", "texts as autoregressive"])
+            decode_example(line, tokenizer, ids, example.answer)
+    rows = {line.name: line_figures(line) for line in lines}
+    print_header(["generation", "EM", "token acceptance", "time per token (ms)", "speed-up", "texts as autoregressive"])
     for name, one in rows.items():
         acceptance = "-" if one["acceptance"] is None else f"{100 * one['acceptance']:.1f} %"
-        pace = f"{one['ms_per_token']:.2f}"
-        row(
-            name, f"{100 * one['exact_match']:.1f}", acceptance, pace, f"{one['speed_up']:.2f} x", f"{one['same_text']}/{count}"
-        )
+        ms_per_token = f"{one['ms_per_token']:.2f}"
+        exact, speed_up = f"{100 * one['exact_match']:.1f}", f"{one['speed_up']:.2f} x"
+        row(name, exact, acceptance, ms_per_token, speed_up, f"{one['same_text']}/{count}")
     return {"requests": count, **drafts, "rows": rows}
 
 
-def _figures(line: Line) -> dict[str, Any]:
+def line_figures(line: Line) -> dict[str, Any]:
     base = line.base or line
-    pace = line.seconds / line.tokens
+    ms_per_token = line.seconds / line.tokens
     return {
         "exact_match": commands.score(line.outputs)["exact_match"],
         "acceptance": line.accepted / line.drafted if line.drafted else None,
-        "ms_per_token": 1000 * pace,
-        "speed_up": base.seconds / base.tokens / pace,
+        "ms_per_token": 1000 * ms_per_token,
+        "speed_up": base.seconds / base.tokens / ms_per_token,
         "same_text": sum(own[1] == other[1] for own, other in zip(line.outputs, base.outputs, strict=True)),
     }
 
 
-def _continue(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
+def decode_example(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         started = time.perf_counter()
@@ -244,8 +242,8 @@ def _continue(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> Non
 
 
 def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatures: Sequence[float]) -> dict[str, Any]:
-    """The share of continuations that parse and the median share of repeated 8-grams: of the files' own next tokens, and of
-    the model's at every temperature."""
+    """Number of continuations that parse and the median share of repeated 8-grams, for the files' own next tokens and for the
+    model's at every temperature."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
     network, tokenizer = skipstone.load(model, dtype=torch.float32)
@@ -276,8 +274,8 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatu
 
 
 def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
-    """Prompt files for the benchmark (recipes/measure/nano.yaml): test requests with their answers, and beginnings of held-out
-    functions."""
+    """Write prompt files for the benchmark (recipes/measure/nano.yaml): test requests with their answers, and beginnings of
+    held-out functions."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
     folder.mkdir(parents=True, exist_ok=True)
@@ -297,59 +295,59 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb: Callable[..., argparse.ArgumentParser] = verbs.add_parser
 
-    def about_data(verb: argparse.ArgumentParser) -> None:
+    def add_data_options(verb: argparse.ArgumentParser) -> None:
         verb.add_argument("--recipe", type=Path, default=Path(__file__).parents[1] / "train" / "nano.yaml")
         verb.add_argument("--data-dir", type=Path, help="JSON lines for the data sets of the hub, as in training")
 
-    one = verb("exits")
-    one.add_argument("models", nargs="+")
-    about_data(one)
-    one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
-    one.add_argument("--exit-layers", default=",".join(map(str, EXITS)), help="exits that are printed")
-    five = verb("curves")
-    five.add_argument("runs", nargs="+", type=Path)
-    five.add_argument("--source", required=True, help="a name of the recipe's data.sources")
-    five.add_argument("--exit-layers", required=True)
-    two = verb("commands")
-    two.add_argument("models", nargs="+")
-    two.add_argument("--control", help="a model of which plain decoding alone is a row")
-    two.add_argument("--count", type=int, default=100)
-    two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
-    two.add_argument("--num-speculative-tokens", type=int, default=7)
-    two.add_argument("--confidence-threshold", type=float)
-    two.add_argument("--draft-vocabulary", help="a file of token ids, as in recipes/smollm2/shortlist.py")
-    three = verb("parse")
-    three.add_argument("model")
-    about_data(three)
-    three.add_argument("--count", type=int, default=100)
-    three.add_argument("--temperatures", default="0.2,0.8,1")
-    four = verb("prompts")
-    four.add_argument("model")
-    four.add_argument("folder", type=Path)
-    about_data(four)
-    four.add_argument("--count", type=int, default=100)
-    given = parser.parse_args()
-    layers = [int(layer) for layer in given.exit_layers.split(",")] if "exit_layers" in given else []
-    if given.verb == "exits":
-        document = exits(given.models, given.recipe, given.data_dir, given.rows, layers)
-    elif given.verb == "curves":
-        document = curves(given.runs, given.source, layers)
-    elif given.verb == "commands":
+    exits_parser = verb("exits")
+    exits_parser.add_argument("models", nargs="+")
+    add_data_options(exits_parser)
+    exits_parser.add_argument("--rows", type=int, default=64, help="rows of held-out text per source")
+    exits_parser.add_argument("--exit-layers", default=",".join(map(str, EXITS)), help="printed exits")
+    curves_parser = verb("curves")
+    curves_parser.add_argument("runs", nargs="+", type=Path)
+    curves_parser.add_argument("--source", required=True, help="a name of the recipe's data.sources")
+    curves_parser.add_argument("--exit-layers", required=True)
+    commands_parser = verb("commands")
+    commands_parser.add_argument("models", nargs="+")
+    commands_parser.add_argument("--control", help="a model that only decodes plainly")
+    commands_parser.add_argument("--count", type=int, default=100)
+    commands_parser.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
+    commands_parser.add_argument("--num-speculative-tokens", type=int, default=7)
+    commands_parser.add_argument("--confidence-threshold", type=float)
+    commands_parser.add_argument("--draft-vocabulary", help="a file of token ids, as in recipes/smollm2/shortlist.py")
+    parse_parser = verb("parse")
+    parse_parser.add_argument("model")
+    add_data_options(parse_parser)
+    parse_parser.add_argument("--count", type=int, default=100)
+    parse_parser.add_argument("--temperatures", default="0.2,0.8,1")
+    prompts_parser = verb("prompts")
+    prompts_parser.add_argument("model")
+    prompts_parser.add_argument("folder", type=Path)
+    add_data_options(prompts_parser)
+    prompts_parser.add_argument("--count", type=int, default=100)
+    args = parser.parse_args()
+    layers = [int(layer) for layer in args.exit_layers.split(",")] if "exit_layers" in args else []
+    if args.verb == "exits":
+        document = exits(args.models, args.recipe, args.data_dir, args.rows, layers)
+    elif args.verb == "curves":
+        document = curves(args.runs, args.source, layers)
+    elif args.verb == "commands":
         document = requests(
-            given.models,
-            given.count,
+            args.models,
+            args.count,
             layers,
-            given.num_speculative_tokens,
-            given.control,
-            given.draft_vocabulary,
-            given.confidence_threshold,
+            args.num_speculative_tokens,
+            args.control,
+            args.draft_vocabulary,
+            args.confidence_threshold,
         )
-    elif given.verb == "parse":
-        temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
-        document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)
+    elif args.verb == "parse":
+        temperatures = [float(temperature) for temperature in args.temperatures.split(",")]
+        document = parse(args.model, args.recipe, args.data_dir, args.count, temperatures)
     else:
-        document = prompts(given.model, given.folder, given.recipe, given.data_dir, given.count)
-    print(json.dumps({"kind": f"nano-{given.verb}", **document}))
+        document = prompts(args.model, args.folder, args.recipe, args.data_dir, args.count)
+    print(json.dumps({"kind": f"nano-{args.verb}", **document}))
 
 
 if __name__ == "__main__":

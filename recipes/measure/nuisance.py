@@ -1,9 +1,9 @@
-"""`auto` where the machine changes under it: a core that is busy from half-way, one thread from half-way, a batch of one row,
-of eight, and of one again. Of each half: x plain decoding, prompt by prompt in turns, and how often the drafter changed.
+"""Speed-up of `auto` while the machine changes: from half-way on with a busy core or one thread, or with batches of 1, 8 and 1
+rows. For each half: the speed-up over plain decoding, prompt by prompt, and the number of changes of the drafter.
 
     python recipes/measure/nuisance.py [MODEL] --prompts FILE.jsonl [--count 24] [--new 100] [--dtype float32]
 
-MODEL: a folder or hub id, the bundled model without it. FILE: lines with a "prompt".
+MODEL: a folder or hub id; default: the bundled model. FILE: lines with a "prompt".
 """
 
 import argparse
@@ -27,7 +27,7 @@ from skipstone.methods.auto.auto import Auto
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Another process computes."""
+    """Run another process that computes."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -38,7 +38,7 @@ def busy_core() -> Iterator[None]:
 
 @contextmanager
 def one_thread(model: Any) -> Iterator[None]:
-    """The native engine, and its copy in int4, compute with one thread."""
+    """Limit the native engine and its int4 copy to one thread."""
     runner = ModelRunner(model)
     engines: list[Any] = [runner.engine, runner.in_fewer_bits("int4").engine]
     before = [one.threads for one in engines]
@@ -52,7 +52,7 @@ def one_thread(model: Any) -> Iterator[None]:
 
 
 def seconds(model: Any, ids: list[torch.Tensor], method: Any, new: int) -> float:
-    """Of one batch, prefill included."""
+    """Seconds of one batch, including the prefill."""
     longest = max(map(len, ids))
     padded = torch.stack([torch.nn.functional.pad(one, (longest - len(one), 0)) for one in ids])
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(one), (longest - len(one), 0)) for one in ids])
@@ -61,17 +61,17 @@ def seconds(model: Any, ids: list[torch.Tensor], method: Any, new: int) -> float
     return stats.seconds + stats.seconds_prefill
 
 
-def ratio(model: Any, batches: list[list[torch.Tensor]], method: Any, new: int) -> float:
-    """Plain decoding's time over the method's, each batch in turns."""
+def speed_up(model: Any, batches: list[list[torch.Tensor]], method: Any, new: int) -> float:
+    """Plain decoding's time over the method's; both alternate batch by batch."""
     times = [0.0, 0.0]
     for turn, batch in enumerate(batches):
-        for which in (0, 1) if turn % 2 else (1, 0):
-            times[which] += seconds(model, batch, ("autoregressive", method)[which], new)
+        for index in (0, 1) if turn % 2 else (1, 0):
+            times[index] += seconds(model, batch, ("autoregressive", method)[index], new)
     return times[0] / times[1]
 
 
 def switches(log: Path) -> tuple[int, float]:
-    """Changes of the drafter in a log, and the tokens in which they were made."""
+    """(changes of the drafter in a log, tokens of the log)."""
     count, tokens, last = 0, 0.0, None
     for one in replay_decisions(log, time.perf_counter):
         count, last = count + (one.again.current != last), one.again.current
@@ -86,30 +86,30 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--new", type=int, default=100)
     parser.add_argument("--dtype", default="float32")
-    asked = parser.parse_args()
-    lines = asked.prompts.read_text(encoding="utf-8").splitlines()[: asked.count]
+    args = parser.parse_args()
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.count]
     print("| scenario | x plain before | x plain after | changes of the drafter per 1,000 tokens |\n| --- | --- | --- | --- |")
     for name in ("calm", "a busy core from half-way", "one thread from half-way", "1, then 8, then 1 rows"):
-        model, tokenizer = skipstone.load(asked.model, dtype=getattr(torch, asked.dtype))
+        model, tokenizer = skipstone.load(args.model, dtype=getattr(torch, args.dtype))
         prompts = [torch.tensor(tokenizer(json.loads(line)["prompt"])["input_ids"][-400:]) for line in lines]
-        alone, half = [[one] for one in prompts], len(prompts) // 2
+        single_prompts, half = [[one] for one in prompts], len(prompts) // 2
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "steps.jsonl"
             method = Auto(log=str(log), use_profile=False)
-            before = ratio(model, alone[:half], method, asked.new)
+            before = speed_up(model, single_prompts[:half], method, args.new)
             if name.startswith("a busy"):
                 with busy_core():
-                    after = ratio(model, alone[half:], method, asked.new)
+                    after = speed_up(model, single_prompts[half:], method, args.new)
             elif name.startswith("one"):
                 with one_thread(model):
-                    after = ratio(model, alone[half:], method, asked.new)
+                    after = speed_up(model, single_prompts[half:], method, args.new)
             elif name.startswith("1,"):
-                eights = [prompts[start : start + 8] for start in range(0, len(prompts) - 7, 8)]
-                eight = ratio(model, eights, method, asked.new)
-                after = ratio(model, alone[half:], method, asked.new)
-                print(f"| 8 rows | - | {eight:.2f} | - |")
+                batches_of_eight = [prompts[start : start + 8] for start in range(0, len(prompts) - 7, 8)]
+                speed_up_of_eight = speed_up(model, batches_of_eight, method, args.new)
+                after = speed_up(model, single_prompts[half:], method, args.new)
+                print(f"| 8 rows | - | {speed_up_of_eight:.2f} | - |")
             else:
-                after = ratio(model, alone[half:], method, asked.new)
+                after = speed_up(model, single_prompts[half:], method, args.new)
             count, tokens = switches(log)
         print(f"| {name} | {before:.2f} | {after:.2f} | {1000 * count / tokens:.1f} |", flush=True)
 

@@ -1,10 +1,10 @@
-"""What LayerSkip's recipe costs in training: seconds a token against plain training, all variants taking turns.
+"""Training time of LayerSkip's recipe compared with plain training, all variants alternating.
 
     python recipes/measure/overhead.py [--layers 24 --hidden 192 --rounds 12 --bf16]
 
 Plain training is transformers' own forward with labels. The recipe: rotational exits with R = L / 3 by cross-entropy (the
 paper's loss), the same with the divergence from the last layer (ours), and layer dropout at several rates without exits, next
-to the share of layer passes that it leaves out. Prints a table in Markdown and, as its last line, one JSON document.
+to the share of layer passes that dropout skips. Prints a table in Markdown and, as its last line, one JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 
-STEPS = 1000  # of the imagined run
+STEPS = 1000  # of the schedules
 WARM_UP = 2
 LAST_ALONE = EarlyExitLoss(0.0, "none")
 
@@ -73,7 +73,7 @@ def variants(network: Any, layers: int) -> dict[str, Callable[[Tensor, int], Ten
 
 
 def dropped(p_max: float, layers: int) -> float:
-    """Share of layer passes that dropout leaves out, in the mean."""
+    """Mean share of layer passes that dropout skips."""
     return statistics.fmean(LayerDropout(p_max).rates(0, layers, STEPS))
 
 
@@ -86,30 +86,30 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--bf16", action="store_true")
-    given = parser.parse_args()
-    network = model(given.layers, given.hidden, given.vocab)
-    losses = variants(network, given.layers)
+    args = parser.parse_args()
+    network = model(args.layers, args.hidden, args.vocab)
+    losses = variants(network, args.layers)
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     made = torch.Generator().manual_seed(0)
-    for number in range(WARM_UP + given.rounds):
-        ids = torch.randint(given.vocab, (given.batch, given.length), generator=made)
+    for number in range(WARM_UP + args.rounds):
+        ids = torch.randint(args.vocab, (args.batch, args.length), generator=made)
         order = [*losses][number % len(losses) :] + [*losses][: number % len(losses)]
         for name in order:
             network.zero_grad()
             started = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16) if given.bf16 else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16) if args.bf16 else nullcontext():
                 loss = losses[name](ids, number)
             loss.backward()
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
     total = {name: sum(own) for name, own in seconds.items()}
-    rows = {name: {"ms_per_step": 1000 * own / given.rounds, "over_plain": own / total["plain"]} for name, own in total.items()}
+    rows = {name: {"ms_per_step": 1000 * own / args.rounds, "over_plain": own / total["plain"]} for name, own in total.items()}
     print("| variant | ms a step (forward and backward) | x plain |\n| --- | --- | --- |")
     for name, row in rows.items():
         print(f"| {name} | {row['ms_per_step']:.0f} | {row['over_plain']:.2f} |")
-    left_out = {p: dropped(p, given.layers) for p in (0.1, 0.5, 1.0)}
-    print("\nLayer passes left out: " + ", ".join(f"{100 * share:.1f} % at p_max = {p}" for p, share in left_out.items()))
-    print(json.dumps({"kind": "training-overhead", "settings": vars(given), "rows": rows, "left_out": left_out}))
+    left_out = {p: dropped(p, args.layers) for p in (0.1, 0.5, 1.0)}
+    print("\nSkipped layer passes: " + ", ".join(f"{100 * share:.1f} % at p_max = {p}" for p, share in left_out.items()))
+    print(json.dumps({"kind": "training-overhead", "settings": vars(args), "rows": rows, "left_out": left_out}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Which quantised kernels give a row another sum alone than beside others, and what that does to the logits of a text.
+"""Which quantised kernels round a row differently next to other rows, and how that changes the logits of a text.
 
     python recipes/measure/quantised.py [MODEL] [--dtype float32] [--tokens 64]
 
-A model is quantised by every back end that is installed, as transformers or hqq does it, and a text is brought to it token by
-token and in wider passes. Prints a table in Markdown: how many layers of the kernel have another sum, the largest difference
-and its share of the layer's largest sum, the largest difference of stored keys and values as a share of a layer's largest
-entry, and of the logits of the token after the text, beside their largest.
+Every installed back end quantises the model, through transformers or hqq. The model reads a text token by token and in wider
+passes. Prints a table in Markdown: the number of layers with other sums, the largest difference and its share of the layer's
+largest sum, the largest difference of stored keys and values as a share of a layer's largest entry, and the largest difference
+of the logits after the text, next to the largest logit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.check.kernel_invariance import compare_kernels, kv_spread, logits_spread
 
 TEXT = "Once upon a time there was a little girl who lived in a house near the woods with her mother and a small grey cat. "
-GROUP = 32  # inputs that share a scale, where a back end asks
+GROUP = 32  # inputs with one scale, for back ends that need it
 
 
 def torchao(make: Callable[[Any], Any]) -> Any:
-    """transformers' config of one of torchao's."""
+    """transformers' config for a config of torchao."""
     return transformers.TorchAoConfig(make(importlib.import_module("torchao.quantization")))
 
 
@@ -58,32 +58,32 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def there(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package is installed."""
     return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
-def by_hqq(name: str, dtype: torch.dtype) -> Any:
-    """A model that hqq has quantised to 4 bits, in place."""
+def load_with_hqq(name: str, dtype: torch.dtype) -> Any:
+    """A model that hqq quantises to 4 bits in place."""
     base, core = importlib.import_module("hqq.models.hf.base"), importlib.import_module("hqq.core.quantize")
     model = load_model(name, dtype=dtype)
-    asked = core.BaseQuantizeConfig(nbits=4, group_size=GROUP)
-    base.AutoHQQHFModel.quantize_model(model, quant_config=asked, compute_dtype=dtype, device="cpu")
+    config = core.BaseQuantizeConfig(nbits=4, group_size=GROUP)
+    base.AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=dtype, device="cpu")
     return model
 
 
-def row(title: str, model: Any, text: torch.Tensor) -> str:
+def table_row(title: str, model: Any, text: torch.Tensor) -> str:
     """A line of the table."""
     runner = ModelRunner(model)
-    found = compare_kernels(runner, text)
+    comparisons = compare_kernels(runner, text)
     sums = "; ".join(
-        f"{name} | {one.different} of {one.layers} | {one.largest:.1e} ({one.share:.0e})" for name, one in found.items()
+        f"{name} | {one.different} of {one.layers} | {one.largest:.1e} ({one.share:.0e})" for name, one in comparisons.items()
     )
     with torch.inference_mode():
         logits = model(text[None]).logits[0, -1]
-    apart = logits_spread(runner, text, torch.arange(len(logits)))
+    difference = logits_spread(runner, text, torch.arange(len(logits)))
     stored = kv_spread(runner, text)
-    return f"| {title} | {sums} | {stored:.0e} | {apart:.1e} of {float(logits.abs().max()):.3g} |"
+    return f"| {title} | {sums} | {stored:.0e} | {difference:.1e} of {float(logits.abs().max()):.3g} |"
 
 
 def main() -> None:
@@ -92,19 +92,19 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(NANO))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tokens", type=int, default=64)
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dtype = getattr(torch, given.dtype)
-    ids = torch.tensor(load_tokenizer(given.model)(TEXT * given.tokens)["input_ids"][: given.tokens])
+    dtype = getattr(torch, args.dtype)
+    ids = torch.tensor(load_tokenizer(args.model)(TEXT * args.tokens)["input_ids"][: args.tokens])
     print("| back end | kernel | layers with other sums | largest difference (share) | keys and values | logits |")
     print("| --- | --- | --- | --- | --- | --- |")
     for title, (package, config) in CONFIGS.items():
-        if there(package):
-            model = AutoModelForCausalLM.from_pretrained(given.model, quantization_config=config(), dtype=dtype).eval()
-            print(row(title, model, ids), flush=True)
-    if there("hqq"):
-        print(row("hqq 4 bit", by_hqq(given.model, dtype), ids), flush=True)
+        if is_installed(package):
+            model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=config(), dtype=dtype).eval()
+            print(table_row(title, model, ids), flush=True)
+    if is_installed("hqq"):
+        print(table_row("hqq 4 bit", load_with_hqq(args.model, dtype), ids), flush=True)
 
 
 if __name__ == "__main__":

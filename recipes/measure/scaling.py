@@ -5,16 +5,16 @@
     python recipes/measure/scaling.py --drive http://127.0.0.1:8000 --service runs/service.json --replicas 2 --load 0.5
     python recipes/measure/scaling.py [--service runs/service.json] [--replicas 1 2 8 64 256 1000] [--load 0.5 0.7]
 
-Conversations begin at random moments (a Poisson process). A conversation has turns: a text of the user, an answer, a pause.
-A turn's prompt is the conversation so far. A replica decodes at most as many requests at a time as it has rows; more requests
-make each one slower. It keeps the keys and values of as many conversations as it has rows, the latest ones. A turn of one of
-these reads only the new tokens. `affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded of
-two. If no row is free at the conversation's replica, `affine` does as `least loaded`. If no row is free at all, requests wait
-in their order.
+Conversations begin at random times (a Poisson process). A turn is a text of the user, an answer and a pause. Its prompt is the
+conversation so far. A replica decodes one request per row at a time; more requests make each one slower. It keeps the keys and
+values of the latest conversations, one per row. A turn of such a conversation reads only the new tokens.
 
---drive plays the same conversations to a server that runs, `least loaded` by a new session for every request, for comparison.
+`affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded of two. If the conversation's
+replica has no free row, `affine` does the same as `least loaded`. If no replica has a free row, requests wait in order.
 
---load is the share of the time that replicas would be busy if nothing were kept. docs/lab/scaling.md has assumptions.
+--drive plays the same conversations to a running server for comparison; for `least loaded` every request has a new session.
+
+--load is the share of the time that replicas would be busy if they kept nothing. docs/lab/scaling.md has the assumptions.
 """
 
 import argparse
@@ -33,23 +33,23 @@ from typing import Any
 import httpx
 
 WARM = 3.0
-"""Lengths of a conversation after which requests count: before, replicas are not busy yet and keep nothing."""
+"""Mean lengths of a conversation before requests count. Until then replicas keep too little."""
 CHOICES = 2
-"""Replicas that the router looks at, as the one of `skipstone serve --ray` does."""
+"""Replicas that the router compares, as in `skipstone serve --ray`."""
 MOST_TURNS = 16
-"""Of a conversation: more would not fit into what a small model reads."""
+"""Maximum per conversation; more would not fit into a small model's context."""
 LONG, SHORT = 1200, 64
-"""Tokens of the prompts by which reading is measured."""
+"""Tokens of the prompts that measure reading."""
 IDS = 200, 500
-"""The tokens of prompts are drawn from these ids, which any vocabulary has."""
+"""Range of the ids of random prompts, which any vocabulary has."""
 ANSWER = 64
-"""Tokens of the answers by which writing is measured."""
+"""Tokens of the answers that measure writing."""
 
 
 @dataclass(frozen=True)
 class Service:
     """Measured speed of one replica. rates: number of concurrent texts -> tokens per second of all of them together.
-    reading: prompt tokens a second. hop: seconds that a front and a router add to the first token."""
+    reading: prompt tokens per second. hop: seconds that gateway and router add to the first token."""
 
     rates: dict[int, float]
     reading: float
@@ -93,7 +93,7 @@ class RequestStatistics:
     """Statistics of the counted requests.
 
     waits, firsts, totals: seconds until a request has a row, its first token and its last token. prompt: prompt tokens. kept:
-    prompt tokens whose keys and values were kept. busy: mean share of busy rows. asked: requests per second.
+    prompt tokens with kept keys and values. busy: mean share of busy rows.
     """
 
     waits: list[float] = field(default_factory=list)
@@ -102,7 +102,7 @@ class RequestStatistics:
     prompt: float = 0.0
     kept: float = 0.0
     busy: float = 0.0
-    asked: float = 0.0
+    requests_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,22 +116,22 @@ class Fleet:
 
 @dataclass(eq=False)
 class Conversation:
-    """home: its replica. left: remaining turns. said: tokens so far."""
+    """home: its replica. tokens: so far."""
 
     home: int
-    left: int
-    said: float
+    remaining_turns: int
+    tokens: float
 
 
 @dataclass(eq=False)
 class Request:
-    """A turn. prompt, written: tokens. asked: time of arrival. counts: it is part of the statistics."""
+    """A turn. prompt, written: tokens. arrival: time. is_counted: it is part of the statistics."""
 
     conversation: Conversation
     prompt: float
     written: float
-    asked: float
-    counts: bool
+    arrival: float
+    is_counted: bool
 
 
 class Replica:
@@ -141,18 +141,18 @@ class Replica:
     """
 
     def __init__(self, number: int, rows: int, service: Service) -> None:
-        self.number, self.rows, self.service, self.taken = number, rows, service, 0
-        self.clock = self.looked = self.worked = 0.0
-        self.ahead: list[tuple[float, int, bool, Request]] = []  # on its clock: (when, order, whether it is the end, whose)
-        self.kept: OrderedDict[Conversation, float] = OrderedDict()  # the one that was used last stands last
-        self.plan = 0
+        self.number, self.rows, self.service, self.busy_rows = number, rows, service, 0
+        self.clock = self.updated_at = self.row_seconds = 0.0
+        self.work_queue: list[tuple[float, int, bool, Request]] = []  # (time on the clock, order, whether a text ends, request)
+        self.kept: OrderedDict[Conversation, float] = OrderedDict()  # least recently used first
+        self.plan_number = 0
 
     def advance_clock(self, now: float) -> None:
         """Advance the clock to the time `now`."""
-        if self.taken:
-            self.clock += (now - self.looked) * self.service.speed(self.taken)
-            self.worked += (now - self.looked) * self.taken
-        self.looked = now
+        if self.busy_rows:
+            self.clock += (now - self.updated_at) * self.service.speed(self.busy_rows)
+            self.row_seconds += (now - self.updated_at) * self.busy_rows
+        self.updated_at = now
 
     def keep(self, conversation: Conversation, tokens: float) -> None:
         """Keep the keys and values of a conversation and drop the least recently used ones."""
@@ -169,17 +169,17 @@ class Simulation:
         self.fleet, self.service, self.load, self.requests, self.warm = fleet, service, load, requests, warm
         self.draw = random.Random(seed)
         self.replicas = [Replica(number, fleet.rows, service) for number in range(fleet.replicas)]
-        self.free = list(range(fleet.replicas))  # those with a free row, in any order
-        self.where = {number: number for number in range(fleet.replicas)}  # of each of these, its place in that list
+        self.free = list(range(fleet.replicas))  # replicas with a free row, in any order
+        self.free_index = {number: number for number in range(fleet.replicas)}  # replica -> its index in `free`
         self.waiting: deque[Request] = deque()
         self.events: list[tuple[float, int, Any]] = []
         self.order = self.counted = 0
-        self.now = self.began = self.before = 0.0
+        self.now = self.began = self.row_seconds_before = 0.0
         self.seen = RequestStatistics()
 
     def run(self) -> RequestStatistics:
         """Run until all counted requests have their answers. Further requests arrive until then."""
-        self._at(self._drawn(1 / self.load.rate), None)
+        self._schedule(self._sample(1 / self.load.rate), None)
         while len(self.seen.totals) < self.requests:
             self.now, _, event = heapq.heappop(self.events)
             if isinstance(event, tuple):
@@ -190,22 +190,22 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------------ clients
 
-    def _at(self, when: float, event: Any) -> None:
+    def _schedule(self, when: float, event: Any) -> None:
         self.order += 1
         heapq.heappush(self.events, (when, self.order, event))
 
-    def _drawn(self, average: float) -> float:
+    def _sample(self, average: float) -> float:
         return self.draw.expovariate(1 / average) if average else 0.0
 
     def _send_request(self, conversation: Conversation | None) -> None:
         """Send the next turn of a conversation; None begins a new one."""
         if conversation is None:
-            self._at(self.now + self._drawn(1 / self.load.rate), None)
+            self._schedule(self.now + self._sample(1 / self.load.rate), None)
             turns = turns_of(self.draw, self.load)
             conversation = Conversation(self.draw.randrange(len(self.replicas)), turns, self.load.first)
         else:
-            conversation.said += self.load.more
-        request = Request(conversation, conversation.said, self._drawn(self.load.written), self.now, self._is_counted())
+            conversation.tokens += self.load.more
+        request = Request(conversation, conversation.tokens, self._sample(self.load.written), self.now, self._is_counted())
         number = self._choose_replica(conversation)
         if number is None:
             self.waiting.append(request)
@@ -217,17 +217,17 @@ class Simulation:
         if self.now < self.warm or self.counted == self.requests:
             return False
         if not self.counted:
-            self.began, self.before = self.now, self._row_seconds()
+            self.began, self.row_seconds_before = self.now, self._row_seconds()
         self.counted += 1
         if self.counted == self.requests:
             took = self.now - self.began
-            self.seen.busy = (self._row_seconds() - self.before) / took / len(self.replicas) / self.fleet.rows
-            self.seen.asked = self.requests / took
+            self.seen.busy = (self._row_seconds() - self.row_seconds_before) / took / len(self.replicas) / self.fleet.rows
+            self.seen.requests_per_second = self.requests / took
         return True
 
     def _row_seconds(self) -> float:
         """Busy seconds of all rows so far."""
-        return sum(one.worked + (self.now - one.looked) * one.taken for one in self.replicas)
+        return sum(one.row_seconds + (self.now - one.updated_at) * one.busy_rows for one in self.replicas)
 
     # ------------------------------------------------------------------------------------------------------- router
 
@@ -235,22 +235,22 @@ class Simulation:
         """A replica with a free row, or None."""
         if not self.free:
             return None
-        if self.fleet.affine and conversation.home in self.where:
+        if self.fleet.affine and conversation.home in self.free_index:
             return conversation.home
-        looked = [self.free[self.draw.randrange(len(self.free))] for _ in range(CHOICES)]
-        return min(looked, key=lambda number: self.replicas[number].taken)
+        candidates = [self.free[self.draw.randrange(len(self.free))] for _ in range(CHOICES)]
+        return min(candidates, key=lambda number: self.replicas[number].busy_rows)
 
     def _begin(self, request: Request, replica: Replica) -> None:
         replica.advance_clock(self.now)
-        replica.taken += 1
-        if replica.taken == replica.rows:
-            last, place = self.free.pop(), self.where.pop(replica.number)
+        replica.busy_rows += 1
+        if replica.busy_rows == replica.rows:
+            last, place = self.free.pop(), self.free_index.pop(replica.number)
             if last != replica.number:
-                self.free[place], self.where[last] = last, place
+                self.free[place], self.free_index[last] = last, place
         kept = min(replica.kept.get(request.conversation, 0.0), request.prompt)
         replica.keep(request.conversation, request.prompt)
-        if request.counts:
-            self.seen.waits.append(self.now - request.asked)
+        if request.is_counted:
+            self.seen.waits.append(self.now - request.arrival)
             self.seen.prompt += request.prompt
             self.seen.kept += kept
         self._start_work(replica, (request.prompt - kept) / self.service.reading, False, request)
@@ -260,44 +260,44 @@ class Simulation:
     def _start_work(self, replica: Replica, work: float, ended: bool, request: Request) -> None:
         """Start reading a prompt or writing a text. work: its seconds if no other text is decoded."""
         self.order += 1
-        heapq.heappush(replica.ahead, (replica.clock + work, self.order, ended, request))
+        heapq.heappush(replica.work_queue, (replica.clock + work, self.order, ended, request))
         self._plan(replica)
 
     def _plan(self, replica: Replica) -> None:
         """Schedule the replica's next event. Its earlier plan becomes void."""
-        replica.plan += 1
-        if replica.ahead:
-            left = (replica.ahead[0][0] - replica.clock) / self.service.speed(replica.taken)
-            self._at(self.now + max(left, 0.0), (replica, replica.plan))
+        replica.plan_number += 1
+        if replica.work_queue:
+            left = (replica.work_queue[0][0] - replica.clock) / self.service.speed(replica.busy_rows)
+            self._schedule(self.now + max(left, 0.0), (replica, replica.plan_number))
 
-    def _finish_work(self, replica: Replica, plan: int) -> None:
+    def _finish_work(self, replica: Replica, plan_number: int) -> None:
         """Finish reading a prompt or writing a text."""
-        if plan != replica.plan:
+        if plan_number != replica.plan_number:
             return
         replica.advance_clock(self.now)
-        replica.clock, _, ended, request = heapq.heappop(replica.ahead)  # the clock again, free of roundings
+        replica.clock, _, ended, request = heapq.heappop(replica.work_queue)  # the exact time, without rounding errors
         if ended:
             self._end(request, replica)
             self._plan(replica)
             return
-        if request.counts:
-            self.seen.firsts.append(self.now - request.asked + self.service.hop)
+        if request.is_counted:
+            self.seen.firsts.append(self.now - request.arrival + self.service.hop)
         self._start_work(replica, request.written / self.service.writing, True, request)
 
     def _end(self, request: Request, replica: Replica) -> None:
         conversation = request.conversation
-        if request.counts:
-            self.seen.totals.append(self.now - request.asked + self.service.hop)
-        replica.taken -= 1
-        if replica.number not in self.where:
-            self.where[replica.number] = len(self.free)
+        if request.is_counted:
+            self.seen.totals.append(self.now - request.arrival + self.service.hop)
+        replica.busy_rows -= 1
+        if replica.number not in self.free_index:
+            self.free_index[replica.number] = len(self.free)
             self.free.append(replica.number)
-        conversation.said = request.prompt + request.written
+        conversation.tokens = request.prompt + request.written
         if conversation in replica.kept:
-            replica.keep(conversation, conversation.said)
-        conversation.left -= 1
-        if conversation.left:
-            self._at(self.now + self._drawn(self.load.pause), conversation)
+            replica.keep(conversation, conversation.tokens)
+        conversation.remaining_turns -= 1
+        if conversation.remaining_turns:
+            self._schedule(self.now + self._sample(self.load.pause), conversation)
         if self.waiting:
             self._begin(self.waiting.popleft(), replica)
 
@@ -324,17 +324,17 @@ def rate_for(load: float, replicas: int, rows: int, service: Service, work: Work
 async def _stream(client: httpx.AsyncClient, ids: list[int], tokens: int, more: dict[str, Any]) -> tuple[float, float]:
     """(seconds to the first token, seconds per further token)."""
     body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, **more}
-    began, came = time.perf_counter(), list[float]()
+    began, arrivals = time.perf_counter(), list[float]()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                came.append(time.perf_counter())
-    return came[0] - began, (came[-1] - came[0]) / max(1, tokens - 1)
+                arrivals.append(time.perf_counter())
+    return arrivals[0] - began, (arrivals[-1] - arrivals[0]) / max(1, tokens - 1)
 
 
-async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times: int) -> Service:
-    """Of a server that answers there and has nothing else to do. numbers: of texts that are written at a time."""
+async def measure_service(url: str, numbers: Sequence[int], more: dict[str, Any], times: int) -> Service:
+    """Measure an idle server at a URL. numbers: of concurrent texts."""
     draw = random.Random(0)
 
     def ids(count: int) -> list[int]:
@@ -355,10 +355,10 @@ async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times
     return Service(rates, (LONG - SHORT) / (reading[LONG] - reading[SHORT]))
 
 
-async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: int) -> RequestStatistics:
-    """What clients of a server see that begin conversations for so long; those of the first fifth do not count."""
+async def drive_server(url: str, load: Workload, seconds: float, affine: bool, seed: int) -> RequestStatistics:
+    """Begin conversations with a server for `seconds`. Requests of the first fifth are not counted."""
     draw, seen, began = random.Random(seed), RequestStatistics(), time.perf_counter()
-    talks: list[asyncio.Task[None]] = []
+    conversations: list[asyncio.Task[None]] = []
 
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
@@ -366,33 +366,35 @@ async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: i
             ids = [draw.randrange(*IDS) for _ in range(round(count))]
             return (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
 
-        async def talk(number: int, turns: int) -> None:
-            said = await words(load.first)
+        async def converse(number: int, turns: int) -> None:
+            prompt_text = await words(load.first)
             for turn in range(turns):
                 tokens = max(1, round(draw.expovariate(1 / load.written)))
                 headers = {"x-session-id": f"{number}" if affine else f"{number} {turn} {draw.random()}"}
-                asked = time.perf_counter()
-                body = {"prompt": said, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "speculative": "off"}
-                first, text, usage = await _heard(client, body, headers)
-                if asked - began > seconds / 5:
+                asked_at = time.perf_counter()
+                body = {"prompt": prompt_text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "speculative": "off"}
+                first, text, usage = await _read_answer(client, body, headers)
+                if asked_at - began > seconds / 5:
                     seen.firsts.append(first)
-                    seen.totals.append(time.perf_counter() - asked)
+                    seen.totals.append(time.perf_counter() - asked_at)
                     seen.prompt += usage["prompt_tokens"]
                     seen.kept += usage["prompt_tokens_details"]["cached_tokens"]
-                said += text + await words(load.more)
+                prompt_text += text + await words(load.more)
                 await asyncio.sleep(draw.expovariate(1 / load.pause))
 
         while time.perf_counter() - began < seconds:
             await asyncio.sleep(draw.expovariate(load.rate))
-            talks.append(asyncio.create_task(talk(len(talks), turns_of(draw, load))))
-        for one in asyncio.as_completed(talks, timeout=600):
+            conversations.append(asyncio.create_task(converse(len(conversations), turns_of(draw, load))))
+        for one in asyncio.as_completed(conversations, timeout=600):
             await one
-    seen.asked = len(seen.firsts) / (0.8 * seconds)
+    seen.requests_per_second = len(seen.firsts) / (0.8 * seconds)
     return seen
 
 
-async def _heard(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]) -> tuple[float, str, dict[str, Any]]:
-    """Seconds to the first text of an answer, the text, the usage."""
+async def _read_answer(
+    client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
+) -> tuple[float, str, dict[str, Any]]:
+    """Stream an answer: (seconds to its first text, text, usage)."""
     began, first, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     more = {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body | more, headers=headers) as response:
@@ -414,13 +416,13 @@ def table_cells(seen: RequestStatistics) -> list[str]:
     waited = sum(one > 0 for one in seen.waits) / max(1, len(seen.waits))
     first = f"{1000 * median(seen.firsts):.0f} ({1000 * quantiles(seen.firsts, n=20)[-1]:.0f})"
     shares = seen.kept / seen.prompt, seen.busy, waited
-    return [f"{seen.asked:.1f}", *(f"{one:.1%}" for one in shares), first, f"{mean(seen.totals):.2f}"]
+    return [f"{seen.requests_per_second:.1f}", *(f"{one:.1%}" for one in shares), first, f"{mean(seen.totals):.2f}"]
 
 
 def read(path: Path) -> Service:
     """Read a file of --out."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return Service({int(rows): rate for rows, rate in found["rates"].items()}, found["reading"], found.get("hop", 0.0))
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return Service({int(rows): rate for rows, rate in stored["rates"].items()}, stored["reading"], stored.get("hop", 0.0))
 
 
 def flags() -> argparse.Namespace:
@@ -428,43 +430,43 @@ def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", metavar="URL", help="measure a server, and simulate nothing")
     parser.add_argument("--speculative", help="of --measure: the method of the requests")
-    parser.add_argument("--times", type=int, default=5, help="of --measure: how often everything is asked")
+    parser.add_argument("--times", type=int, default=5, help="of --measure: repetitions of everything")
     parser.add_argument("--drive", metavar="URL", help="play conversations to a server of --replicas, and simulate nothing")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of --drive: for how long conversations begin")
-    parser.add_argument("--out", type=Path, help="of --measure: where the times are written to")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of --drive: time in which conversations begin")
+    parser.add_argument("--out", type=Path, help="of --measure: file for the times")
     parser.add_argument("--service", type=Path, help="measured times; default: those of docs/lab/scaling.md")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 8, 64, 256, 1000])
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7])
     parser.add_argument("--pause", type=float, default=2.0, help="seconds between an answer and the next turn, on average")
-    parser.add_argument("--requests", type=int, default=20_000, help="that count, of every row of the table")
+    parser.add_argument("--requests", type=int, default=20_000, help="counted requests per row of the table")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
-    asked = flags()
-    if asked.measure:
-        more = {"speculative": asked.speculative} if asked.speculative else {}
-        numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= asked.rows]
-        found = json.dumps(asdict(asyncio.run(measured(asked.measure, numbers, more, asked.times))))
-        print(found)
-        if asked.out:
-            asked.out.write_text(found + "\n", encoding="utf-8")
+    args = flags()
+    if args.measure:
+        more = {"speculative": args.speculative} if args.speculative else {}
+        numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= args.rows]
+        document = json.dumps(asdict(asyncio.run(measure_service(args.measure, numbers, more, args.times))))
+        print(document)
+        if args.out:
+            args.out.write_text(document + "\n", encoding="utf-8")
         return
-    service = read(asked.service) if asked.service else MEASURED
+    service = read(args.service) if args.service else MEASURED
     columns = ("replicas", "load", "routing", "requests a second", "kept", "rows busy", "waited")
     columns += ("to the first token, ms (p95)", "whole answer, s")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    for load in asked.load:
-        for replicas in asked.replicas:
-            work = Workload(rate_for(load, replicas, asked.rows, service, Workload(1.0)), pause=asked.pause)
+    for load in args.load:
+        for replicas in args.replicas:
+            work = Workload(rate_for(load, replicas, args.rows, service, Workload(1.0)), pause=args.pause)
             warm = WARM * work.turns * (work.pause + work.written / service.writing)
             for affine in (False, True):
-                if asked.drive:
-                    run = asyncio.run(driven(asked.drive, work, asked.seconds, affine, asked.seed))
+                if args.drive:
+                    run = asyncio.run(drive_server(args.drive, work, args.seconds, affine, args.seed))
                 else:
-                    run = Simulation(Fleet(replicas, asked.rows, affine), service, work, asked.requests, warm, asked.seed).run()
+                    run = Simulation(Fleet(replicas, args.rows, affine), service, work, args.requests, warm, args.seed).run()
                 row = [str(replicas), f"{load:g}", "affine" if affine else "least loaded", *table_cells(run)]
                 print(f"| {' | '.join(row)} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""How long a proposal and an observation of SWIFT's default search take at 160 sublayers (82 layers).
+"""Times of a proposal and an observation of SWIFT's default search at 160 sublayers (82 layers).
 
 python recipes/measure/search_speed.py
 """

@@ -1,10 +1,10 @@
-"""Do entropy and Jensen-Shannon distance tell drafts apart that are kept from those that are not (AdaSD, Figures 2 and 3)?
+"""Whether entropy and Jensen-Shannon distance separate accepted from rejected drafts (AdaSD, Figures 2 and 3).
 
     python recipes/measure/separation.py gsm8k --data-dir FOLDER --picture docs/figures/adasd-separation.png [--draft PATH]
 
-Drafts of nano-draft for nano, verified by the ordinary rule at temperature 1 (`--temperature 0`: greedily), windows of 20.
-Prints a table in Markdown and, as its last line, one JSON document; nearer than half-way: the share whose distance is below the
-middle of the two means. In the picture every prompt's means, and all tokens' distances.
+nano-draft drafts for nano in windows of 20, verified by the ordinary rule at temperature 1 (`--temperature 0`: greedily).
+Prints a table in Markdown and, as its last line, one JSON document. "Nearer than half-way" is the share of drafts with a
+distance below the middle of both means. The picture shows every prompt's means and the distances of all tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDDrafter
 
 Tokens = list[tuple[bool, float, float]]
-"""(accepted, entropy in bits, distance) of every draft token that was judged."""
+"""(accepted, entropy in bits, distance) of every verified draft token."""
 
 
-class Looking(AdaSDDrafter):
-    """Keeps what was computed, and waives nothing."""
+class RecordingDrafter(AdaSDDrafter):
+    """Records entropies and distances, and waives no token."""
 
-    seen: Tokens = []  # noqa: RUF012 - one list for all drafters of this script
+    judged_tokens: Tokens = []  # noqa: RUF012 - one list for all drafters of this script
 
     def waive_tokens(self, draft: Draft, scores: Any) -> None:
         super().waive_tokens(draft, scores)
@@ -43,13 +43,13 @@ class Looking(AdaSDDrafter):
         super().observe_scores(draft, scores, verdict)
         if self._distances is None:
             return
-        entropies, kept = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])
-        for place in range(min(kept + 1, int(draft.valid.sum()))):
-            self.seen.append((place < kept, float(entropies[0, place]), float(self._distances[0, place])))
+        entropies, num_accepted = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])
+        for place in range(min(num_accepted + 1, int(draft.valid.sum()))):
+            self.judged_tokens.append((place < num_accepted, float(entropies[0, place]), float(self._distances[0, place])))
 
 
-def drawn(samples: list[Tokens], path: Path) -> None:
-    """Figures 2 and 3."""
+def save_figure(samples: list[Tokens], path: Path) -> None:
+    """Draw Figures 2 and 3."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,14 +76,14 @@ def drawn(samples: list[Tokens], path: Path) -> None:
 def table(samples: list[Tokens]) -> None:
     """Counts and means of accepted and of rejected drafts."""
     tokens = [one for sample in samples for one in sample]
-    half = mean(mean(one[2] for one in tokens if one[0] is accepted) for accepted in (True, False))
+    middle_distance = mean(mean(one[2] for one in tokens if one[0] is accepted) for accepted in (True, False))
     columns = ["drafts", "tokens", "mean entropy (bits)", "mean JS distance", "nearer than half-way"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for accepted in (True, False):
-        own = [one for one in tokens if one[0] is accepted]
-        figures = [f"{mean(one[1] for one in own):.2f}", f"{mean(one[2] for one in own):.3f}"]
-        figures.append(f"{mean(one[2] < half for one in own):.2f}")
-        print(f"| {'accepted' if accepted else 'rejected'} | {len(own)} | {' | '.join(figures)} |")
+        group = [one for one in tokens if one[0] is accepted]
+        figures = [f"{mean(one[1] for one in group):.2f}", f"{mean(one[2] for one in group):.3f}"]
+        figures.append(f"{mean(one[2] < middle_distance for one in group):.2f}")
+        print(f"| {'accepted' if accepted else 'rejected'} | {len(group)} | {' | '.join(figures)} |")
 
 
 def main() -> None:
@@ -95,27 +95,27 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--picture", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     model, tokenizer = skipstone.load()
-    wish = {"task": given.task, "num_prompts": given.num_prompts, "max_new_tokens": given.max_new_tokens}
-    plan = read(None, {"methods": ["autoregressive"], "tasks": [wish]})
+    task_settings = {"task": args.task, "num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
+    plan = read(None, {"methods": ["autoregressive"], "tasks": [task_settings]})
     ((task, settings),) = resolved(plan)
-    _, asked = conversations(task, settings, plan, given.data_dir)
-    reader = PromptBuilder(tokenizer, settings.chat, 2048 - given.max_new_tokens)
-    adasd.AdaSDDrafter = Looking  # type: ignore[misc]
-    sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
+    _, questions = conversations(task, settings, plan, args.data_dir)
+    prompt_builder = PromptBuilder(tokenizer, settings.chat, 2048 - args.max_new_tokens)
+    adasd.AdaSDDrafter = RecordingDrafter  # type: ignore[misc]
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     samples: list[Tokens] = []
-    for seed, one in enumerate(asked):
-        Looking.seen = []
-        options = {"max_new_tokens": given.max_new_tokens, "seed": seed, "eos_token_id": None, "top_k": 0, **sampling}
-        with warnings.catch_warnings():  # that windows of 20 do not pay is no news
+    for seed, one in enumerate(questions):
+        RecordingDrafter.judged_tokens = []
+        options = {"max_new_tokens": args.max_new_tokens, "seed": seed, "eos_token_id": None, "top_k": 0, **sampling}
+        with warnings.catch_warnings():  # windows of 20 are known to be slow
             warnings.simplefilter("ignore", RuntimeWarning)
-            method = AdaSD(given.draft, num_speculative_tokens=20, adaptive_length=False)
-            skipstone.generate(model, reader.ids(one), method, **options)
-        samples.append(Looking.seen)
+            method = AdaSD(args.draft, num_speculative_tokens=20, adaptive_length=False)
+            skipstone.generate(model, prompt_builder.ids(one), method, **options)
+        samples.append(RecordingDrafter.judged_tokens)
     table(samples)
-    if given.picture is not None:
-        drawn(samples, given.picture)
+    if args.picture is not None:
+        save_figure(samples, args.picture)
     print(json.dumps({"prompts": len(samples), "tokens": sum(map(len, samples))}))
 
 

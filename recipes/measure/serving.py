@@ -1,12 +1,12 @@
-"""A server under load: clients that stream, all at once, for a while.
+"""Speed and latency of a server under load by concurrent streaming clients.
 
     skipstone serve MODEL --port 8000 --max-waiting 256      # in another terminal; or llama.cpp's server
     python recipes/measure/serving.py --prompts FILE.jsonl [--url http://127.0.0.1:8000] [--clients 1 8 50] [--seconds 60]
         [--new 60] [--speculative off] [--tokenizer FOLDER]
 
-FILE: lines with a "prompt". FOLDER: of a tokenizer; prompts are then sent as token ids, the same ones to every server. Of every
-number of clients: tokens a second, milliseconds to the first token, for each further one and between chunks (median and 95th
-percentile), and errors. Every answer to a prompt has to be the same text as the first one to it: all are greedy.
+FILE: lines with a "prompt". FOLDER: a tokenizer's; prompts are then sent as token ids, equal for every server. Prints for every
+number of clients: tokens per second, milliseconds to the first token, per further token and between chunks (median and 95th
+percentile), and errors. All answers are greedy, so each answer to a prompt must equal the first one.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 
 
 @dataclass
-class Seen:
-    """What clients saw. first, each, between: seconds to the first token of an answer, for each further one, and between its
-    chunks. texts: the first answer to every prompt. differing: later ones that were other texts."""
+class ClientStatistics:
+    """Measurements of all clients. first, each, between: seconds to the first token of an answer, per further token, and
+    between its chunks. texts: the first answer to every prompt. differing: number of later answers with another text."""
 
     tokens: int = 0
     answers: int = 0
@@ -42,14 +42,14 @@ class Seen:
 Prompt = str | tuple[int, ...]
 
 
-async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, Any], seen: Seen) -> None:
-    """A streamed answer, and its times."""
+async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, Any], results: ClientStatistics) -> None:
+    """Stream one answer and record its times."""
     began, text = time.perf_counter(), ""
-    came: list[float] = []  # when chunks with text did
+    arrivals: list[float] = []  # times of chunks with text
     tokens = 0
     async with client.stream("POST", "/v1/completions", json={**body, "prompt": prompt}) as response:
         if response.status_code == 429:
-            seen.refused += 1
+            results.refused += 1
             await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
             return
         response.raise_for_status()
@@ -63,18 +63,20 @@ async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, 
                 tokens = usage["completion_tokens"]
             if chunk["choices"] and chunk["choices"][0].get("text"):
                 text += chunk["choices"][0]["text"]
-                came.append(now)
-    seen.answers += 1
-    seen.tokens += tokens
-    seen.first += [one - began for one in came[:1]]
-    seen.between += [after - before for before, after in pairwise(came)]
-    seen.each += [(came[-1] - came[0]) / (tokens - 1)] if len(came) > 1 else []
-    seen.differing += seen.texts.setdefault(prompt, text) != text
+                arrivals.append(now)
+    results.answers += 1
+    results.tokens += tokens
+    results.first += [one - began for one in arrivals[:1]]
+    results.between += [after - before for before, after in pairwise(arrivals)]
+    results.each += [(arrivals[-1] - arrivals[0]) / (tokens - 1)] if len(arrivals) > 1 else []
+    results.differing += results.texts.setdefault(prompt, text) != text
 
 
-async def load(url: str, prompts: list[Prompt], clients: int, seconds: float, body: dict[str, Any]) -> tuple[Seen, float]:
-    """So many clients, each with one request at a time."""
-    seen, began = Seen(), time.perf_counter()
+async def load(
+    url: str, prompts: list[Prompt], clients: int, seconds: float, body: dict[str, Any]
+) -> tuple[ClientStatistics, float]:
+    """Run clients, each with one request at a time. Returns their measurements and the seconds."""
+    results, began = ClientStatistics(), time.perf_counter()
 
     async def client(number: int) -> None:
         turn = number
@@ -82,16 +84,16 @@ async def load(url: str, prompts: list[Prompt], clients: int, seconds: float, bo
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=fresh) as http:
             while time.perf_counter() - began < seconds:
                 try:
-                    await one_answer(http, prompts[turn % len(prompts)], body, seen)
+                    await one_answer(http, prompts[turn % len(prompts)], body, results)
                 except (httpx.HTTPError, RuntimeError) as error:
-                    seen.errors.append(f"{type(error).__name__}: {error}")
+                    results.errors.append(f"{type(error).__name__}: {error}")
                 turn += 1
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return seen, time.perf_counter() - began
+    return results, time.perf_counter() - began
 
 
-def told(values: list[float]) -> str:
+def format_milliseconds(values: list[float]) -> str:
     """Median and 95th percentile, in milliseconds."""
     if len(values) < 2:
         return "-"
@@ -107,23 +109,23 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=60)
     parser.add_argument("--speculative")
     parser.add_argument("--tokenizer")
-    asked = parser.parse_args()
-    texts = [json.loads(line)["prompt"] for line in asked.prompts.read_text(encoding="utf-8").splitlines()]
+    args = parser.parse_args()
+    texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts: list[Prompt] = list(texts)
-    if asked.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(asked.tokenizer)
+    if args.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         prompts = [tuple(tokenizer(text)["input_ids"]) for text in texts]
-    body = {"max_tokens": asked.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {"speculative": asked.speculative} if asked.speculative else {}
+    body = {"max_tokens": args.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"speculative": args.speculative} if args.speculative else {}
     columns = ("clients", "tokens a second", "to the first token, ms (p95)", "each further one", "between chunks")
     columns += ("answers", "429", "errors", "other texts")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    for clients in asked.clients:
-        seen, seconds = asyncio.run(load(asked.url, prompts, clients, asked.seconds, body))
-        counts = f"{seen.answers} | {seen.refused} | {len(seen.errors)} | {seen.differing}"
-        times = " | ".join(told(each) for each in (seen.first, seen.each, seen.between))
-        print(f"| {clients} | {seen.tokens / seconds:.0f} | {times} | {counts} |")
-        for error in seen.errors[:3]:
+    for clients in args.clients:
+        results, seconds = asyncio.run(load(args.url, prompts, clients, args.seconds, body))
+        counts = f"{results.answers} | {results.refused} | {len(results.errors)} | {results.differing}"
+        times = " | ".join(format_milliseconds(each) for each in (results.first, results.each, results.between))
+        print(f"| {clients} | {results.tokens / seconds:.0f} | {times} | {counts} |")
+        for error in results.errors[:3]:
             print(error)
 
 

@@ -1,10 +1,10 @@
-"""A model as a GGUF file for llama.cpp, with the same weights and without a tokenizer.
+"""Writes a model as a GGUF file for llama.cpp, with the same weights and without a tokenizer.
 
     pip install gguf
     python recipes/measure/to_gguf.py MODEL OUT.gguf [F32 | F16 | BF16 | Q8_0]
 
-MODEL: a folder or hub id; "nano" is the bundled model. Norms stay float32. `skipstone export --to gguf` writes tokenizers, too,
-and no Q8_0.
+MODEL: a folder or hub id; "nano" is the bundled model. Norms stay float32. `skipstone export --to gguf` also writes tokenizers,
+but no Q8_0.
 """
 
 import argparse
@@ -23,21 +23,21 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out")
     parser.add_argument("type", nargs="?", default="F32", choices=["F32", "F16", "BF16", "Q8_0"])
-    asked = parser.parse_args()
-    model, _ = skipstone.load(None if asked.model == "nano" else asked.model, dtype=torch.float32)
+    args = parser.parse_args()
+    model, _ = skipstone.load(None if args.model == "nano" else args.model, dtype=torch.float32)
     try:
-        found = architecture_of(model.config)
+        architecture = architecture_of(model.config)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    kind = gguf.GGMLQuantizationType[asked.type]
-    writer = gguf.GGUFWriter(asked.out, found.name)
+    matrix_type = gguf.GGMLQuantizationType[args.type]
+    writer = gguf.GGUFWriter(args.out, architecture.name)
     write_hyperparameters(writer, model.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if asked.type == "F32" else f"MOSTLY_{asked.type}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if args.type == "F32" else f"MOSTLY_{args.type}"])
     writer.add_tokenizer_model("no_vocab")
-    for title, weight in tensors(model, found):
-        stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
-        writer.add_tensor(title, gguf.quants.quantize(weight.numpy(), stored), raw_dtype=stored)
+    for name, weight in tensors(model, architecture):
+        stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else matrix_type
+        writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,10 @@
-"""A model with the same texts and longer steps: what a method is worth depends on both. A step of the bundled model takes 1 ms.
+"""Makes a model with the same texts and longer steps, because a method's speed-up depends on the time of a step.
 
     python recipes/measure/widened.py OUT --width 4096 [--model MODEL] [--dtype float32]
 
-The feed-forward layers of a Llama-like model get --width inner units. What is new has random weights in gate and up
-projections and zeros in the down projection, so that it is read and multiplied at every step and adds exactly nothing. Writes a
-checkpoint with tokenizer and generation_config to OUT, and prints the bytes of all weights before and after.
+The feed-forward layers of a Llama-like model get --width inner units. New units have random weights in gate and up projections
+and zeros in the down projection. So every step reads and multiplies them, and they add exactly nothing. Writes a checkpoint
+with tokenizer and generation_config to OUT, and prints the bytes of all weights before and after.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from skipstone.assets import NANO
 
 SEED = 0
 SPREAD = 0.02
-"""Standard deviation of what is new in gate and up projections, as at a model's beginning."""
+"""Standard deviation of new weights, as in an untrained model."""
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:
-    """A projection of a layer. TypeError where it is none."""
+    """A projection of a layer. TypeError if it is no linear layer."""
     found = layer.get_submodule(name)
     if not isinstance(found, nn.Linear):
         raise TypeError(f"{name} is a {type(found).__name__}")
@@ -32,13 +32,13 @@ def linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def replace(projection: nn.Linear, weight: Tensor) -> None:
-    """Gives a projection other weights. weight: [outputs, inputs]."""
+    """Replace the weights of a projection. weight: [outputs, inputs]."""
     projection.weight = nn.Parameter(weight.to(projection.weight.dtype), requires_grad=False)
     projection.out_features, projection.in_features = weight.shape
 
 
 def widen(model: PreTrainedModel, width: int) -> None:
-    """Gives the feed-forward layers of a model so many inner units. ValueError where they have as many or biases."""
+    """Give the feed-forward layers `width` inner units. ValueError if they have as many or have biases."""
     generator = torch.Generator().manual_seed(SEED)
     for layer in model.get_submodule("model.layers").children():
         gate, up, down = (linear(layer, f"mlp.{name}_proj") for name in ("gate", "up", "down"))

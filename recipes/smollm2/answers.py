@@ -1,12 +1,12 @@
-"""The answers that a model gave in runs of `skipstone train heads`, as documents for a training recipe.
+"""A model's answers in runs of `skipstone train heads`, as documents for a training recipe.
 
-A draft model learns best from what its target itself says. In a recipe, with folders relative to this file:
+A draft model learns best from its target's own texts. In a recipe, with folders relative to this file:
 
     kind: script
     path: answers.py
     arguments: {runs: [../../runs/smollm2/heads-maths], tokenizer: ../../runs/smollm2/model}
 
-A document is a pair of a prompt, which is only read, and its answer.
+A document is a pair of a prompt, which is not predicted, and its answer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
-ANSWERS = "answers.jsonl"  # file in the folder of a run: a line that says what was asked, then a line for every answer
+ANSWERS = "answers.jsonl"  # in the folder of a run: a line of settings, then a line per answer
 
 
 def documents(runs: Sequence[str], tokenizer: str) -> Iterator[tuple[str, str]]:
-    """(prompt, answer) as texts, special tokens in words, in the runs' order. FileNotFoundError for a run without answers."""
+    """(prompt, answer) as texts with special tokens, in the order of runs. FileNotFoundError for a run without answers."""
     reader = AutoTokenizer.from_pretrained(HERE / tokenizer)
     for run in runs:
         _, *lines = (HERE / run / ANSWERS).read_text(encoding="utf-8").splitlines()

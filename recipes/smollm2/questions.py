@@ -1,8 +1,8 @@
-"""The questions of Spec-Bench that heads-instructions.yaml leaves to measure on, as a task of `skipstone bench run`.
+"""The questions of Spec-Bench that heads-instructions.yaml does not train on, as a task of `skipstone bench run`.
 
     python recipes/smollm2/questions.py runs/smollm2/questions.jsonl --data-dir FOLDER
 
-FOLDER holds spec_bench.jsonl. The categories take turns, so that the first so many questions are of all kinds.
+FOLDER holds spec_bench.jsonl. The categories alternate, so that the first questions are of all kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECIPE = Path(__file__).with_name("heads-instructions.yaml")
 
 
 def left_out(records: list[dict[str, Any]], seen: list[list[int]]) -> list[dict[str, Any]]:
-    """The records whose question_id lies in none of the ranges [first, last] that were seen, the categories taking turns."""
+    """The records with a question_id in none of the ranges [first, last] in `seen`; the categories alternate."""
     by_category = defaultdict(list)
     for record in records:
         if not any(first <= record["question_id"] <= last for first, last in seen):
@@ -32,9 +32,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data-dir", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     (source,) = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["prompts"]
-    lines = (asked.data_dir / source["file"]).read_text(encoding="utf-8").splitlines()
-    found = left_out([json.loads(line) for line in lines], source["where"]["question_id"])
-    asked.out.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
-    print(f"{asked.out}: {len(found)} of {len(lines)} questions")
+    lines = (args.data_dir / source["file"]).read_text(encoding="utf-8").splitlines()
+    questions = left_out([json.loads(line) for line in lines], source["where"]["question_id"])
+    args.out.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
+    print(f"{args.out}: {len(questions)} of {len(lines)} questions")

@@ -1,10 +1,9 @@
-"""The tokens that a model says most often, for `draft_vocabulary`: a JSON list of ids.
+"""The tokens that a model uses most often, for `draft_vocabulary`: a JSON list of ids.
 
     python recipes/smollm2/shortlist.py runs/smollm2/said.json runs/smollm2/heads-maths/answers.jsonl
     python recipes/smollm2/shortlist.py runs/smollm2/commands.json --commands runs/smollm2/model
 
-The first form counts the answers that runs of `skipstone train heads` have written. The second counts the answers of the
-commands task's training part, as the tokenizer of a model folder reads them.
+The first form counts tokens in answers of `skipstone train heads`, the second in answers of the commands task's training part.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import commands  # type: ignore[import-not-found]
 
-COUNT = 8192  # tokens of a list, at most
-EXAMPLES = 20_000  # of the commands task that are counted
+COUNT = 8192  # maximum number of tokens of a list
+EXAMPLES = 20_000  # counted examples of the commands task
 
 
-def of_runs(files: Sequence[Path]) -> Iterator[list[int]]:
+def answers_of_runs(files: Sequence[Path]) -> Iterator[list[int]]:
     """The answers in files of `skipstone train heads`, as ids."""
     for file in files:
         _, *lines = file.read_text(encoding="utf-8").splitlines()
         yield from (json.loads(line)["tokens"] for line in lines)
 
 
-def of_commands(model: Path) -> Iterator[list[int]]:
-    """The answers of the commands task, as ids of a model's tokenizer, its end of the text behind each."""
+def answers_of_commands(model: Path) -> Iterator[list[int]]:
+    """The answers of the commands task as ids of a model's tokenizer, each with its end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     for one in commands.examples("train", EXAMPLES, 0):
         yield [*tokenizer(one.answer)["input_ids"], tokenizer.eos_token_id]
 
 
 def commonest(answers: Iterable[list[int]], count: int) -> list[int]:
-    """The ids that answers hold most often, ascending, and the share of all tokens that they are on stderr."""
-    found = Counter(token for tokens in answers for token in tokens)
-    kept = found.most_common(count)
+    """The most frequent ids in answers, ascending. Prints their share of all tokens to stderr."""
+    counts = Counter(token for tokens in answers for token in tokens)
+    shortlist = counts.most_common(count)
     print(
-        f"{len(kept)} of {len(found)} tokens, {sum(n for _, n in kept) / found.total():.4f} of all that is said",
+        f"{len(shortlist)} of {len(counts)} tokens, {sum(n for _, n in shortlist) / counts.total():.4f} of all occurrences",
         file=sys.stderr,
     )
-    return sorted(token for token, _ in kept)
+    return sorted(token for token, _ in shortlist)
 
 
 if __name__ == "__main__":
@@ -56,8 +55,8 @@ if __name__ == "__main__":
     parser.add_argument("answers", type=Path, nargs="*")
     parser.add_argument("--commands", type=Path, help="a model folder: count the commands task instead")
     parser.add_argument("--count", type=int, default=COUNT)
-    asked = parser.parse_args()
-    if not asked.commands and not asked.answers:
+    args = parser.parse_args()
+    if not args.commands and not args.answers:
         parser.error("give files of answers, or --commands")
-    said = of_commands(asked.commands) if asked.commands else of_runs(asked.answers)
-    asked.out.write_text(json.dumps(commonest(said, asked.count)), encoding="utf-8")
+    answers = answers_of_commands(args.commands) if args.commands else answers_of_runs(args.answers)
+    args.out.write_text(json.dumps(commonest(answers, args.count)), encoding="utf-8")
