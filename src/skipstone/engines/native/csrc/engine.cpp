@@ -1,7 +1,7 @@
-// A few tokens through a range of decoder layers in one call. Families are flags and pointers of a Layer, not copies of code.
+// Runs a few tokens through a range of decoder layers in one call. Flags and pointers of a Layer describe the families.
 //
-// What is computed for a token depends on its own text only: not on the tokens of the same call, not on the number of threads,
-// not on the instruction set. The C ABI at the end checks every position, slot and id against the buffers that it is given.
+// A token's results depend on its own text only, not on other tokens of the call, the number of threads or the instruction set.
+// The C ABI at the end checks every position, slot and id against the caller's buffers.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -29,32 +29,32 @@ struct Entry {
   int64_t row, position, slot;
 };
 
-// What the tokens see under one window: Visible per entry, the slots of their tails, and the work for all entries before each.
-struct Sight {
+// The slots that every entry attends to under one window.
+struct WindowView {
   int64_t window = -1;
-  std::vector<Visible> visible;
+  std::vector<VisibleSlots> visible;
   std::vector<int32_t> tails;
-  std::vector<int64_t> work_before;  // of one query head, in slots; the last is the work for all entries
+  std::vector<int64_t> work_before;  // work for one query head of all earlier entries, in slots; the last: of all entries
 };
 constexpr int64_t WORK_OF_A_LINE = 16;  // a line's fixed cost, in slots
 
 using Floats = Buffer<float>;
 
-// The scratch memory of a host thread. Every CALLS_BEFORE_TRIM calls, buffers shrink that were more than twice as large as any of
-// these calls needed. A step makes fewer than a hundred calls, and prompts are run in chunks at least every second step. So no
-// buffer shrinks between two chunks, and the memory of a long prompt is freed soon after it.
-struct Room {
+// The scratch memory of a host thread. Every CALLS_BEFORE_TRIM calls it frees buffers more than twice as large as these calls needed.
+// A step makes fewer than a hundred calls, and a prompt's chunks run at least every second step. So no buffer is freed between two
+// chunks, and the memory of a long prompt is freed soon after it.
+struct Scratch {
   static constexpr int CALLS_BEFORE_TRIM = 256;
   int calls = 0;
   Floats x, projected, queries, attended, inner, added, logits, probability, transformed;
   std::vector<int64_t> positions, picks;
-  std::vector<uint8_t> going;
+  std::vector<uint8_t> row_states;
   std::vector<float> survival;  // of a chain's rows, up to their newest drafts
   std::vector<Floats> normed, scores;  // per thread
-  std::vector<Codes> codes;  // per thread: of the inputs of a product
+  std::vector<Codes> codes;  // per thread: the quantised inputs of a product
   std::vector<Entry> entries;
   std::vector<int64_t> lines;  // of the entries, as numbers of the store's rows and slots
-  std::vector<Sight> sights;
+  std::vector<WindowView> views;
   Buffer<int64_t> best;  // [threads][rows]
 
   void trim() {
@@ -64,19 +64,19 @@ struct Room {
     best.trim();
     for (auto* one : {&positions, &picks, &lines}) one->shrink_to_fit();  // to the size of the latest call
     entries.shrink_to_fit();
-    sights.clear();
-    sights.shrink_to_fit();
+    views.clear();
+    views.shrink_to_fit();
   }
 };
 
-// The scratch memory of the calling thread, at the begin of a call.
-inline Room& room() {
-  static thread_local Room own;
-  if (++own.calls >= Room::CALLS_BEFORE_TRIM) {
-    own.calls = 0;
-    own.trim();
+// The scratch memory of the calling thread. Call it once per exported call: it counts them.
+inline Scratch& thread_scratch() {
+  static thread_local Scratch scratch;
+  if (++scratch.calls >= Scratch::CALLS_BEFORE_TRIM) {
+    scratch.calls = 0;
+    scratch.trim();
   }
-  return own;
+  return scratch;
 }
 
 inline void share(int64_t count, int thread, int threads, int64_t& first, int64_t& last) {
@@ -85,14 +85,14 @@ inline void share(int64_t count, int thread, int threads, int64_t& first, int64_
 }
 
 // The first weights of a thread's share of a matrix.
-inline const char* share_of(const Matrix& matrix, int thread, int threads) {
+inline const char* first_weights(const Matrix& matrix, int thread, int threads) {
   int64_t first, last;
   share(matrix.count(), thread, threads, first, last);
   return matrix.panel(first);
 }
 
-// The same of a layer, whose query, key and value weights are shared out as one matrix.
-inline const char* share_of(const Layer& layer, int thread, int threads) {
+// The same for a layer. Its query, key and value weights are divided as if they were one matrix.
+inline const char* first_weights(const Layer& layer, int thread, int threads) {
   int64_t first, last;
   share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
   for (const Matrix* part : {&layer.q, &layer.k, &layer.v}) {
@@ -117,7 +117,7 @@ inline void scaled(const float* x, float factor, const float* weight, int64_t si
   for (; i < size; i++) y[i] = weight[i] * (x[i] * factor);
 }
 
-// RMSNorm of n rows, or a copy where there is no norm.
+// RMSNorm of n rows; a copy if `weight` is null.
 inline void norm_rows(const float* x, int64_t x_stride, const float* weight, int64_t n, int64_t size, float epsilon, float* y, int64_t y_stride) {
   for (int64_t r = 0; r < n; r++) {
     const float* from = x + r * x_stride;
@@ -127,13 +127,13 @@ inline void norm_rows(const float* x, int64_t x_stride, const float* weight, int
   }
 }
 
-inline float widened(const void* from, int64_t type, int64_t index) {
+inline float to_float32(const void* from, int64_t type, int64_t index) {
   if (type == FLOAT32) return static_cast<const float*>(from)[index];
   const uint16_t bits = static_cast<const uint16_t*>(from)[index];
   if (type == BFLOAT16) {
-    const uint32_t wide = uint32_t(bits) << 16;
+    const uint32_t bits32 = uint32_t(bits) << 16;
     float x;
-    std::memcpy(&x, &wide, 4);
+    std::memcpy(&x, &bits32, 4);
     return x;
   }
   uint16_t lanes[LANES] = {bits};
@@ -143,7 +143,7 @@ inline float widened(const void* from, int64_t type, int64_t index) {
 }
 
 // The nearest bfloat16; ties go to the even last bit.
-inline uint16_t narrowed(float x) {
+inline uint16_t to_bfloat16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   if (x != x) return 0x7fc0;
@@ -156,17 +156,17 @@ inline void embed_token(const Model& m, int64_t token, float* to) {
   } else if (m.embedding == nullptr && m.head.type == INT4) {
     dequantize_output<Int4>(m.head.panels, m.hidden, token, to);
   } else if (m.embedding != nullptr) {
-    for (int64_t k = 0; k < m.hidden; k++) to[k] = widened(m.embedding, m.embedding_type, token * m.hidden + k);
+    for (int64_t k = 0; k < m.hidden; k++) to[k] = to_float32(m.embedding, m.embedding_type, token * m.hidden + k);
   } else {
     const bool pairs = m.head.type == BFLOAT16;
     const int64_t size = (pairs ? (m.hidden + 1) / 2 * 2 : m.hidden) * LANES, start = token / LANES * size, lane = token % LANES;
     for (int64_t k = 0; k < m.hidden; k++)
-      to[k] = widened(m.head.panels, m.head.type, start + (pairs ? (k / 2 * LANES + lane) * 2 + k % 2 : k * LANES + lane));
+      to[k] = to_float32(m.head.panels, m.head.type, start + (pairs ? (k / 2 * LANES + lane) * 2 + k % 2 : k * LANES + lane));
   }
   for (int64_t k = 0; k < m.hidden; k++) to[k] = to[k] * m.embedding_scale * m.embedding_multiplier;
 }
 
-// y = activation(gate) * up, in the gate's place
+// gate = activation(gate) * up
 inline void activate(int64_t activation, float* gate, const float* up, int64_t size) {
   for (int64_t i = 0; i < size; i += LANES) {
     const int count = int(std::min<int64_t>(LANES, size - i));
@@ -194,39 +194,39 @@ inline void rotate(float* head, const Rotary& table, int64_t position) {
   }
 }
 
-constexpr int64_t SHARED_NORMS = 64;  // entries from which threads share the norms
+constexpr int64_t SHARED_NORMS = 64;  // from this number of entries on, threads divide the norms among them
 
-// A run of layers over the entries of `room().x`, on all threads of the pool.
+// Runs layers over the entries in `scratch.x`, on all threads of the pool.
 struct Run {
   const Model& m;
   const Pass& pass;
   const Store& store;
   int64_t from, to;
   const int64_t* skip;
-  Room& own;
+  Scratch& scratch;
   int64_t n;  // entries
   float *x, *projected, *attended, *inner, *added;
   int64_t x_stride, projected_stride, attended_stride, inner_stride, padded;
-  int64_t most_seen;
+  int64_t max_visible;
 
   static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Run*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
-    float* normed = own.normed[thread].data();
+    float* normed = scratch.normed[thread].data();
     for (int64_t index = from; index < to; index++) {
       const Layer& layer = m.layers[index];
-      const int64_t left_out = skip == nullptr ? 0 : skip[index];
-      if (!(left_out & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool, normed);
-      if (!(left_out & SKIP_MLP)) mlp(layer, index, thread, threads, pool, normed);
+      const int64_t skipped = skip == nullptr ? 0 : skip[index];
+      if (!(skipped & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool, normed);
+      if (!(skipped & SKIP_MLP)) mlp(layer, index, thread, threads, pool, normed);
     }
   }
 
-  // The norm of all entries. Every thread computes few entries for itself; many are shared out, which costs a barrier.
-  float* norms(const float* weight, int thread, int threads, Pool& pool, float* of_thread) {
+  // The norm of all entries. Every thread computes all of a few entries. Threads divide many entries, which costs a barrier.
+  float* norm_entries(const float* weight, int thread, int threads, Pool& pool, float* thread_buffer) {
     int64_t first = 0, last = n;
     const bool shared = threads > 1 && n >= SHARED_NORMS;
     if (shared) share(n, thread, threads, first, last);
-    float* to = shared ? own.normed[0].data() : of_thread;
+    float* to = shared ? scratch.normed[0].data() : thread_buffer;
     norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, to + first * x_stride, x_stride);
     if (shared) pool.barrier(thread == 0);
     return to;
@@ -234,74 +234,74 @@ struct Run {
 
   void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    normed = norms(layer.norm_before_attention, thread, threads, pool, normed);
+    normed = norm_entries(layer.norm_before_attention, thread, threads, pool, normed);
     const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
-    Rows rows{normed, n, x_stride, own.codes[thread]};
+    Rows rows{normed, n, x_stride, scratch.codes[thread]};
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
-    int64_t start = 0;  // of this part among the panels of all three
+    int64_t start = 0;  // number of panels of the earlier parts
     for (const Matrix* part : parts) {
       const int64_t count = part->count();
       const int64_t a = std::clamp<int64_t>(first - start, 0, count), b = std::clamp<int64_t>(last - start, 0, count);
       const Matrix* after = start + count >= last ? nullptr : part == &layer.q ? &layer.k : &layer.v;
-      const char* next = after == nullptr ? share_of(layer.o, thread, threads) : after->panel(0);
+      const char* next = after == nullptr ? first_weights(layer.o, thread, threads) : after->panel(0);
       matmul(*part, rows, projected + start * LANES, projected_stride, a, b, count * LANES, next);
       start += count;
     }
     pool.barrier(thread == 0);
-    // norms, rotary phases, and keys and values to their slots
+    // norms and rotary phases; write keys and values to their slots
     const int64_t heads = m.heads + 2 * m.kv_heads, size = m.head_size;
     const int64_t k_start = layer.q.count() * LANES, v_start = k_start + layer.k.count() * LANES;
     share(n * heads, thread, threads, first, last);
-    Floats& spare = own.scores[thread];
+    Floats& spare = scratch.scores[thread];
     for (int64_t unit = first; unit < last; unit++) {
-      const Entry& entry = own.entries[unit / heads];
+      const Entry& entry = scratch.entries[unit / heads];
       const int64_t row = unit / heads, h = unit % heads;
       const float* token = projected + row * projected_stride;
       float* head = spare.data();
       std::fill(head + size, head + padded, 0.0f);
       if (h >= m.heads + m.kv_heads) {
         std::memcpy(head, token + v_start + (h - m.heads - m.kv_heads) * size, sizeof(float) * size);
-        put(store.values[index], entry, h - m.heads - m.kv_heads, head);
+        write_head(store.values[index], entry, h - m.heads - m.kv_heads, head);
         continue;
       }
-      const bool query = h < m.heads;
-      const int64_t own_head = query ? h : h - m.heads, width = (query ? m.heads : m.kv_heads) * size;
-      const float* all = token + (query ? 0 : k_start);
-      const float* weight = query ? layer.norm_q : layer.norm_k;
-      if (weight == nullptr) std::memcpy(head, all + own_head * size, sizeof(float) * size);
-      else if (layer.norm_whole) scaled(all + own_head * size, inverse_rms(all, width, m.epsilon), weight + own_head * size, size, head);
-      else scaled(all + own_head * size, inverse_rms(all + own_head * size, size, m.epsilon), weight, size, head);
+      const bool is_query = h < m.heads;
+      const int64_t head_index = is_query ? h : h - m.heads, width = (is_query ? m.heads : m.kv_heads) * size;
+      const float* all_heads = token + (is_query ? 0 : k_start);
+      const float* weight = is_query ? layer.norm_q : layer.norm_k;
+      if (weight == nullptr) std::memcpy(head, all_heads + head_index * size, sizeof(float) * size);
+      else if (layer.norm_whole) scaled(all_heads + head_index * size, inverse_rms(all_heads, width, m.epsilon), weight + head_index * size, size, head);
+      else scaled(all_heads + head_index * size, inverse_rms(all_heads + head_index * size, size, m.epsilon), weight, size, head);
       if (layer.rotary >= 0) rotate(head, pass.rotary[layer.rotary], entry.position);
-      if (query) std::memcpy(own.queries.data() + (row * m.heads + h) * padded, head, sizeof(float) * padded);
-      else put(store.keys[index], entry, own_head, head);
+      if (is_query) std::memcpy(scratch.queries.data() + (row * m.heads + h) * padded, head, sizeof(float) * padded);
+      else write_head(store.keys[index], entry, head_index, head);
     }
     pool.barrier(thread == 0);
-    // scores and values
-    if (store.type == BFLOAT16) look_back<uint16_t>(layer, index, thread, threads, spare.data());
-    else look_back<float>(layer, index, thread, threads, spare.data());
+    // attention
+    if (store.type == BFLOAT16) attend_lines<uint16_t>(layer, index, thread, threads, spare.data());
+    else attend_lines<float>(layer, index, thread, threads, spare.data());
     pool.barrier(thread == 0);
-    const char* next = share_of(layer.gate, thread, threads);
-    close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, next, thread, threads, pool);
+    const char* next = first_weights(layer.gate, thread, threads);
+    add_to_stream(layer, layer.o, attended, attended_stride, layer.norm_after_attention, next, thread, threads, pool);
   }
 
-  // Attention of this thread's share of the query heads of all entries. They are numbered by kv head, entry and place in the
+  // Attention of this thread's share of all lines (query heads of entries). Lines are numbered by kv head, entry and place in the
   // group, so neighbours read the same keys and values.
   template <class E>
-  void look_back(const Layer& layer, int64_t index, int thread, int threads, float* spare) {
-    const Sight* sight = nullptr;
-    for (const Sight& one : own.sights) if (one.window == layer.window) sight = &one;
-    const int64_t group = m.heads / m.kv_heads, score_room = most_seen + SPARE;
-    float* outs = spare + MOST_LINES * score_room;  // [lines][padded]
-    const int64_t first = line_at(*sight, thread, threads, group), last = line_at(*sight, thread + 1, threads, group);
-    Line lines[MOST_LINES];
+  void attend_lines(const Layer& layer, int64_t index, int thread, int threads, float* spare) {
+    const WindowView* view = nullptr;
+    for (const WindowView& one : scratch.views) if (one.window == layer.window) view = &one;
+    const int64_t group = m.heads / m.kv_heads, score_stride = max_visible + SPARE;
+    float* outputs = spare + MAX_LINES * score_stride;  // [lines][padded]
+    const int64_t first = line_at(*view, thread, threads, group), last = line_at(*view, thread + 1, threads, group);
+    Line lines[MAX_LINES];
     for (int64_t line = first; line < last;) {
-      const int64_t h = line / (n * group), row = own.entries[line / group % n].row;
+      const int64_t h = line / (n * group), row = scratch.entries[line / group % n].row;
       int count = 0;
-      for (; count < MOST_LINES && line + count < last; count++) {
+      for (; count < MAX_LINES && line + count < last; count++) {
         const int64_t entry = (line + count) / group % n;
-        if ((line + count) / (n * group) != h || own.entries[entry].row != row) break;
-        const float* query = own.queries.data() + (entry * m.heads + h * group + (line + count) % group) * padded;
-        lines[count] = {query, &sight->visible[entry], spare + count * score_room, outs + count * padded};
+        if ((line + count) / (n * group) != h || scratch.entries[entry].row != row) break;
+        const float* query = scratch.queries.data() + (entry * m.heads + h * group + (line + count) % group) * padded;
+        lines[count] = {query, &view->visible[entry], spare + count * score_stride, outputs + count * padded};
       }
       const int64_t at = (row * m.kv_heads + h) * store.slots * padded;
       attend(lines, count, static_cast<const E*>(store.keys[index]) + at, static_cast<const E*>(store.values[index]) + at, padded, layer.scale, layer.softcap);
@@ -314,36 +314,36 @@ struct Run {
   }
 
   // The first line of a thread, chosen so that all threads have about the same work.
-  int64_t line_at(const Sight& sight, int64_t thread, int64_t threads, int64_t group) const {
-    const int64_t of_head = sight.work_before.back() * group, work = of_head * m.kv_heads * thread / threads;
+  int64_t line_at(const WindowView& view, int64_t thread, int64_t threads, int64_t group) const {
+    const int64_t of_head = view.work_before.back() * group, work = of_head * m.kv_heads * thread / threads;
     const int64_t h = work / of_head, rest = work % of_head;
-    const int64_t entry = std::upper_bound(sight.work_before.begin(), sight.work_before.end(), rest / group) - sight.work_before.begin() - 1;
-    const int64_t before = sight.work_before[entry], each = sight.work_before[entry + 1] - before;
+    const int64_t entry = std::upper_bound(view.work_before.begin(), view.work_before.end(), rest / group) - view.work_before.begin() - 1;
+    const int64_t before = view.work_before[entry], each = view.work_before[entry + 1] - before;
     return (h * n + entry) * group + (rest - before * group) / each;
   }
 
   void mlp(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    normed = norms(layer.norm_before_mlp, thread, threads, pool, normed);
+    normed = norm_entries(layer.norm_before_mlp, thread, threads, pool, normed);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
-    Rows rows{normed, n, x_stride, own.codes[thread]};
+    Rows rows{normed, n, x_stride, scratch.codes[thread]};
     matmul(layer.gate, rows, inner, inner_stride, first, last, inner_stride, layer.up.panel(first));
-    matmul(layer.up, rows, up, inner_stride, first, last, inner_stride, share_of(layer.down, thread, threads));
+    matmul(layer.up, rows, up, inner_stride, first, last, inner_stride, first_weights(layer.down, thread, threads));
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.intermediate);
     if (start < stop)
       for (int64_t r = 0; r < n; r++)
         activate(layer.activation, inner + r * inner_stride + start, up + r * inner_stride + start, stop - start);
     pool.barrier(thread == 0);
-    const char* next = index + 1 < to ? share_of(m.layers[index + 1], thread, threads) : share_of(m.head, thread, threads);
-    close(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, next, thread, threads, pool);
+    const char* next = index + 1 < to ? first_weights(m.layers[index + 1], thread, threads) : first_weights(m.head, thread, threads);
+    add_to_stream(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, next, thread, threads, pool);
   }
 
-  // The projection at the end of a sublayer, its norm, and the residual sum.
-  void close(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, const char* next, int thread, int threads, Pool& pool) {
+  // The last projection of a sublayer, its norm, and the residual sum.
+  void add_to_stream(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, const char* next, int thread, int threads, Pool& pool) {
     int64_t first, last;
     share(matrix.count(), thread, threads, first, last);
-    Rows rows{from_rows, n, stride, own.codes[thread]};
+    Rows rows{from_rows, n, stride, scratch.codes[thread]};
     matmul(matrix, rows, added, x_stride, first, last, x_stride, next);
     if (norm != nullptr) pool.barrier(thread == 0);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
@@ -358,129 +358,129 @@ struct Run {
     pool.barrier(thread == 0);
   }
 
-  void put(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
+  void write_head(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
     const int64_t at = ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded;
     if (store.type == FLOAT32) std::memcpy(static_cast<float*>(buffer) + at, from_head, sizeof(float) * padded);
-    else for (int64_t i = 0; i < padded; i++) static_cast<uint16_t*>(buffer)[at + i] = narrowed(from_head[i]);
+    else for (int64_t i = 0; i < padded; i++) static_cast<uint16_t*>(buffer)[at + i] = to_bfloat16(from_head[i]);
   }
 };
 
-// Whether the store has the rows of a pass.
+// Whether the store has all rows of a pass.
 bool has_rows(const Pass& pass, const Store& store) {
   return pass.b >= 0 && pass.first_row >= 0 && pass.first_row <= store.rows && pass.b <= store.rows - pass.first_row;
 }
 
-// The tokens of a pass that count. Error if one names a missing slot or position, or a slot of another token.
-int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
-  own.entries.clear();
+// Collects the valid tokens of a pass. Error if a slot or position does not exist, or if two tokens have one slot.
+int64_t collect_entries(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Scratch& scratch) {
+  scratch.entries.clear();
   if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
   if (store.keys == nullptr || store.values == nullptr || (store.type != FLOAT32 && store.type != BFLOAT16)) return BAD_ARGUMENT;
   if (pass.b > 0 && pass.n > 0 && (pass.positions == nullptr || pass.slots == nullptr)) return BAD_ARGUMENT;
-  bool rising = true;  // every row's slots rise, which only odd callers break
+  bool slots_rise = true;  // in every row; if not, slots are searched for duplicates
   for (int64_t row = 0; row < pass.b; row++) {
     int64_t before = -1;
     for (int64_t column = 0; column < pass.n; column++) {
       if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
       const int64_t position = pass.positions[row * pass.positions_stride + column], slot = pass.slots[row * pass.slots_stride + column];
-      if (slot < 0 || slot >= store.slots - 1) return BAD_SLOT;  // the last slot takes what does not count
+      if (slot < 0 || slot >= store.slots - 1) return BAD_SLOT;  // the last slot is trash
       if (position < 0) return BAD_POSITION;
       if (pass.base == nullptr && position >= pass.extent) return BAD_POSITION;
-      own.entries.push_back({row * pass.n + column, pass.first_row + row, position, slot});
-      rising = rising && slot > before;
+      scratch.entries.push_back({row * pass.n + column, pass.first_row + row, position, slot});
+      slots_rise = slots_rise && slot > before;
       before = slot;
     }
   }
-  if (!rising) {
-    own.lines.clear();
-    for (const Entry& entry : own.entries) own.lines.push_back(entry.row * store.slots + entry.slot);
-    std::sort(own.lines.begin(), own.lines.end());
-    if (std::adjacent_find(own.lines.begin(), own.lines.end()) != own.lines.end()) return BAD_SLOT;
+  if (!slots_rise) {
+    scratch.lines.clear();
+    for (const Entry& entry : scratch.entries) scratch.lines.push_back(entry.row * store.slots + entry.slot);
+    std::sort(scratch.lines.begin(), scratch.lines.end());
+    if (std::adjacent_find(scratch.lines.begin(), scratch.lines.end()) != scratch.lines.end()) return BAD_SLOT;
   }
   for (int64_t index = from; index < to; index++) {
     if (store.keys[index] == nullptr || store.values[index] == nullptr) return BAD_ARGUMENT;
     const int64_t table = m.layers[index].rotary;
     if (table < 0) continue;
     if (table >= ROTARY_TABLES || pass.rotary[table].size > m.head_size) return BAD_LAYER;
-    for (const Entry& entry : own.entries)
+    for (const Entry& entry : scratch.entries)
       if (entry.position >= pass.rotary[table].positions) return BAD_POSITION;
   }
   return OK;
 }
 
-// What every entry sees under a window.
-int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
-  sight.window = window;
-  sight.visible.clear();
-  sight.tails.clear();
-  sight.work_before.assign(1, 0);
+// Finds the slots that every entry attends to under a window.
+int64_t find_visible(const Pass& pass, int64_t window, Scratch& scratch, WindowView& view) {
+  view.window = window;
+  view.visible.clear();
+  view.tails.clear();
+  view.work_before.assign(1, 0);
   if (pass.base != nullptr && pass.columns < 0) return BAD_TREE;
-  if (pass.base != nullptr) sight.tails.reserve(own.entries.size() * pass.columns);  // pointers into it must last
-  for (const Entry& entry : own.entries) {
+  if (pass.base != nullptr) view.tails.reserve(scratch.entries.size() * pass.columns);  // no growth: `visible` points into it
+  for (const Entry& entry : scratch.entries) {
     const int64_t low = window > 0 ? std::max<int64_t>(0, entry.position - window + 1) : 0;
     if (pass.base == nullptr) {
-      sight.visible.push_back({low, entry.position + 1, nullptr, 0});
+      view.visible.push_back({low, entry.position + 1, nullptr, 0});
       continue;
     }
     const int64_t row = entry.place / pass.n, column = entry.place % pass.n, base = pass.base[row];
     const int64_t seen = pass.seen == nullptr ? base : pass.seen[row];
     if (base < 0 || base > pass.extent || seen < 0) return BAD_TREE;
     const int64_t high = std::min(std::min(base, seen), pass.extent);
-    const int64_t start = int64_t(sight.tails.size());
+    const int64_t start = int64_t(view.tails.size());
     for (int64_t c = 0; c < pass.columns; c++) {
       const int64_t slot = base + c;
       const bool ancestor = pass.ancestors[row * pass.ancestors_row + column * pass.ancestors_column + c] != 0 || slot < seen;
       if (!ancestor || slot >= pass.extent) continue;
       if (window > 0 && pass.column_positions[row * pass.column_positions_stride + c] <= entry.position - window) continue;
-      sight.tails.push_back(int32_t(slot));
+      view.tails.push_back(int32_t(slot));
     }
-    sight.visible.push_back({std::min(low, high), high, sight.tails.data() + start, int64_t(sight.tails.size()) - start});
-    if (sight.visible.back().count() < 1) return BAD_TREE;
+    view.visible.push_back({std::min(low, high), high, view.tails.data() + start, int64_t(view.tails.size()) - start});
+    if (view.visible.back().count() < 1) return BAD_TREE;
   }
-  for (const Visible& one : sight.visible) sight.work_before.push_back(sight.work_before.back() + one.count() + WORK_OF_A_LINE);
+  for (const VisibleSlots& one : view.visible) view.work_before.push_back(view.work_before.back() + one.count() + WORK_OF_A_LINE);
   return OK;
 }
 
-int64_t prepare(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
+int64_t prepare_pass(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Scratch& scratch) {
   if (from < 0 || to > m.depth || from > to) return BAD_LAYER;
-  if (int64_t error = collect(m, pass, store, from, to, own)) return error;
+  if (int64_t error = collect_entries(m, pass, store, from, to, scratch)) return error;
   size_t used = 0;
   for (int64_t index = from; index < to; index++) {
     const int64_t window = m.layers[index].window;
     bool known = false;
-    for (size_t i = 0; i < used; i++) known = known || own.sights[i].window == window;
+    for (size_t i = 0; i < used; i++) known = known || scratch.views[i].window == window;
     if (known) continue;
-    if (own.sights.size() == used) own.sights.emplace_back();
-    if (int64_t error = look(pass, window, own, own.sights[used])) return error;
+    if (scratch.views.size() == used) scratch.views.emplace_back();
+    if (int64_t error = find_visible(pass, window, scratch, scratch.views[used])) return error;
     used++;
   }
-  for (size_t i = used; i < own.sights.size(); i++) own.sights[i].window = -1;
+  for (size_t i = used; i < scratch.views.size(); i++) scratch.views[i].window = -1;
   return OK;
 }
 
-void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, const int64_t* skip, int threads, Room& own) {
+void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, const int64_t* skip, int threads, Scratch& scratch) {
   if (from == to) return;
-  const int64_t n = int64_t(own.entries.size()), wide = up16(m.hidden), padded = up16(m.head_size);
-  int64_t most = LANES;
-  for (const Sight& sight : own.sights)
-    if (sight.window >= 0) for (const Visible& one : sight.visible) most = std::max(most, up16(one.count()));
-  Run run{m, pass, store, from, to, skip, own, n, own.x.data(), nullptr, nullptr, nullptr, nullptr, wide, 0, 0, 0, padded, most};
+  const int64_t n = int64_t(scratch.entries.size()), padded_hidden = up16(m.hidden), padded = up16(m.head_size);
+  int64_t max_visible = LANES;
+  for (const WindowView& view : scratch.views)
+    if (view.window >= 0) for (const VisibleSlots& one : view.visible) max_visible = std::max(max_visible, up16(one.count()));
+  Run run{m, pass, store, from, to, skip, scratch, n, scratch.x.data(), nullptr, nullptr, nullptr, nullptr, padded_hidden, 0, 0, 0, padded, max_visible};
   const Layer& any = m.layers[from];
   run.projected_stride = (any.q.count() + any.k.count() + any.v.count()) * LANES;
   run.attended_stride = up16(m.heads * m.head_size);
   run.inner_stride = up16(m.intermediate);
-  run.projected = own.projected.reserve(n * run.projected_stride);
-  run.attended = own.attended.reserve(n * run.attended_stride);
-  run.inner = own.inner.reserve(2 * n * run.inner_stride);
-  run.added = own.added.reserve(n * wide);
-  own.queries.reserve(n * m.heads * padded);
-  own.normed.resize(std::max<size_t>(own.normed.size(), threads));
-  own.codes.resize(std::max<size_t>(own.codes.size(), threads));
-  own.scores.resize(std::max<size_t>(own.scores.size(), threads));
+  run.projected = scratch.projected.reserve(n * run.projected_stride);
+  run.attended = scratch.attended.reserve(n * run.attended_stride);
+  run.inner = scratch.inner.reserve(2 * n * run.inner_stride);
+  run.added = scratch.added.reserve(n * padded_hidden);
+  scratch.queries.reserve(n * m.heads * padded);
+  scratch.normed.resize(std::max<size_t>(scratch.normed.size(), threads));
+  scratch.codes.resize(std::max<size_t>(scratch.codes.size(), threads));
+  scratch.scores.resize(std::max<size_t>(scratch.scores.size(), threads));
   const bool quantized = std::any_of(m.layers + from, m.layers + to, [](const Layer& layer) { return layer.quantized(); });
   for (int t = 0; t < threads; t++) {
-    own.normed[t].reserve(n * wide);
-    own.scores[t].reserve(MOST_LINES * (most + SPARE + padded));
-    if (quantized) own.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
+    scratch.normed[t].reserve(n * padded_hidden);
+    scratch.scores[t].reserve(MAX_LINES * (max_visible + SPARE + padded));
+    if (quantized) scratch.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
   }
   Pool::shared().run(threads, Run::job, &run);
 }
@@ -491,39 +491,39 @@ inline bool has_nan(const float* row, int64_t start, int64_t stop) {
   return any != 0;
 }
 
-// Final norm and LM head over n rows of `x`. If `best` is given, the likeliest id of every row.
+// Final norm and LM head over n rows of `x`, and the likeliest id of every row if `best` is not null.
 struct Head {
-  static constexpr int64_t NONE = -1, NO_NUMBER = -2;  // of a thread's logits: there are none, one is NaN
+  static constexpr int64_t NONE = -1, IS_NAN = -2;  // in place of a thread's best output: it has no outputs, a logit is NaN
   const Model& m;
-  const Matrix& head;   // the model's own, or that of a shortlist
-  const int64_t* ids;   // of its outputs; null where they are 0, 1, 2, ...
+  const Matrix& head;   // the model's or a shortlist's
+  const int64_t* ids;   // of its outputs; null: 0, 1, 2, ...
   const float* x;
   int64_t n, x_stride;
   bool norm;
   float* logits;  // [n][outputs of the head]
-  int64_t* best;  // [n] or null; -1 where a logit is NaN or all are -inf
-  float* probability;  // [n] or null: of the likeliest id, at temperature 1; 0 where there is none
+  int64_t* best;  // [n] or null; -1 if a logit is NaN or all are -inf
+  float* probability;  // [n] or null: of the likeliest id, at temperature 1; 0 if there is none
   const Matrix* transform;  // applied to the states before the head, or null
-  float* transformed;       // room for n rows of them
-  Room& own;
+  float* transformed;       // memory for n rows of transformed states
+  Scratch& scratch;
 
   static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Head*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
-    float* normed = own.normed[thread].data();
+    float* normed = scratch.normed[thread].data();
     norm_rows(x, x_stride, norm ? m.norm : nullptr, n, head.inputs, m.epsilon, normed, x_stride);
     int64_t first, last;
     if (transform != nullptr) {
       share(transform->count(), thread, threads, first, last);
-      Rows rows{normed, n, x_stride, own.codes[thread]};
-      matmul(*transform, rows, transformed, x_stride, first, last, x_stride, share_of(head, thread, threads));
+      Rows rows{normed, n, x_stride, scratch.codes[thread]};
+      matmul(*transform, rows, transformed, x_stride, first, last, x_stride, first_weights(head, thread, threads));
       pool.barrier(thread == 0);
       normed = transformed;
     }
     const int64_t outputs = head.outputs;
     share(head.count(), thread, threads, first, last);
-    Rows rows{normed, n, x_stride, own.codes[thread]};
-    matmul(head, rows, logits, outputs, first, last, outputs, m.depth > 0 ? share_of(m.layers[0], thread, threads) : nullptr);
+    Rows rows{normed, n, x_stride, scratch.codes[thread]};
+    matmul(head, rows, logits, outputs, first, last, outputs, m.depth > 0 ? first_weights(m.layers[0], thread, threads) : nullptr);
     const int64_t start = first * LANES, stop = std::min(last * LANES, outputs);
     for (int64_t r = 0; r < n; r++) {
       float* row = logits + r * outputs;
@@ -534,18 +534,18 @@ struct Head {
           store_first(row + i, mul(tanh(div(load_first(row + i, count), set1(m.logits_softcap))), set1(m.logits_softcap)), count);
         }
       if (best != nullptr) {
-        int64_t found = start < stop ? start : NONE;
+        int64_t best_output = start < stop ? start : NONE;
         if (has_nan(row, start, stop)) {
-          found = NO_NUMBER;
+          best_output = IS_NAN;
         } else if (start < stop) {
           V16 top = set1(row[start]);
           int64_t i = start;
           for (; i + LANES <= stop; i += LANES) top = max(top, load(row + i));
-          float most = largest(top);
-          for (; i < stop; i++) most = row[i] > most ? row[i] : most;
-          for (found = start; found < stop - 1 && row[found] != most;) found++;
+          float largest_logit = largest(top);
+          for (; i < stop; i++) largest_logit = row[i] > largest_logit ? row[i] : largest_logit;
+          for (best_output = start; best_output < stop - 1 && row[best_output] != largest_logit;) best_output++;
         }
-        own.best.data()[thread * n + r] = found;
+        scratch.best.data()[thread * n + r] = best_output;
       }
     }
     if (best == nullptr) return;
@@ -553,9 +553,9 @@ struct Head {
     for (int64_t r = thread; r < n; r += threads) {
       const float* row = logits + r * outputs;
       int64_t winner = NONE;
-      for (int t = 0; t < threads && winner != NO_NUMBER; t++) {
-        const int64_t other = own.best.data()[t * n + r];
-        if (other == NO_NUMBER || (other >= 0 && (winner < 0 || row[other] > row[winner]))) winner = other;
+      for (int t = 0; t < threads && winner != IS_NAN; t++) {
+        const int64_t other = scratch.best.data()[t * n + r];
+        if (other == IS_NAN || (other >= 0 && (winner < 0 || row[other] > row[winner]))) winner = other;
       }
       if (winner < 0 || row[winner] == -INFINITY) {
         best[r] = -1;
@@ -575,25 +575,25 @@ struct Head {
         }
         total = add(total, e);
       }
-      const float all = sum(total);
-      probability[r] = all >= 1 ? 1.0f / all : 0.0f;  // NaN where the highest logit is infinite
+      const float denominator = sum(total);
+      probability[r] = denominator >= 1 ? 1.0f / denominator : 0.0f;  // NaN if the highest logit is infinite
     }
   }
 };
 
-void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Room& own) {
+void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Scratch& scratch) {
   const Matrix& head = shortlist == nullptr ? m.head : shortlist->head;
-  own.normed.resize(std::max<size_t>(own.normed.size(), threads));
-  own.codes.resize(std::max<size_t>(own.codes.size(), threads));
+  scratch.normed.resize(std::max<size_t>(scratch.normed.size(), threads));
+  scratch.codes.resize(std::max<size_t>(scratch.codes.size(), threads));
   for (int t = 0; t < threads; t++) {
-    own.normed[t].reserve(n * x_stride);
-    if (head.quantized()) own.codes[t].reserve(n, head.inputs);
+    scratch.normed[t].reserve(n * x_stride);
+    if (head.quantized()) scratch.codes[t].reserve(n, head.inputs);
   }
-  own.best.reserve(threads * n);
+  scratch.best.reserve(threads * n);
   if (transform != nullptr && transform->quantized())
-    for (int t = 0; t < threads; t++) own.codes[t].reserve(n, transform->inputs);
-  float* transformed = transform == nullptr ? nullptr : own.transformed.reserve(n * x_stride);
-  Head job{m, head, shortlist == nullptr ? nullptr : shortlist->ids, x, n, x_stride, norm, logits, best, probability, transform, transformed, own};
+    for (int t = 0; t < threads; t++) scratch.codes[t].reserve(n, transform->inputs);
+  float* transformed = transform == nullptr ? nullptr : scratch.transformed.reserve(n * x_stride);
+  Head job{m, head, shortlist == nullptr ? nullptr : shortlist->ids, x, n, x_stride, norm, logits, best, probability, transform, transformed, scratch};
   Pool::shared().run(threads, Head::job, &job);
 }
 }  // namespace sk
@@ -601,21 +601,21 @@ void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_
 using namespace sk;
 #define SK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The body of every exported function that can fail. No exception leaves the library, and the caller's floating-point state is kept.
+// Runs the body of an exported function. No exception leaves the library, and the caller's floating-point state is restored.
 template <class Body>
 static int64_t guarded(Body&& body) noexcept {
   const PlainFloats plain;
   try {
     return body();
-  } catch (...) {  // only requests for memory or threads throw
+  } catch (...) {  // only memory and threads can be missing
     return NO_MEMORY;
   }
 }
 
-// Whether rows x columns is a size that a buffer can have. In bytes such sizes do not overflow.
+// Whether a buffer can have rows x columns elements. Sizes of such buffers in bytes do not overflow.
 static bool fits(int64_t rows, int64_t columns) {
-  constexpr int64_t MOST_ELEMENTS = int64_t(1) << 44;
-  return rows >= 0 && columns >= 0 && (columns == 0 || rows <= MOST_ELEMENTS / columns);
+  constexpr int64_t MAX_ELEMENTS = int64_t(1) << 44;
+  return rows >= 0 && columns >= 0 && (columns == 0 || rows <= MAX_ELEMENTS / columns);
 }
 
 static bool any_null(std::initializer_list<const void*> pointers) { return std::count(pointers.begin(), pointers.end(), nullptr) > 0; }
@@ -624,7 +624,7 @@ static bool is_matrix(const Matrix& one) {
   return one.panels != nullptr && one.type >= FLOAT32 && one.type <= INT4 && one.outputs >= 1 && one.inputs >= 1 && fits(one.outputs, one.inputs);
 }
 
-// Whether states of a model can go through a transform and a shortlist; both may be null.
+// Whether a transform and a shortlist fit a model; both may be null.
 static bool suits_head(const Model& m, const Matrix* transform, const Shortlist* shortlist) {
   const int64_t size = m.head.inputs;
   if (transform != nullptr && !(is_matrix(*transform) && transform->outputs == size && transform->inputs == size)) return false;
@@ -633,7 +633,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
   return is_matrix(head) && head.inputs == size && head.outputs <= m.vocabulary && shortlist->ids != nullptr;
 }
 
-static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MOST_THREADS ? BAD_THREADS : OK; }
+static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
 SK_EXPORT int64_t sk_abi() { return 3; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
@@ -643,7 +643,7 @@ SK_EXPORT void sk_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass); sizes[5] = sizeof(Shortlist);
 }
 
-// Bytes of a matrix in panels; -1 where there is no such type or size.
+// Bytes of a matrix in panels; -1 for an unknown type or an impossible size.
 SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
   if (outputs < 0 || inputs < 0 || !fits(std::max<int64_t>(outputs, LANES), std::max<int64_t>(inputs, GROUP))) return -1;
   const int64_t count = (outputs + LANES - 1) / LANES;
@@ -657,13 +657,13 @@ SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs)
   }
 }
 
-// Whether weights [outputs][inputs], rows `stride` elements apart, can be read, and panels of a type written.
+// Whether weights [outputs][inputs], rows `stride` elements apart, can be packed into panels of a type.
 static bool packable(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, const void* panels) {
   if (sk_packed_bytes(type, outputs, inputs) < 0 || stride < 0 || !fits(outputs, stride)) return false;
   return outputs == 0 || inputs == 0 || !any_null({source, panels});
 }
 
-// source: [outputs][inputs], rows `stride` elements apart, of the same type. The type is not quantised.
+// Packs weights into panels of their own type, which is not quantised. source: [outputs][inputs], rows `stride` elements apart.
 SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
   return guarded([&]() -> int64_t {
       if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
@@ -673,15 +673,15 @@ SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int6
   });
 }
 
-// Weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. panels: all 0.
-// BAD_WEIGHT where a weight is not finite, or too large for a float16 scale.
+// Quantises weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. panels:
+// all 0. BAD_WEIGHT if a weight is not finite, or too large for a float16 scale.
 SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
   return guarded([&]() -> int64_t {
       if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
     std::vector<float> weights(static_cast<size_t>(inputs));
     uint8_t* to = static_cast<uint8_t*>(panels);
     for (int64_t o = 0; o < outputs; o++) {
-      for (int64_t k = 0; k < inputs; k++) weights[size_t(k)] = widened(source, source_type, o * stride + k);
+      for (int64_t k = 0; k < inputs; k++) weights[size_t(k)] = to_float32(source, source_type, o * stride + k);
       const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
       if (!good) return BAD_WEIGHT;
     }
@@ -689,7 +689,7 @@ SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* sou
   });
 }
 
-// Some outputs of a matrix as panels of their own, bit for bit. ids [count]. panels: all 0.
+// Copies some outputs of a matrix into new panels, bit for bit. ids [count]. panels: all 0.
 SK_EXPORT int64_t sk_take(const Matrix* from, const int64_t* ids, int64_t count, void* panels) {
   return guarded([&]() -> int64_t {
       if (from == nullptr || !is_matrix(*from) || !fits(count, from->inputs) || (count > 0 && any_null({ids, panels}))) return BAD_ARGUMENT;
@@ -711,32 +711,32 @@ SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count,
   });
 }
 
-// Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
-// Entries that do not count are copied. skip: bits per layer of the model, or null.
+// Runs layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], which may be one buffer; rows are `stride` apart.
+// Invalid tokens are copied. skip: bits per layer of the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                          const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
   return guarded([&]() -> int64_t {
     if (int64_t error = check_threads(threads)) return error;
     if (any_null({m, pass, store}) || hidden_stride < 0 || out_stride < 0) return BAD_ARGUMENT;
-    Room& own = room();
-    if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
+    Scratch& scratch = thread_scratch();
+    if (int64_t error = prepare_pass(*m, *pass, *store, from, to, scratch)) return error;
     if (!fits(pass->n, m->hidden)) return BAD_ARGUMENT;
     if (pass->b > 0 && pass->n > 0 && any_null({hidden, out})) return BAD_ARGUMENT;
     if (pass->b > 1 && (!fits(pass->b, hidden_stride) || !fits(pass->b, out_stride) || out_stride < pass->n * m->hidden)) return BAD_ARGUMENT;
-    const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
+    const int64_t padded_hidden = up16(m->hidden), n = int64_t(scratch.entries.size());
     if (hidden != out)
       for (int64_t row = 0; row < pass->b; row++)
         std::memcpy(out + row * out_stride, hidden + row * hidden_stride, sizeof(float) * pass->n * m->hidden);
     if (n == 0 || from == to) return OK;
-    float* x = own.x.reserve(n * wide);
+    float* x = scratch.x.reserve(n * padded_hidden);
     for (int64_t i = 0; i < n; i++) {
-      const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
-      std::memcpy(x + i * wide, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
+      const int64_t row = scratch.entries[i].place / pass->n, column = scratch.entries[i].place % pass->n;
+      std::memcpy(x + i * padded_hidden, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
     }
-    run_layers(*m, *pass, *store, from, to, skip, int(threads), own);
+    run_layers(*m, *pass, *store, from, to, skip, int(threads), scratch);
     for (int64_t i = 0; i < n; i++) {
-      const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
-      std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
+      const int64_t row = scratch.entries[i].place / pass->n, column = scratch.entries[i].place % pass->n;
+      std::memcpy(out + row * out_stride + column * m->hidden, x + i * padded_hidden, sizeof(float) * m->hidden);
     }
     return OK;
   });
@@ -751,9 +751,8 @@ SK_EXPORT int64_t sk_norm(const Model* m, const float* hidden, int64_t n, float*
   });
 }
 
-// Logits of n states [n][hidden], behind the final norm if `norm` is set: [n][vocabulary], or [n][outputs of the shortlist]. logits
-// may be null. shortlist: null for all tokens.
-// best [n]: the likeliest ids, the lowest of equal ones, -1 where a logit is NaN or all are -inf; may be null.
+// Logits of n states [n][hidden]: [n][vocabulary], or [n][outputs of the shortlist]; may be null. norm: apply the final norm first.
+// shortlist: null for all tokens. best [n], or null: the likeliest ids, the lowest of equal ones, -1 if a logit is NaN or all are -inf.
 SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
                           int64_t threads) {
   return guarded([&]() -> int64_t {
@@ -761,15 +760,15 @@ SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const floa
     if (m == nullptr || !fits(n, std::max(m->vocabulary, up16(m->hidden))) || !suits_head(*m, nullptr, shortlist)) return BAD_ARGUMENT;
     if (n == 0) return OK;
     if (hidden == nullptr) return BAD_ARGUMENT;
-    Room& own = room();
-    if (logits == nullptr) logits = own.logits.reserve(n * m->vocabulary);
-    run_head(*m, shortlist, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
+    Scratch& scratch = thread_scratch();
+    if (logits == nullptr) logits = scratch.logits.reserve(n * m->vocabulary);
+    run_head(*m, shortlist, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), scratch);
     return OK;
   });
 }
 
-// The prediction of an exit's head for n states [n][hidden]: final norm, `transform` as in sk_chain, LM head. best [n]: the likeliest
-// ids, among the shortlist's tokens if there is one, -1 as in sk_head. probability [n]: of these ids, 0 where best is -1.
+// Scores n states [n][hidden] of an exit: final norm, `transform` as in sk_chain, LM head. best [n]: the likeliest ids (of the
+// shortlist, if not null), -1 as in sk_head. probability [n]: of these ids, 0 if best is -1.
 SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, const Matrix* transform, int64_t* best,
                           float* probability, int64_t threads) {
   return guarded([&]() -> int64_t {
@@ -777,19 +776,18 @@ SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const floa
     if (m == nullptr || !fits(n, std::max(m->vocabulary, up16(m->hidden))) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
     if (n == 0) return OK;
     if (any_null({hidden, best, probability})) return BAD_ARGUMENT;
-    Room& own = room();
-    float* logits = own.logits.reserve(n * m->vocabulary);
-    run_head(*m, shortlist, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
+    Scratch& scratch = thread_scratch();
+    float* logits = scratch.logits.reserve(n * m->vocabulary);
+    run_head(*m, shortlist, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), scratch);
     return OK;
   });
 }
 
-// The k largest of each of `rows` rows of n logits, `stride` apart, as `Largest` has them. k: from 1 to n and MOST_KEPT. tokens:
-// [rows][k].
+// The k largest of n logits in each of `rows` rows, `stride` apart (`Largest`). k: from 1 to n and MAX_TOP_K. tokens: [rows][k].
 SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t k, int64_t* tokens, int64_t threads) {
   return guarded([&]() -> int64_t {
     if (int64_t error = check_threads(threads)) return error;
-    if (n < 1 || k < 1 || k > std::min(n, MOST_KEPT) || stride < 0 || !fits(rows, std::max(n, stride))) return BAD_ARGUMENT;
+    if (n < 1 || k < 1 || k > std::min(n, MAX_TOP_K) || stride < 0 || !fits(rows, std::max(n, stride))) return BAD_ARGUMENT;
     if (rows > 0 && any_null({logits, tokens})) return BAD_ARGUMENT;
     Largest all{logits, rows, n, stride, k, tokens};
     Pool::shared().run(int(threads), Largest::job, &all);
@@ -797,9 +795,9 @@ SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64
   });
 }
 
-// Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` and `drawn_of_all` do. temperature (positive), top_k,
-// tail, min_p and counters have one entry a row. top_k: n or more for all tokens. A row with top_k 0 takes no part and gets token 0. A
-// row with a negative top_k is left to the caller. tokens: -1 for a row that is left to the caller.
+// Draws a token for each of `rows` rows of n logits, `stride` apart (`draw_top_k`, `draw_from_all`). temperature (positive), top_k,
+// tail, min_p and counters have one entry per row. top_k: n or more for all tokens, 0 for an inactive row, which gets token 0, negative
+// for a row that the caller draws. tokens: -1 for a row that the caller has to draw.
 SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                           const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) {
   return guarded([&]() -> int64_t {
@@ -808,8 +806,8 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
     for (int64_t r = 0; r < rows; r++) {
       const float* row = logits + r * stride;
       tokens[r] = top_k[r] == 0 ? 0 : -1;
-      if (top_k[r] >= n) tokens[r] = drawn_of_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
-      else if (top_k[r] > 0 && top_k[r] <= MOST_KEPT) tokens[r] = drawn(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
+      if (top_k[r] >= n) tokens[r] = draw_from_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
+      else if (top_k[r] > 0 && top_k[r] <= MAX_TOP_K) tokens[r] = draw_top_k(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
     }
     return 0;
   });
@@ -817,110 +815,110 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
 
 // The probability that a draft is accepted, by its own probability p: sigmoid(slope logit(p) + offset).
 static float acceptance(float p, float slope, float offset) {
-  constexpr float SURE = 3e-4f;  // probabilities nearer to 0 or 1 count as this near
-  const float kept = std::min(std::max(p, SURE), 1 - SURE);
-  return 1 / (1 + std::exp(-(slope * std::log(kept / (1 - kept)) + offset)));
+  constexpr float MARGIN = 3e-4f;  // probabilities are clamped to [MARGIN, 1 - MARGIN]
+  const float clamped = std::min(std::max(p, MARGIN), 1 - MARGIN);
+  return 1 / (1 + std::exp(-(slope * std::log(clamped / (1 - clamped)) + offset)));
 }
 
-// A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id. A row ends when it has `most` drafts, when a draft
-// ends its text, or when a draft is less probable than its threshold. A drafted token counts, whatever ends the row. Logits with a NaN,
-// or with -inf alone, draft no token and end the row.
+// Drafts a greedy chain on every row: layers [from, to), LM head, likeliest id. A row ends when it has `max_drafts` drafts, when a draft
+// is one of its `ends`, or when a draft is less probable than its threshold. The draft that ends a row counts. If a logit is NaN or all
+// are -inf, the row ends without a further draft.
 //
-// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for one
-// that takes no part. thresholds [b], or null without a threshold. ends [b][ends_count]: ids that end a row, -1 for none. keep: hidden
-// [b][width + 1][m->hidden] keeps the states behind layer `to`, also those of the last draft; otherwise it keeps embeddings. transform:
-// float32 [head inputs][head inputs], applied to normed states before the head, or null. shortlist: drafts and their probabilities are
-// taken among its tokens; null for all. sure: a draft that is not more probable than its threshold does not count and ends its row.
-// survival or null: slope, offset, least [width], beside [width]. The survival of a draft is the product of sigmoid(slope logit(p) +
-// offset) over the row's drafts up to it; p is a draft's probability. A row drafts on behind a place if its survival is at least
-// `beside` there. It also needs the others: the sum of survival - beside over such rows must be at least (least - beside) x rows.
-// drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+// roots [b]: the last committed ids. bases [b]: their positions. max_drafts [b]: at most width, -1 for a row that does not draft.
+// thresholds [b], or null. ends [b][ends_count]: ids that end a row, -1 for none. keep_states: hidden [b][width + 1][m->hidden] gets the
+// states after layer `to`, also of the last draft; otherwise it gets embeddings. transform: float32 [head inputs][head inputs], applied
+// to normed states before the head, or null. shortlist: the tokens that drafts and probabilities are limited to; null for all.
+// excludes_uncertain: a draft at or below its threshold is dropped, and its row ends.
+// survival: slope, offset, min_survival [width], min_survival_shared [width]; or null. The survival of a row is the product of
+// sigmoid(slope logit(p) + offset) over its drafts, with their probabilities p. At every place a row goes on if its survival S is at
+// least min_survival_shared. All rows stop if the sum of S - min_survival_shared over the rows that go on is less than
+// (min_survival - min_survival_shared) x (number of rows with max_drafts >= 0). Results: drafts [b][width], counts [b], probabilities [b][width].
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
-                           const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
-                           const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,
-                           const Shortlist* shortlist, int64_t sure, const float* survival, int64_t* drafts, int64_t* counts,
+                           const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
+                           const int64_t* ends, int64_t ends_count, int64_t keep_states, const Matrix* transform,
+                           const Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, int64_t* drafts, int64_t* counts,
                            float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
   return guarded([&]() -> int64_t {
-    constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
+    constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: runs the layers once more and drafts nothing
     if (int64_t error = check_threads(threads)) return error;
     if (any_null({m, pass, store})) return BAD_ARGUMENT;
     if (!has_rows(*pass, *store)) return BAD_SLOT;
     if (pass->b == 0) return OK;
-    if (any_null({roots, bases, most, counts, hidden}) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
+    if (any_null({roots, bases, max_drafts, counts, hidden}) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
     if (width < 0 || !fits(pass->b, width) || (width > 0 && drafts == nullptr) || !fits(width + 1, m->hidden)) return BAD_ARGUMENT;
     if (hidden_stride < 0 || !fits(pass->b, hidden_stride) || (pass->b > 1 && hidden_stride < (width + 1) * m->hidden)) return BAD_ARGUMENT;
     if (!fits(pass->b, ends_count) || (ends_count > 0 && ends == nullptr)) return BAD_ARGUMENT;
     if (width > 0 && thresholds != nullptr && probabilities == nullptr) return BAD_ARGUMENT;
-    Room& own = room();
-    const int64_t b = pass->b, wide = up16(m->hidden);
-    const uint8_t after_drafting = keep ? LAST : DONE;
-    own.positions.assign(bases, bases + b);
-    own.going.assign(b, DONE);
-    own.survival.assign(b, 1.0f);
-    const int64_t taking = b - std::count(most, most + b, int64_t(-1));
-    Pass one = *pass;
-    one.n = 1;
-    one.positions = one.slots = own.positions.data();
-    one.positions_stride = one.slots_stride = one.valid_stride = 1;
-    one.valid = own.going.data();
-    one.base = nullptr;
+    Scratch& scratch = thread_scratch();
+    const int64_t b = pass->b, padded_hidden = up16(m->hidden);
+    const uint8_t after_drafting = keep_states ? LAST : DONE;
+    scratch.positions.assign(bases, bases + b);
+    scratch.row_states.assign(b, DONE);
+    scratch.survival.assign(b, 1.0f);
+    const int64_t num_drafting = b - std::count(max_drafts, max_drafts + b, int64_t(-1));
+    Pass step = *pass;
+    step.n = 1;
+    step.positions = step.slots = scratch.positions.data();
+    step.positions_stride = step.slots_stride = step.valid_stride = 1;
+    step.valid = scratch.row_states.data();
+    step.base = nullptr;
     for (int64_t row = 0; row < b; row++) {
       counts[row] = 0;
-      if (most[row] > width) return BAD_SLOT;
-      own.going[row] = most[row] > 0 ? DRAFTS : most[row] == 0 ? after_drafting : DONE;
+      if (max_drafts[row] > width) return BAD_SLOT;
+      scratch.row_states[row] = max_drafts[row] > 0 ? DRAFTS : max_drafts[row] == 0 ? after_drafting : DONE;
       if (roots[row] < 0 || roots[row] >= m->embeddings) return BAD_TOKEN;
       embed_token(*m, roots[row], hidden + row * hidden_stride);
     }
     for (int64_t place = 0; place <= width; place++) {
-      if (int64_t error = prepare(*m, one, *store, from, to, own)) return error;
-      const int64_t n = int64_t(own.entries.size());
+      if (int64_t error = prepare_pass(*m, step, *store, from, to, scratch)) return error;
+      const int64_t n = int64_t(scratch.entries.size());
       if (n == 0) break;
-      float* x = own.x.reserve(n * wide);
+      float* x = scratch.x.reserve(n * padded_hidden);
       for (int64_t i = 0; i < n; i++)
-        std::memcpy(x + i * wide, hidden + own.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
-      run_layers(*m, one, *store, from, to, skip, int(threads), own);
-      if (keep)
+        std::memcpy(x + i * padded_hidden, hidden + scratch.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
+      run_layers(*m, step, *store, from, to, skip, int(threads), scratch);
+      if (keep_states)
         for (int64_t i = 0; i < n; i++)
-          std::memcpy(hidden + own.entries[i].place * hidden_stride + place * m->hidden, x + i * wide, sizeof(float) * m->hidden);
-      if (std::find(own.going.begin(), own.going.end(), DRAFTS) == own.going.end()) break;
-      float* logits = own.logits.reserve(n * m->vocabulary);
-      float* probability = thresholds == nullptr ? nullptr : own.probability.reserve(n);
-      own.picks.resize(n);
-      run_head(*m, shortlist, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
+          std::memcpy(hidden + scratch.entries[i].place * hidden_stride + place * m->hidden, x + i * padded_hidden, sizeof(float) * m->hidden);
+      if (std::find(scratch.row_states.begin(), scratch.row_states.end(), DRAFTS) == scratch.row_states.end()) break;
+      float* logits = scratch.logits.reserve(n * m->vocabulary);
+      float* probability = thresholds == nullptr ? nullptr : scratch.probability.reserve(n);
+      scratch.picks.resize(n);
+      run_head(*m, shortlist, x, n, padded_hidden, true, logits, scratch.picks.data(), probability, transform, int(threads), scratch);
       for (int64_t i = 0; i < n; i++) {
-        const int64_t row = own.entries[i].place, token = own.picks[i];
-        if (own.going[row] == LAST) {
-          own.going[row] = DONE;
+        const int64_t row = scratch.entries[i].place, token = scratch.picks[i];
+        if (scratch.row_states[row] == LAST) {
+          scratch.row_states[row] = DONE;
           continue;
         }
-        if (token < 0 || (sure && probability != nullptr && !(probability[i] > thresholds[row]))) {
-          own.going[row] = DONE;
+        if (token < 0 || (excludes_uncertain && probability != nullptr && !(probability[i] > thresholds[row]))) {
+          scratch.row_states[row] = DONE;
           continue;
         }
         if (token >= m->embeddings) return BAD_TOKEN;
         embed_token(*m, token, hidden + row * hidden_stride + (place + 1) * m->hidden);
         drafts[row * width + place] = token;
         counts[row] = place + 1;
-        own.positions[row] += 1;
-        bool on = counts[row] < most[row];
-        for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != token;
+        scratch.positions[row] += 1;
+        bool goes_on = counts[row] < max_drafts[row];
+        for (int64_t e = 0; e < ends_count; e++) goes_on = goes_on && ends[row * ends_count + e] != token;
         if (probability != nullptr) {
           probabilities[row * width + place] = probability[i];
-          on = on && probability[i] >= thresholds[row];
+          goes_on = goes_on && probability[i] >= thresholds[row];
           if (survival != nullptr) {
-            own.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
-            on = on && own.survival[row] >= survival[2 + width + place];
+            scratch.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
+            goes_on = goes_on && scratch.survival[row] >= survival[2 + width + place];
           }
         }
-        own.going[row] = on ? DRAFTS : after_drafting;
+        scratch.row_states[row] = goes_on ? DRAFTS : after_drafting;
       }
       if (survival != nullptr && place < width) {
-        const float least = survival[2 + place], beside = survival[2 + width + place];
-        float above = 0;
+        const float min_survival = survival[2 + place], min_survival_shared = survival[2 + width + place];
+        float surplus = 0;
         for (int64_t row = 0; row < b; row++)
-          if (own.going[row] == DRAFTS) above += own.survival[row] - beside;
-        if (!(above >= float(taking) * (least - beside)))
-          std::replace(own.going.begin(), own.going.end(), DRAFTS, after_drafting);
+          if (scratch.row_states[row] == DRAFTS) surplus += scratch.survival[row] - min_survival_shared;
+        if (!(surplus >= float(num_drafting) * (min_survival - min_survival_shared)))
+          std::replace(scratch.row_states.begin(), scratch.row_states.end(), DRAFTS, after_drafting);
       }
     }
     return OK;

@@ -1,8 +1,8 @@
 // y = x W^T for a few rows.
 //
 // Weights lie in panels of 16 outputs, [out / 16][in][16] (bfloat16: pairs of inputs, [out / 16][in / 2][16][2]). Every output
-// is one chain of fused multiply-adds over the inputs 0, 1, 2, ..., whatever the number of rows, tiles or threads: so a row's
-// result never depends on the rows beside it.
+// is one chain of fused multiply-adds over the inputs 0, 1, 2, ..., for any number of rows, tiles or threads. So a row's result
+// never depends on other rows.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -14,16 +14,16 @@ namespace sk {
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 
 struct Matrix {
-  const void* panels;  // null: there is no such matrix
+  const void* panels;  // null: no such matrix
   const float* bias;   // [outputs] or null
   int64_t outputs, inputs;
   int64_t type;
   int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
   bool quantized() const { return type == INT8 || type == INT4; }
-  const char* panel(int64_t index) const;  // where one begins
+  const char* panel(int64_t index) const;  // address of a panel
 };
 
-// Rows that are multiplied: x is n rows of floats, `stride` apart. Matrices that share them share their codes.
+// Inputs of products: n rows x of floats, `stride` apart. codes: the same quantised, filled at the first quantised product.
 struct Rows {
   const float* x;
   int64_t n, stride;
@@ -54,22 +54,22 @@ inline const char* Matrix::panel(int64_t index) const {
 }
 
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 8;  // of a tile: 8 x 2 sums, 2 weights and a broadcast fit into 32 registers
+constexpr int MAX_TILE_ROWS = 8;  // of a tile: 8 x 2 sums, 2 weights and a broadcast fit into 32 registers
 constexpr int columns(int rows) { return rows <= 4 ? 4 : 2; }
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 6;  // 6 x 1 sums of two registers each, and three more, fit into 16
+constexpr int MAX_TILE_ROWS = 6;  // 6 x 1 sums of two registers each, and three more, fit into 16
 constexpr int columns(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
-constexpr int MOST_ROWS = 6;
+constexpr int MAX_TILE_ROWS = 6;
 constexpr int columns(int rows) { return rows == 1 ? 4 : 1; }
 #endif
 
 // R rows x C panels. The sums must stay in registers: plain loops over constants, which the compiler unrolls, and no lambda.
 //
-// ahead: elements from a weight to one of those that come next, which is fetched into the second-level cache meanwhile. So early a
-// fetch is never waited for: 8 rows of float32 take 2/3 of the time that they take where weights are fetched 2 KiB ahead.
+// ahead: elements from a weight to the one of the next tile, which is prefetched into the second-level cache. Nothing waits for so
+// early a fetch: 8 rows of float32 take 2/3 of the time of a prefetch 2 KiB ahead.
 template <class T, int R, int C>
-inline void tile(const typename T::Element* w, int64_t inputs, int64_t ahead, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t room) {
+inline void tile(const typename T::Element* w, int64_t inputs, int64_t ahead, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t capacity) {
   V16 acc[R][C];
   const int64_t size = T::panel(inputs);
   SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero();
@@ -112,47 +112,47 @@ inline void tile(const typename T::Element* w, int64_t inputs, int64_t ahead, co
       }
     }
   }
-  if (room >= C * LANES) {
+  if (capacity >= C * LANES) {
     SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) store(y + r * y_stride + c * LANES, acc[r][c]);
     return;
   }
   float sums[R][C][LANES];
   SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) store(sums[r][c], acc[r][c]);
-  for (int r = 0; r < R; r++) std::memcpy(y + r * y_stride, sums[r], sizeof(float) * std::min<int64_t>(room, C * LANES));
+  for (int r = 0; r < R; r++) std::memcpy(y + r * y_stride, sums[r], sizeof(float) * std::min<int64_t>(capacity, C * LANES));
 }
 
 template <class T, int R>
-inline void rows_tile(const typename T::Element* w, int64_t inputs, int64_t ahead, int width, const float* x, int64_t xs, float* y, int64_t ys, int64_t room) {
-  if (width == columns(R)) return tile<T, R, columns(R)>(w, inputs, ahead, x, xs, y, ys, room);
-  for (int c = 0; c < width; c++) tile<T, R, 1>(w + c * T::panel(inputs), inputs, ahead, x, xs, y + c * LANES, ys, room - c * LANES);
+inline void rows_tile(const typename T::Element* w, int64_t inputs, int64_t ahead, int width, const float* x, int64_t xs, float* y, int64_t ys, int64_t capacity) {
+  if (width == columns(R)) return tile<T, R, columns(R)>(w, inputs, ahead, x, xs, y, ys, capacity);
+  for (int c = 0; c < width; c++) tile<T, R, 1>(w + c * T::panel(inputs), inputs, ahead, x, xs, y + c * LANES, ys, capacity - c * LANES);
 }
 
 template <class T>
-inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room, const char* next) {
+inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t capacity, const char* next) {
   const auto* w = static_cast<const typename T::Element*>(m.panels);
-  const int64_t blocks = (n + MOST_ROWS - 1) / MOST_ROWS;
-  const int64_t wide = n / blocks + (n % blocks != 0);
-  const int most = columns(int(wide));
+  const int64_t blocks = (n + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+  const int64_t most_rows = n / blocks + (n % blocks != 0);
+  const int max_width = columns(int(most_rows));
   for (int64_t p = first; p < last;) {
-    const int width = int(std::min<int64_t>(most, last - p));
+    const int width = int(std::min<int64_t>(max_width, last - p));
     const auto* at = w + p * T::panel(m.inputs);
     const int64_t ahead = p + width < last ? width * T::panel(m.inputs) : distance(at, next);
     for (int64_t block = 0, r = 0; block < blocks; block++) {
       const int rows = int(n / blocks + (block < n % blocks));
       const float* xr = x + r * xs;
       float* yr = y + r * ys + p * LANES;
-      const int64_t left = room - p * LANES;
-      auto go = [&]<int R>() { rows_tile<T, R>(at, m.inputs, ahead, width, xr, xs, yr, ys, left); };
+      const int64_t left = capacity - p * LANES;
+      auto run_tile = [&]<int R>() { rows_tile<T, R>(at, m.inputs, ahead, width, xr, xs, yr, ys, left); };
       switch (rows) {
-        case 1: go.template operator()<1>(); break;
-        case 2: go.template operator()<2>(); break;
-        case 3: go.template operator()<3>(); break;
-        case 4: go.template operator()<4>(); break;
-        case 5: go.template operator()<5>(); break;
-        case 6: go.template operator()<6>(); break;
+        case 1: run_tile.template operator()<1>(); break;
+        case 2: run_tile.template operator()<2>(); break;
+        case 3: run_tile.template operator()<3>(); break;
+        case 4: run_tile.template operator()<4>(); break;
+        case 5: run_tile.template operator()<5>(); break;
+        case 6: run_tile.template operator()<6>(); break;
 #if defined(__AVX512F__)
-        case 7: go.template operator()<7>(); break;
-        case 8: go.template operator()<8>(); break;
+        case 7: run_tile.template operator()<7>(); break;
+        case 8: run_tile.template operator()<8>(); break;
 #endif
       }
       r += rows;
@@ -161,10 +161,10 @@ inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float
   }
 }
 
-// The outputs of panels [first, last) of all rows: y[r][o] = bias[o] + x[r] . w[o]. y rows are ys floats apart; y has room for
-// `room` floats a row. The bias is added last, as one rounding. next: weights that this thread reads after these, or null: the
-// memory need not rest while activations are computed and threads wait for each other.
-inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t room, const char* next) {
+// y[r][o] = bias[o] + x[r] . w[o] for the outputs o of panels [first, last) and all rows r. ys: floats from one row of y to the next.
+// capacity: floats that may be written per row. The bias is added last, with one rounding. next: the weights that this thread reads
+// afterwards, or null. They are prefetched while activations are computed and threads wait for each other.
+inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t capacity, const char* next) {
   if (first >= last) return;
   const float* x = rows.x;
   const int64_t n = rows.n, xs = rows.stride;
@@ -173,11 +173,11 @@ inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t fi
     rows.coded = true;
   }
   switch (m.type) {
-    case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, room, next); break;
-    case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, room, next); break;
-    case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, room, next); break;
-    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, room, next); break;
-    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, room, next); break;
+    case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, capacity, next); break;
+    case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
+    case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
+    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); break;
+    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); break;
   }
   if (m.bias == nullptr) return;
   const int64_t stop = std::min(last * LANES, m.outputs);
@@ -185,7 +185,7 @@ inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t fi
     for (int64_t o = first * LANES; o < stop; o++) y[r * ys + o] += m.bias[o];
 }
 
-// Row-major weights into panels. source: [outputs][inputs] of the matrix's own type, rows `stride` elements apart.
+// Packs row-major weights into panels. source: [outputs][inputs] of the matrix's own type, rows `stride` elements apart.
 template <class E>
 inline void pack(const E* source, int64_t stride, int64_t outputs, int64_t inputs, E* panels, bool pairs) {
   const int64_t size = pairs ? (inputs + 1) / 2 * 2 * LANES : inputs * LANES;
@@ -202,24 +202,24 @@ inline void pack(const E* source, int64_t stride, int64_t outputs, int64_t input
   }
 }
 
-// Rows of 16 units, one unit for each output of a panel, from one lane to another.
+// Copies one lane of a panel to a lane of another. A panel is rows of 16 units, one unit per output.
 inline void copy_lane(const char* from, int64_t from_lane, char* to, int64_t to_lane, int64_t rows, int64_t unit) {
   for (int64_t i = 0; i < rows; i++) std::memcpy(to + (i * LANES + to_lane) * unit, from + (i * LANES + from_lane) * unit, unit);
 }
 
-// Some outputs of a matrix as panels of their own, bit for bit. ids [count]: in the matrix. panels: all 0.
+// Copies some outputs of a matrix into new panels, bit for bit. ids [count]: of the outputs. panels: all 0.
 inline void take(const Matrix& m, const int64_t* ids, int64_t count, char* panels) {
-  const Matrix made{panels, nullptr, count, m.inputs, m.type};
+  const Matrix target{panels, nullptr, count, m.inputs, m.type};
   const int64_t groups = groups_of(m.inputs), unit = m.type == FLOAT16 ? 2 : 4;
   const int64_t scales = m.type == INT8 ? groups : m.type == INT4 ? 2 * groups : 0;  // rows of float16 numbers
   const int64_t start = m.type == INT8 ? scales_bytes<Int8>(groups) : m.type == INT4 ? scales_bytes<Int4>(groups) : 0;
   const int64_t rows = m.type == INT8       ? groups * Int8::BLOCKS
                        : m.type == INT4     ? groups * Int4::BLOCKS
-                       : m.type == BFLOAT16 ? (m.inputs + 1) / 2  // of two inputs each
+                       : m.type == BFLOAT16 ? (m.inputs + 1) / 2  // pairs of inputs
                                             : m.inputs;
   for (int64_t i = 0; i < count; i++) {
     const char* from = m.panel(ids[i] / LANES);
-    char* to = const_cast<char*>(made.panel(i / LANES));
+    char* to = const_cast<char*>(target.panel(i / LANES));
     copy_lane(from, ids[i] % LANES, to, i % LANES, scales, 2);
     copy_lane(from + start, ids[i] % LANES, to + start, i % LANES, rows, unit);
   }

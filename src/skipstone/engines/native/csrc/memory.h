@@ -13,8 +13,8 @@
 #endif
 
 namespace sk {
-// Memory from a multiple of 64 bytes on: no load of 16 floats touches two cache lines. Large blocks are mapped on their own, because
-// an allocator keeps what it is given back.
+// Allocates memory at multiples of 64 bytes, so that no load of 16 floats touches two cache lines. Large blocks are mapped one by one,
+// because an allocator would keep freed memory.
 template <class T>
 struct Aligned {
   using value_type = T;
@@ -27,50 +27,50 @@ struct Aligned {
     if (count > SIZE_MAX / 2 / sizeof(T)) throw std::bad_alloc();
     const size_t bytes = count * sizeof(T);
     if (bytes < LARGE) return static_cast<T*>(::operator new(bytes, CACHE_LINE));
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) throw std::bad_alloc();
-    return static_cast<T*>(at);
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    return static_cast<T*>(memory);
   }
-  void deallocate(T* at, size_t count) {
-    if (count * sizeof(T) < LARGE) ::operator delete(at, CACHE_LINE);
-    else munmap(at, count * sizeof(T));
+  void deallocate(T* memory, size_t count) {
+    if (count * sizeof(T) < LARGE) ::operator delete(memory, CACHE_LINE);
+    else munmap(memory, count * sizeof(T));
   }
   bool operator==(const Aligned&) const { return true; }
 };
 
-// Memory for up to as many elements as were reserved. What was in it is lost when it grows.
+// Memory for the largest number of elements that was reserved. Growing loses the contents.
 template <class T>
 class Buffer {
  public:
   T* reserve(int64_t count) {
     needed_ = std::max(needed_, count);
-    if (int64_t(held_.size()) < count) {
+    if (int64_t(elements_.size()) < count) {
       free();
-      held_.resize(size_t(count));
+      elements_.resize(size_t(count));
     }
-    return held_.data();
+    return elements_.data();
   }
-  T* data() { return held_.data(); }
-  const T* data() const { return held_.data(); }
-  // Gives the memory back if less than half of it was reserved since the last trim.
+  T* data() { return elements_.data(); }
+  const T* data() const { return elements_.data(); }
+  // Frees the memory if less than half of it was reserved since the last trim.
   void trim() {
-    if (int64_t(held_.size()) / 2 > needed_) free();
+    if (int64_t(elements_.size()) / 2 > needed_) free();
     needed_ = 0;
   }
 
  private:
-  void free() { std::vector<T, Aligned<T>>().swap(held_); }
+  void free() { std::vector<T, Aligned<T>>().swap(elements_); }
 
-  std::vector<T, Aligned<T>> held_;
+  std::vector<T, Aligned<T>> elements_;
   int64_t needed_ = 0;
 };
 
-// Rounding to nearest and no flushing of denormals for as long as this lives: the bits of a result depend neither on what the caller
-// has set nor on the thread that computes it. The caller's own state comes back.
+// While it lives, floats are rounded to nearest and denormals are not flushed. So results depend neither on the caller's settings nor
+// on the thread. The destructor restores the caller's settings.
 class PlainFloats {
  public:
 #if defined(__x86_64__)
-  PlainFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // the processor's state at reset
+  PlainFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // the processor's default
   ~PlainFloats() { _mm_setcsr(before_); }
 
  private:

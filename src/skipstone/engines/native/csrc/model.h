@@ -1,4 +1,4 @@
-// The structs that callers fill, and the error codes that they get. structs.py declares the same fields in the same order.
+// Structs of the C ABI and its error codes. structs.py declares the same fields in the same order.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -11,22 +11,22 @@ enum Error : int64_t {
   OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6, BAD_THREADS = 7,
   BAD_WEIGHT = 8, BAD_ARGUMENT = 9
 };
-constexpr int64_t MOST_THREADS = 64;  // that a call may ask for
+constexpr int64_t MAX_THREADS = 64;  // of a call
 constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
 
-// One decoder layer. Norms are null where the layer has none.
+// One decoder layer. Missing norms are null.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
   const float *norm_before_attention, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;  // [hidden]
-  const float *norm_q, *norm_k;  // [head size], or all heads of a token at once where norm_whole is set
+  const float *norm_q, *norm_k;  // [head size], or [heads x head size] if norm_whole is set
   int64_t norm_whole;
-  int64_t window;      // tokens that a query sees, itself included; 0 for all
-  int64_t rotary;      // number of the rotary table; -1: no rotary phases
+  int64_t window;      // tokens that a query attends to, including itself; 0 for all
+  int64_t rotary;      // index of the rotary table; -1 for none
   int64_t activation;
   float scale;         // of the scores
   float softcap;       // of the scores; 0 for none
-  float residual;      // multiplies what a sublayer adds
-  float padding;       // to a whole number of 8 bytes
+  float residual;      // factor of sublayer outputs
+  float padding;       // to a multiple of 8 bytes
   bool quantized() const {
     for (const Matrix* one : {&q, &k, &v, &o, &gate, &up, &down}) if (one->quantized()) return true;
     return false;
@@ -37,16 +37,16 @@ struct Model {
   int64_t hidden, heads, kv_heads, head_size, intermediate, depth, vocabulary, embeddings;
   const Layer* layers;
   Matrix head;
-  const void* embedding;  // [embeddings][hidden], row-major; null where the head's panels are the embedding
+  const void* embedding;  // [embeddings][hidden], row-major; null if tied to the head, whose panels are read
   int64_t embedding_type;
   const float* norm;      // the final one; null for none
   float epsilon;
-  float embedding_scale, embedding_multiplier;  // both multiply an embedding, one after the other
+  float embedding_scale, embedding_multiplier;  // factors of an embedding, applied one after the other
   float logits_divisor;
   float logits_softcap;   // 0 for none
 };
 
-// Some rows of the LM head, from which drafts are picked. ids [head.outputs]: the tokens that they stand for, ascending.
+// Some rows of the LM head. ids [head.outputs]: their tokens, ascending.
 struct Shortlist { Matrix head; const int64_t* ids; };
 
 // cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
@@ -61,12 +61,12 @@ struct Store {
   int64_t type;  // FLOAT32 or BFLOAT16
 };
 
-// Which tokens take part in a pass. b rows of n columns; strides count elements.
+// The tokens of a pass: b rows of n columns; strides count elements.
 struct Pass {
   int64_t b, n;
   const int64_t *positions, *slots;
   int64_t positions_stride, slots_stride;
-  const uint8_t* valid;  // null: all
+  const uint8_t* valid;  // null: all are
   int64_t valid_stride;
   int64_t first_row, extent;
   const int64_t* base;   // null: a chain
@@ -81,7 +81,7 @@ struct Pass {
 inline int64_t up16(int64_t x) { return (x + LANES - 1) / LANES * LANES; }
 }  // namespace sk
 
-// What the library exports; engine.cpp says what each does. Where an error code comes back, 0 is OK.
+// Exported functions, documented in engine.cpp. Most return an error code; 0 is OK.
 extern "C" {
 int64_t sk_abi();
 const char* sk_level();
@@ -103,7 +103,8 @@ int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride,
 int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                 const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens);
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
-                 const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
-                 const int64_t* ends, int64_t ends_count, int64_t keep, const sk::Matrix* transform, const sk::Shortlist* shortlist, int64_t sure,
-                 const float* survival, int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads);
+                 const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
+                 const int64_t* ends, int64_t ends_count, int64_t keep_states, const sk::Matrix* transform,
+                 const sk::Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, int64_t* drafts, int64_t* counts,
+                 float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads);
 }

@@ -1,13 +1,13 @@
-// y = x W^T for a few rows, with weights of 8 or 4 bits in groups of 32 inputs, each group with a scale of its own.
+// y = x W^T for a few rows, with weights of 8 or 4 bits. Every group of 32 inputs has its own scale.
 //
 // INT8: weight = scale * (byte - 128), bytes 1 to 255. INT4: weight = scale * code + minimum, codes 0 to 15. Scales and minima are
-// float16. A panel of 16 outputs is its scales, [groups][16] (INT4: scales and minima, [groups][2][16]), then its codes, a byte for
-// four inputs of every output after the other: [groups][8][16][4]. INT4 has two codes in a byte: [groups][4][16][4], the low half
-// for the first of eight inputs. Inputs are padded with zeros to whole groups.
+// float16. A panel of 16 outputs has its scales first, [groups][16] (INT4: scales and minima, [groups][2][16]), then its codes,
+// [groups][8][16][4]: the last dimension is four inputs, one byte each. INT4 has two codes in a byte, [groups][4][16][4]: the low halves
+// are the first four of eight inputs. Inputs are padded with zeros to whole groups.
 //
 // The inputs of a product are rounded to 8 bits too, by row and group of 32: q = nearest(x * (127 / largest |x|)), as in llama.cpp's
-// Q8_0. Sums over a group are whole numbers, so they are exact on every instruction set; the groups are added by fused
-// multiply-adds in the order 0, 1, 2, ..., whatever the number of rows, tiles or threads.
+// Q8_0. Sums over a group are integers, so they are exact on every instruction set. The groups are added by fused multiply-adds in the
+// order 0, 1, 2, ..., for any number of rows, tiles or threads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,13 +17,13 @@
 #include "simd.h"
 
 namespace sk {
-constexpr int GROUP = 32;      // inputs that share a scale
-constexpr int BLOCK = 64;      // bytes that hold four inputs of 16 outputs
-constexpr float LEAST_TOP = 1e-30f;  // the largest input of a group; smaller ones count as 0: 127 / top must be finite
+constexpr int GROUP = 32;      // inputs with one scale
+constexpr int BLOCK = 64;      // bytes: four inputs of 16 outputs
+constexpr float MIN_TOP = 1e-30f;  // a group whose largest input is smaller counts as 0, because 127 / top must be finite
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
-// Whole: 16 whole numbers of 32 bits. Bytes: four unsigned codes of 16 outputs. Four: four signed inputs, for every output.
+// Whole: 16 integers of 32 bits. Bytes: four unsigned codes of 16 outputs. Four: four signed inputs, repeated for every output.
 #if defined(__AVX512F__)
 struct Whole { __m512i v; };
 using Bytes = __m512i;
@@ -35,15 +35,15 @@ SK_INLINE Bytes low_codes(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8
 SK_INLINE Bytes high_codes(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 SK_INLINE Four four(const int8_t* x) { int32_t bits; std::memcpy(&bits, x, 4); return _mm512_set1_epi32(bits); }
 SK_INLINE Whole dot(Whole sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w, x)}; }
-// The same for bytes - 128, where the sum began with `centred`.
+// The same for bytes - 128, if the sum began with `centred`.
 SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) { return dot(sum, w, x); }
 SK_INLINE Whole centred(int32_t centre) { return whole(centre); }
-// The largest of a's and b's bits without the sign: the order of the numbers, and NaN above them all.
+// The bits of the largest |a| or |b|; NaN is larger than all numbers.
 SK_INLINE int32_t top_of(V16 a, V16 b) {
   const __m512i size = _mm512_set1_epi32(0x7fffffff);
   return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a.v), size), _mm512_and_si512(_mm512_castps_si512(b.v), size)));
 }
-// Rounds to whole numbers, in the order of the lanes. Returns their sum.
+// Rounds to integers, in the order of the lanes. Returns their sum.
 SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
   const __m512i x = _mm512_cvtps_epi32(a.v), y = _mm512_cvtps_epi32(b.v);
   _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(x));
@@ -67,11 +67,11 @@ SK_INLINE Four four(const int8_t* p) {
   return {x, _mm256_abs_epi8(x)};
 }
 SK_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-// Codes up to 15: two products stay below 2^15, where maddubs would cut them off.
+// Codes are at most 15, so two products stay below 2^15, at which maddubs saturates.
 SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
   return {add_pairs(sum.a, _mm256_maddubs_epi16(w.a, x.x)), add_pairs(sum.b, _mm256_maddubs_epi16(w.b, x.x))};
 }
-// |x| times (byte - 128) with the sign of x: both factors stay within 127, and two products below 2^15.
+// |x| times (byte - 128) with the sign of x. Both factors are at most 127, so two products stay below 2^15.
 SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
   const __m256i half = _mm256_set1_epi8(-128);
   return {add_pairs(sum.a, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))),
@@ -165,7 +165,7 @@ class Codes {
     groups_.trim();
     codes_.trim();
   }
-  // x: n rows of `inputs` floats, `stride` apart, for which there is room.
+  // Quantises x: n rows of `inputs` floats, `stride` apart. Reserve first.
   void fill(const float* x, int64_t n, int64_t stride, int64_t inputs) {
     count_ = groups_of(inputs);
     for (int64_t r = 0; r < n; r++)
@@ -179,7 +179,7 @@ class Codes {
         std::memcpy(&top, &bits, 4);
         Group& group = groups_.data()[r * count_ + g];
         int8_t* codes = codes_.data() + (r * count_ + g) * GROUP;
-        if (!(top >= LEAST_TOP && std::isfinite(top))) {  // no codes for these: 0, or NaN where one is not finite
+        if (!(top >= MIN_TOP && std::isfinite(top))) {  // scale 0, or NaN if an input is not finite
           std::memset(codes, 0, GROUP);
           const float scale = std::isfinite(top) ? 0.0f : std::numeric_limits<float>::quiet_NaN();
           group = {scale, scale, 0};
@@ -192,7 +192,7 @@ class Codes {
         group.centre = -128 * sum;
       }
   }
-  int64_t count() const { return count_; }  // groups of a row
+  int64_t count() const { return count_; }  // groups per row
   const int8_t* row(int64_t r) const { return codes_.data() + r * count_ * GROUP; }
   const Group* groups(int64_t r) const { return groups_.data() + r * count_; }
 
@@ -203,10 +203,10 @@ class Codes {
 };
 
 struct Int8 {
-  static constexpr int BLOCKS = 8;       // of a group's codes
-  static constexpr int SCALES = LANES;  // float16 numbers of a group
+  static constexpr int BLOCKS = 8;       // blocks of codes per group
+  static constexpr int SCALES = LANES;  // float16 numbers per group
 
-  // One output's group of 32 finite weights. False where a scale is beyond float16.
+  // Quantises one output's group of 32 finite weights. False if a scale is beyond float16.
   static bool quantize(const float* w, uint16_t* scale, uint8_t* codes) {
     float top = 0;
     for (int i = 0; i < GROUP; i++) top = std::max(top, std::fabs(w[i]));
@@ -245,22 +245,22 @@ struct Int4 {
   }
 };
 
-// Bytes of a panel's scales, with what aligns the codes after them, and of the panel.
+// Bytes of a panel's scales, padded to align the codes, and of the whole panel.
 template <class T> inline int64_t scales_bytes(int64_t groups) { return (groups * T::SCALES * 2 + BLOCK - 1) / BLOCK * BLOCK; }
 template <class T> inline int64_t panel_bytes(int64_t groups) { return scales_bytes<T>(groups) + groups * T::BLOCKS * BLOCK; }
 
-// Elements from weights to those that come next, 0 where there are none.
+// Elements from weights to the next ones; 0 if there are none.
 template <class E>
 inline int64_t distance(const E* at, const char* next) {
   return next == nullptr ? 0 : (next - reinterpret_cast<const char*>(at)) / int64_t(sizeof(E));
 }
 
-// R rows x C panels. w: the first panel. ahead: bytes from it to those that come next, which are fetched into the second-level
-// cache meanwhile. row: the first of the rows.
+// R rows x C panels. w: the first panel. ahead: bytes from it to the next tile, which is prefetched into the second-level cache. row:
+// the first row.
 template <class T, int R, int C>
-inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room) {
+inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t capacity) {
   const int64_t count = x.count(), size = panel_bytes<T>(count), start = scales_bytes<T>(count);
-  constexpr bool EIGHT = std::is_same_v<T, Int8>;
+  constexpr bool IS_INT8 = std::is_same_v<T, Int8>;
   V16 total[R][C];
   SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
   const int8_t* inputs = x.row(row);
@@ -268,7 +268,7 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
   for (int64_t g = 0; g < count; g++) {
     Whole sum[R][C];
     SK_UNROLL for (int r = 0; r < R; r++) {
-      const Whole first = EIGHT ? centred(groups[r * count + g].centre) : whole(0);
+      const Whole first = IS_INT8 ? centred(groups[r * count + g].centre) : whole(0);
       SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = first;
     }
     SK_UNROLL for (int j = 0; j < T::BLOCKS; j++) {
@@ -278,7 +278,7 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
         __builtin_prefetch(at + ahead, 0, 2);
         codes[c] = load_bytes(at);
       }
-      if constexpr (EIGHT) {
+      if constexpr (IS_INT8) {
         SK_UNROLL for (int r = 0; r < R; r++) {
           const Four in = four(inputs + (r * count + g) * GROUP + j * 4);
           SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = dot_centred(sum[r][c], codes[c], in);
@@ -299,7 +299,7 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
       __builtin_prefetch(reinterpret_cast<const char*>(scales) + ahead, 0, 2);
       const V16 scale = load_f16(scales);
       SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c]), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
-      if constexpr (!EIGHT) {
+      if constexpr (!IS_INT8) {
         const V16 minimum = load_f16(scales + LANES);
         SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(minimum, set1(groups[r * count + g].shift), total[r][c]);
       }
@@ -307,48 +307,47 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
   }
   SK_UNROLL for (int r = 0; r < R; r++)
     SK_UNROLL for (int c = 0; c < C; c++)
-      if (room > c * LANES) store_first(y + r * y_stride + c * LANES, total[r][c], int(std::min<int64_t>(room - c * LANES, LANES)));
+      if (capacity > c * LANES) store_first(y + r * y_stride + c * LANES, total[r][c], int(std::min<int64_t>(capacity - c * LANES, LANES)));
 }
 
-// Panels of a tile: enough streams to keep the memory busy, and sums that stay in registers.
+// Panels of a tile: enough to keep the memory busy, few enough that the sums stay in registers.
 #if defined(__AVX512F__)
-constexpr int MOST_CODED_ROWS = 8;
+constexpr int MAX_CODED_ROWS = 8;
 template <class T> constexpr int coded_columns(int rows) {
   return rows == 1 ? 6 : rows <= 3 ? 4 : rows == 4 ? 3 : std::is_same_v<T, Int8> ? 1 : 2;
 }
 #else
-constexpr int MOST_CODED_ROWS = 2;
+constexpr int MAX_CODED_ROWS = 2;
 template <class T> constexpr int coded_columns(int) { return 1; }
 #endif
 
-// R or fewer rows x the panels [p, last), as many at once as fit.
+// R or fewer rows x `width` panels, as few tiles as possible.
 template <class T, int R>
-inline void quantized_rows(int64_t rows, const uint8_t* panels, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room, int width) {
-  if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, ahead, x, row, y, y_stride, room, width);
-  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, ahead, x, row, y, y_stride, room);
+inline void quantized_rows(int64_t rows, const uint8_t* panels, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t capacity, int width) {
+  if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, ahead, x, row, y, y_stride, capacity, width);
+  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, ahead, x, row, y, y_stride, capacity);
   for (int c = 0; c < width; c++)
-    quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), ahead, x, row, y + c * LANES, y_stride, room - c * LANES);
+    quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), ahead, x, row, y + c * LANES, y_stride, capacity - c * LANES);
 }
 
-// The outputs of panels [first, last) of n rows, without the bias: y[r][o], rows y_stride apart, with room for `room` floats. next: as
-// in `matmul`.
+// The outputs of panels [first, last) of n rows, without the bias: y[r][o], rows y_stride apart. capacity, next: as in `matmul`.
 template <class T>
-inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t room, const char* next) {
-  const int64_t size = panel_bytes<T>(x.count()), blocks = (n + MOST_CODED_ROWS - 1) / MOST_CODED_ROWS;
-  const int most = coded_columns<T>(int((n + blocks - 1) / blocks));
-  for (int64_t p = first; p < last; p += most) {
-    const int width = int(std::min<int64_t>(most, last - p));
+inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t capacity, const char* next) {
+  const int64_t size = panel_bytes<T>(x.count()), blocks = (n + MAX_CODED_ROWS - 1) / MAX_CODED_ROWS;
+  const int max_width = coded_columns<T>(int((n + blocks - 1) / blocks));
+  for (int64_t p = first; p < last; p += max_width) {
+    const int width = int(std::min<int64_t>(max_width, last - p));
     const uint8_t* at = static_cast<const uint8_t*>(panels) + p * size;
     const int64_t ahead = p + width < last ? width * size : distance(at, next);
     for (int64_t block = 0, row = 0; block < blocks; block++) {
       const int64_t rows = n / blocks + (block < n % blocks);
-      quantized_rows<T, MOST_CODED_ROWS>(rows, at, ahead, x, row, y + row * y_stride + p * LANES, y_stride, room - p * LANES, width);
+      quantized_rows<T, MAX_CODED_ROWS>(rows, at, ahead, x, row, y + row * y_stride + p * LANES, y_stride, capacity - p * LANES, width);
       row += rows;
     }
   }
 }
 
-// One output's weights [inputs] to its lane of the panels. False where one is not finite, or a scale is beyond float16.
+// Quantises one output's weights [inputs] into its lane of the panels. False if one is not finite, or a scale is beyond float16.
 template <class T>
 inline bool quantize_output(const float* weights, int64_t inputs, int64_t output, uint8_t* panels) {
   const int64_t count = groups_of(inputs), lane = output % LANES;
@@ -364,7 +363,7 @@ inline bool quantize_output(const float* weights, int64_t inputs, int64_t output
   return good;
 }
 
-// The weights of one output, as they are after quantisation.
+// The quantised weights of one output as floats.
 template <class T>
 inline void dequantize_output(const void* panels, int64_t inputs, int64_t output, float* weights) {
   const int64_t count = groups_of(inputs), lane = output % LANES;

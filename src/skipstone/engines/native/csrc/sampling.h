@@ -1,7 +1,7 @@
-// One token a row, drawn from what temperature, top-k, top-p and min-p leave of its logits.
+// Draws one token per row after temperature, top-k, top-p and min-p.
 //
-// decoding/sampling.py says what the warpers do, decoding/noise.py what the noise is; this is the same for a small top-k (`drawn`)
-// and for none (`drawn_of_all`). Libraries round exp and log differently: a draw may differ where the race of two tokens is as close.
+// The same as decoding/sampling.py (warpers) and decoding/noise.py (noise), for a small top-k (`draw_top_k`) and for none
+// (`draw_from_all`). Libraries round exp and log differently, so a draw may differ if the race of two tokens is that close.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,10 +14,10 @@
 #include "simd.h"
 
 namespace sk {
-constexpr int64_t MOST_KEPT = 100;  // largest top-k
+constexpr int64_t MAX_TOP_K = 100;  // largest top-k
 
 // SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014).
-inline uint64_t mixed(uint64_t x) {
+inline uint64_t splitmix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return x ^ (x >> 31);
@@ -26,41 +26,40 @@ inline uint64_t mixed(uint64_t x) {
 // A number in the open interval (0, 1).
 inline double unit(uint64_t bits) { return double(int64_t(bits)) * (0x1p-64 * (1 - 0x1p-52)) + 0.5; }
 
-struct Kept {
+struct ScoredToken {
   float score;
   int64_t token;
 };
-inline bool before(const Kept& a, const Kept& b) { return a.score > b.score || (a.score == b.score && a.token < b.token); }
+inline bool ranks_before(const ScoredToken& a, const ScoredToken& b) { return a.score > b.score || (a.score == b.score && a.token < b.token); }
 
-// The k + 1 largest of n > k logits, the largest first, the lower token first where they are equal. False: one is no number.
-inline bool largest(const float* logits, int64_t n, int64_t k, Kept* best) {
+// The k + 1 largest of n > k logits, the largest first, the lower token first of equal ones. False if a logit is NaN.
+inline bool largest(const float* logits, int64_t n, int64_t k, ScoredToken* best) {
   constexpr int64_t BLOCK = 64;
-  int64_t i = 0, held = 0;
-  for (; held <= k; i++, held++) {
+  int64_t i = 0, filled = 0;
+  for (; filled <= k; i++, filled++) {
     if (std::isnan(logits[i])) return false;
-    best[held] = {logits[i], i};
+    best[filled] = {logits[i], i};
   }
-  std::make_heap(best, best + held, before);  // the one that comes last in front
+  std::make_heap(best, best + filled, ranks_before);  // the last one in front
   while (i < n) {
     const int64_t stop = std::min(i + BLOCK, n);
-    const float least = best[0].score;
+    const float lowest = best[0].score;
     int any = 0;
-    for (int64_t j = i; j < stop; j++) any |= !(logits[j] <= least);
+    for (int64_t j = i; j < stop; j++) any |= !(logits[j] <= lowest);
     for (; any && i < stop; i++) {
       if (std::isnan(logits[i])) return false;
       if (logits[i] <= best[0].score) continue;
-      std::pop_heap(best, best + held, before);
-      best[held - 1] = {logits[i], i};
-      std::push_heap(best, best + held, before);
+      std::pop_heap(best, best + filled, ranks_before);
+      best[filled - 1] = {logits[i], i};
+      std::push_heap(best, best + filled, ranks_before);
     }
     i = stop;
   }
-  std::sort_heap(best, best + held, before);
+  std::sort_heap(best, best + filled, ranks_before);
   return true;
 }
 
-// The k largest of each of `rows` rows of n >= k logits, the largest first, the lower token first where they are equal; -1 for a row in
-// which one is no number.
+// The k largest of n >= k logits in each of `rows` rows, the largest first, the lower token first of equal ones; -1 in a row with a NaN.
 struct Largest {
   const float* logits;
   int64_t rows, n, stride, k;
@@ -69,61 +68,61 @@ struct Largest {
   static void job(void* context, int thread, int threads, Pool&) noexcept { static_cast<Largest*>(context)->work(thread, threads); }
 
   void work(int thread, int threads) {
-    Kept best[MOST_KEPT];
+    ScoredToken best[MAX_TOP_K];
     for (int64_t r = thread; r < rows; r += threads) {
-      const bool numbers = largest(logits + r * stride, n, k - 1, best);
-      for (int64_t i = 0; i < k; i++) tokens[r * k + i] = numbers ? best[i].token : -1;
+      const bool is_valid = largest(logits + r * stride, n, k - 1, best);
+      for (int64_t i = 0; i < k; i++) tokens[r * k + i] = is_valid ? best[i].token : -1;
     }
   }
 };
 
-// p over the first k scores, which fall; those of -inf get 0.
-inline void softmax(const Kept* best, int64_t k, float* p) {
+// Softmax of the first k scores, which are in descending order; -inf gets 0.
+inline void softmax(const ScoredToken* best, int64_t k, float* p) {
   float sum = 0;
   for (int64_t i = 0; i < k; i++) sum += p[i] = std::exp(best[i].score - best[0].score);
   for (int64_t i = 0; i < k; i++) p[i] /= sum;
 }
 
-// The token drawn; -1 where equal scores leave it open which tokens top-k keeps, or where the logits are no distribution.
+// Draws a token from the k largest logits. -1 if equal scores leave open which tokens top-k keeps, or if the logits are no distribution.
 //
-// tail: share of the least probable tokens that top-p leaves out, 0 for none. counter, place: where the draw's noise begins, and
-// the step from a token's number to the next one's.
-inline int64_t drawn(const float* logits, int64_t n, float temperature, int64_t k, float tail, float min_p, uint64_t counter, uint64_t place) {
-  constexpr float NEVER = -std::numeric_limits<float>::infinity();
-  Kept best[MOST_KEPT + 1];
-  float p[MOST_KEPT];
+// tail: total probability of the least probable tokens that top-p removes, 0 for none. counter: where the draw's noise begins.
+// token_step: step of the counter from one token to the next.
+inline int64_t draw_top_k(const float* logits, int64_t n, float temperature, int64_t k, float tail, float min_p, uint64_t counter, uint64_t token_step) {
+  constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();
+  ScoredToken best[MAX_TOP_K + 1];
+  float p[MAX_TOP_K];
   if (!largest(logits, n, k, best)) return -1;
   for (int64_t i = 0; i <= k; i++) best[i].score /= temperature;
   if (!std::isfinite(best[0].score)) return -1;
   for (int64_t i = 0; i < k; i++)
-    if (best[i].score == best[i + 1].score && best[i].score > NEVER) return -1;
+    if (best[i].score == best[i + 1].score && best[i].score > NO_SCORE) return -1;
   softmax(best, k, p);
   if (tail > 0) {
-    double rising = 0;
-    for (int64_t i = k - 1; i > 0 && float(rising += p[i]) <= tail; i--) best[i].score = NEVER;
+    double tail_sum = 0;
+    for (int64_t i = k - 1; i > 0 && float(tail_sum += p[i]) <= tail; i--) best[i].score = NO_SCORE;
     softmax(best, k, p);
   }
   if (min_p > 0) {
     for (int64_t i = 1; i < k; i++)
-      if (p[i] < min_p * p[0]) best[i].score = NEVER;
+      if (p[i] < min_p * p[0]) best[i].score = NO_SCORE;
     softmax(best, k, p);
   }
   int64_t winner = -1;
-  double nearest = 0;
+  double best_race = 0;
   for (int64_t i = 0; i < k; i++) {
     if (p[i] == 0) continue;
-    const double at = std::log(unit(mixed(counter + uint64_t(best[i].token) * place))) / double(p[i]);
-    if (winner < 0 || at > nearest) winner = best[i].token, nearest = at;
+    const double at = std::log(unit(splitmix(counter + uint64_t(best[i].token) * token_step))) / double(p[i]);
+    if (winner < 0 || at > best_race) winner = best[i].token, best_race = at;
   }
   return winner;
 }
 
-// weights[v] = e^(logit v / temperature - the highest of these), with zeros up to a whole number of lanes. Returns the place of the
-// highest logit; -1 where one is no number, or the highest is not finite.
-inline int64_t weighed(const float* logits, int64_t n, float temperature, std::vector<float>& weights) {
-  int no_numbers = 0;
-  for (int64_t i = 0; i < n; i++) no_numbers |= logits[i] != logits[i];
-  if (no_numbers) return -1;
+// weights[v] = e^((logit v - highest) / temperature), padded with zeros to whole vectors. Returns the index of the highest logit; -1 if
+// a logit is NaN or the highest is not finite.
+inline int64_t exp_weights(const float* logits, int64_t n, float temperature, std::vector<float>& weights) {
+  int any_nan = 0;
+  for (int64_t i = 0; i < n; i++) any_nan |= logits[i] != logits[i];
+  if (any_nan) return -1;
   V16 each = set1(-std::numeric_limits<float>::infinity());
   for (int64_t i = 0; i + LANES <= n; i += LANES) each = max(each, load(logits + i));
   float lanes[LANES];
@@ -142,11 +141,11 @@ inline int64_t weighed(const float* logits, int64_t n, float temperature, std::v
   return best;
 }
 
-// The least weight that top-p keeps; -1 where equal weights leave open which of them that is. tail: as in `drawn`.
+// The smallest weight that top-p keeps; -1 if equal weights leave open which tokens it keeps. tail: as in `draw_top_k`.
 //
-// Weights lie between 0 and 1. They are first summed in buckets that share exponent and five leading bits, so that only those of the
-// bucket in which the limit lies are put into order.
-inline float least_kept(const std::vector<float>& weights, float tail) {
+// Weights lie between 0 and 1. They are first summed in buckets by exponent and five leading bits. Only the weights of the bucket that
+// contains the limit are sorted.
+inline float min_kept_weight(const std::vector<float>& weights, float tail) {
   constexpr int SHIFT = 18, BUCKETS = (0x3f800000 >> SHIFT) + 1;  // 0x3f800000: the bits of 1
   const auto bucket = [](float weight) { uint32_t bits; std::memcpy(&bits, &weight, sizeof bits); return std::min(int(bits >> SHIFT), BUCKETS - 1); };
   double sums[BUCKETS] = {}, all = 0, below = 0;
@@ -163,33 +162,33 @@ inline float least_kept(const std::vector<float>& weights, float tail) {
   return around.empty() ? 1.0f : around[i];
 }
 
-// `drawn` without a top-k: every token may have a chance.
+// `draw_top_k` over all tokens.
 //
-// The token with the largest log u / weight wins. `nearest` is the largest so far, and negative. log u <= u - 1, so a token whose u is
-// no larger than 1 + weight * nearest cannot win: hardly any logarithm is taken. The likeliest token runs first.
-inline int64_t drawn_of_all(const float* logits, int64_t n, float temperature, float tail, float min_p, uint64_t counter, uint64_t place) {
+// The token with the largest log u / weight wins. `best_race` is the largest so far, a negative number. Since log u <= u - 1, a token
+// with u <= 1 + weight * best_race cannot win. So few logarithms are taken. The likeliest token runs first.
+inline int64_t draw_from_all(const float* logits, int64_t n, float temperature, float tail, float min_p, uint64_t counter, uint64_t token_step) {
   thread_local std::vector<float> weights;
-  int64_t winner = weighed(logits, n, temperature, weights);
+  int64_t winner = exp_weights(logits, n, temperature, weights);
   if (winner < 0) return -1;
-  float least = std::max(min_p, std::numeric_limits<float>::min());
+  float min_weight = std::max(min_p, std::numeric_limits<float>::min());
   if (tail > 0) {
-    const float kept = least_kept(weights, tail);
-    if (kept < 0) return -1;
-    least = std::max(least, kept);
+    const float kept_weight = min_kept_weight(weights, tail);
+    if (kept_weight < 0) return -1;
+    min_weight = std::max(min_weight, kept_weight);
   }
-  double nearest = std::log(unit(mixed(counter + uint64_t(winner) * place)));
+  double best_race = std::log(unit(splitmix(counter + uint64_t(winner) * token_step)));
   for (int64_t i = 0; i < n; i += LANES) {
-    double u[LANES], needed[LANES];
+    double u[LANES], min_u[LANES];
     for (int j = 0; j < LANES; j++) {
-      u[j] = unit(mixed(counter + uint64_t(i + j) * place));
-      needed[j] = weights[i + j] >= least ? 1 + nearest * double(weights[i + j]) : 1.0;
+      u[j] = unit(splitmix(counter + uint64_t(i + j) * token_step));
+      min_u[j] = weights[i + j] >= min_weight ? 1 + best_race * double(weights[i + j]) : 1.0;
     }
     int any = 0;
-    for (int j = 0; j < LANES; j++) any |= u[j] > needed[j];
+    for (int j = 0; j < LANES; j++) any |= u[j] > min_u[j];
     for (int j = 0; any && j < LANES; j++) {
-      if (weights[i + j] < least) continue;
+      if (weights[i + j] < min_weight) continue;
       const double at = std::log(u[j]) / double(weights[i + j]);
-      if (at > nearest) winner = i + j, nearest = at;
+      if (at > best_race) winner = i + j, best_race = at;
     }
   }
   return winner;

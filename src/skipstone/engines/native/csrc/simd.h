@@ -1,7 +1,7 @@
-// Sixteen float lanes under one name on every instruction set.
+// Vectors of sixteen floats for every instruction set.
 //
 // A V16 is one AVX-512 register, two AVX2 registers or four NEON registers. Every operation rounds each lane once, and every
-// reduction has one fixed tree, so all instruction sets give the same bits.
+// reduction adds in one fixed order, so all instruction sets give the same bits.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -33,9 +33,9 @@ SK_INLINE V16 nearest(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_N
 SK_INLINE V16 exp2_whole(V16 n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
-// 0 where x < y, else a: also where one of them is NaN
+// 0 if x < y, else a (also if x or y is NaN)
 SK_INLINE V16 drop_where_less(V16 x, V16 y, V16 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_NLT_UQ), a.v)}; }
-// 16 halves of 2 x 16 interleaved bfloat16 numbers: even[o] = w[2 o], odd[o] = w[2 o + 1]
+// Splits 32 bfloat16 numbers: even[o] = w[2 o], odd[o] = w[2 o + 1]
 SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   __m512i b = _mm512_loadu_si512(w);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
@@ -126,7 +126,7 @@ SK_INLINE V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f1
 
 namespace sk {
 #if defined(__AVX2__)
-// The sums of four vectors, by one tree: lanes 8 apart, neighbours, neighbours of those, the two halves that are left.
+// The sums of four vectors, in this order: lanes 8 apart, neighbours, neighbours of those, the two remaining halves.
 SK_INLINE void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
   __m256 h = _mm256_hadd_ps(_mm256_hadd_ps(halves(a), halves(b)), _mm256_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
@@ -142,7 +142,7 @@ SK_INLINE void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
 }
 #endif
 #if defined(__AVX512F__)
-// The same of four times four vectors; out: [4][4].
+// The same for four times four vectors; out: [4][4].
 SK_INLINE void sums16(const V16 (&a)[4], const V16 (&b)[4], const V16 (&c)[4], const V16 (&d)[4], float* out) {
   const auto halves_of_two = [](V16 x, V16 y) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(x.v, y.v, 0x44), _mm512_shuffle_f32x4(x.v, y.v, 0xee));
@@ -164,7 +164,7 @@ SK_INLINE float largest(V16 a) {
 }
 SK_INLINE V16 load_wide(const float* p) { return load(p); }
 SK_INLINE V16 load_wide(const uint16_t* bfloat16) { return load_bf16(bfloat16); }
-// The first `count` lanes from memory, the others 0; nothing behind them is read.
+// Loads the first `count` lanes and reads no further memory; the other lanes are 0.
 SK_INLINE V16 load_first(const float* p, int count) {
   if (count >= LANES) return load(p);
   float x[LANES] = {};
@@ -176,8 +176,8 @@ SK_INLINE void store_first(float* p, V16 a, int count) {
   float x[LANES]; store(x, a);
   std::memcpy(p, x, sizeof(float) * count);
 }
-// Of max(a, b) and min(a, b) every instruction set gives b where one of them is NaN: NaN passes through where it is b.
-// e^x within 2 units in the last place for x <= 88; 0 below -87.3; NaN of NaN.
+// max(a, b) and min(a, b) give b if one of them is NaN, on every instruction set. So a NaN in b passes through.
+// e^x within 2 units in the last place for x <= 88; 0 below -87.3; NaN for NaN.
 SK_INLINE V16 exp(V16 x) {
   const V16 lowest = set1(-87.3f);
   V16 y = max(lowest, min(set1(88.0f), x));
@@ -193,7 +193,7 @@ SK_INLINE V16 exp(V16 x) {
   p = add(fma(p, mul(f, f), f), set1(1.0f));
   return drop_where_less(x, lowest, mul(p, exp2_whole(n)));
 }
-// tanh by e^(2x), exact in sign and limits; near 0 by its own quotient, so that no digits cancel; NaN of NaN.
+// tanh by e^(2x), exact in sign and limits; near 0 by a polynomial, so that no digits cancel; NaN for NaN.
 SK_INLINE V16 tanh(V16 x) {
   V16 y = max(set1(-10.0f), min(set1(10.0f), x));
   V16 square = mul(y, y);
