@@ -1,4 +1,4 @@
-"""Which engine runs a model: what the user asked for, and what can run it. What was prepared for a model is looked up here."""
+"""Chooses the engine of a model, by the user's options and by which engine can run it, and keeps prepared models."""
 
 import os
 from dataclasses import astuple, dataclass
@@ -25,21 +25,20 @@ from skipstone.models.weight_version import model_version
 from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
 
 VARIABLE = "SKIPSTONE_ENGINE"
-"""The environment variable that chooses the engine of models without a setting of their own."""
+"""Environment variable for the engine of models without a setting."""
 KV_VARIABLE = "SKIPSTONE_KV"
-"""The environment variable that chooses the dtype of keys and values of models without a setting of their own."""
+"""Environment variable for the dtype of keys and values of models without a setting."""
 KV_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""Names of dtypes of keys and values, and the dtype of a `KVCache`. "float32" stands for the dtype that the engine computes
-in."""
+"""Names of dtypes of keys and values, and the dtype of a `KVCache`. "float32" is the dtype of the computation."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Settings of a model's engine; None leaves a setting open.
 
-    engine: one of ENGINES. quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
-    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights
-    up once the native engine has its copy. ValueError for any other text.
+    engine: one of ENGINES. quantize: "none", "int8" or "int4", for the native engine's weights. kv_dtype: of stored
+    keys and values, "float32" or "bfloat16". keep_weights: False frees the model's own weights once the native engine has its
+    copy. ValueError for another value.
     """
 
     engine: str | None = None
@@ -52,9 +51,9 @@ class EngineOptions:
             _expect_choice(name, getattr(self, name), choices)
 
     def over(self, other: "EngineOptions") -> "EngineOptions":
-        """These options, and those of `other` where these leave a setting open."""
+        """These options; settings that they leave open are taken from `other`."""
         return EngineOptions(
-            *(theirs if own is None else own for own, theirs in zip(astuple(self), astuple(other), strict=True))
+            *(other_value if value is None else value for value, other_value in zip(astuple(self), astuple(other), strict=True))
         )
 
     @property
@@ -111,8 +110,8 @@ class PreparedModel:
     """The description of a model and its engines, valid while `holds` is true. ValueError for a model that skipstone does not
     compute as the model does itself.
 
-    engines: by engine and quantize of the options, each with the reason why it is not the native one if "auto" had to do
-    without. methods: decoding methods that were read and checked for the model, by what their callers gave.
+    engines: (engine, why "auto" could not take the native engine or None) by the options' engine and quantize. methods:
+    decoding methods that were read and checked for the model, by their callers' arguments.
     """
 
     def __init__(self, model: Any) -> None:
@@ -136,15 +135,14 @@ class PreparedModel:
         return repr(vars(model.config)), places, getattr(model, "hf_quantizer", None)
 
     def choose_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
-        """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
-        version: of the weights that it is to compute with (`Engine.is_current`).
+        """(the engine of a model, made once; why "auto" could not take the native engine, or None). version: of the current
+        weights (`Engine.is_current`).
 
-        ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
-        which no other engine has.
+        ValueError if the native engine is requested, by its name or by `quantize`, and cannot run the model.
         """
         key = options.engine, options.quantize
         chosen = self.engines.get(key)
-        if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # what kept native away may be gone
+        if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # native may be possible now
             chosen = self.engines[key] = self._make_engine(options, model, version)
         return chosen
 
@@ -173,28 +171,28 @@ _PREPARED: WeakKeyDictionary[Any, PreparedModel] = WeakKeyDictionary()
 
 
 def prepare_model(model: Any, modules: int) -> PreparedModel:
-    """What was prepared for a model, made again if the model has changed. modules: as in `PreparedModel.holds`."""
+    """The prepared model, prepared again after changes. modules: as in `PreparedModel.holds`."""
     prepared = _PREPARED.get(model)
     if prepared is None or not prepared.holds(model, modules):
-        with RECOGNITION_LOCK:  # while another thread recognises a model, a config that both share is changed
+        with RECOGNITION_LOCK:  # recognition changes configs, which models may share
             if prepared is None or not prepared.holds(model, modules):
                 prepared = _PREPARED[model] = PreparedModel(model)
     return prepared
 
 
 def missing_room_for_copy(model: Any, quantize: str) -> str | None:
-    """Why there is no room for a copy of the weights in fewer bits, with the copies that there are; None if there is."""
+    """Why there is no memory for a copy of the weights in fewer bits, next to existing copies; None if there is."""
     prepared = _PREPARED.get(model)
     engines = [] if prepared is None else prepared.engines.values()
-    made = {engine.quantize for engine, _ in engines if engine.quantize is not None}
-    if quantize in made:
+    kinds_made = {engine.quantize for engine, _ in engines if engine.quantize is not None}
+    if quantize in kinds_made:
         return None
-    kinds = made | {quantize}
-    needed = sum(quantised_bytes(model, kind) for kind in kinds)
-    limit = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
-    if needed <= limit:
+    kinds = kinds_made | {quantize}
+    needed_bytes = sum(quantised_bytes(model, kind) for kind in kinds)
+    limit_bytes = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
+    if needed_bytes <= limit_bytes:
         return None
     return (
-        f"draft_quantize={quantize} needs {needed} bytes for the copies of the weights in {' and '.join(sorted(kinds))}, and "
-        f"{limit} are allowed: draft without draft_quantize, or load the model with quantize"
+        f"draft_quantize={quantize} needs {needed_bytes} bytes for the copies of the weights in {' and '.join(sorted(kinds))}, "
+        f"and {limit_bytes} are allowed: draft without draft_quantize, or load the model with quantize"
     )

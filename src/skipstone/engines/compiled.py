@@ -250,20 +250,20 @@ class CompiledEngine(EagerEngine):
         if borrowed is None or borrowed[0] != shape:
             if borrowed is not None:
                 borrowed[2]()  # the store has outgrown them
-            spare = self._spare.setdefault(shape, [])
-            own = spare.pop() if spare else BorrowedKVBuffers([None] * self._depth, [None] * self._depth)
-            back = weakref.finalize(store, spare.append, own)
-            back.atexit = False
-            borrowed = self._borrowed[store] = shape, own, back
-        for mine, theirs in ((borrowed[1].keys, store.keys), (borrowed[1].values, store.values)):
+            spare_buffers = self._spare.setdefault(shape, [])
+            buffers = spare_buffers.pop() if spare_buffers else BorrowedKVBuffers([None] * self._depth, [None] * self._depth)
+            finalizer = weakref.finalize(store, spare_buffers.append, buffers)
+            finalizer.atexit = False
+            borrowed = self._borrowed[store] = shape, buffers, finalizer
+        for borrowed_list, store_list in ((borrowed[1].keys, store.keys), (borrowed[1].values, store.values)):
             for index in layers:
-                buffer, new = mine[index], theirs[index]
-                if new is None or new is buffer:
+                borrowed_buffer, new = borrowed_list[index], store_list[index]
+                if new is None or new is borrowed_buffer:
                     continue
-                if buffer is None:
-                    buffer = mine[index] = new.new_zeros((rows, *new.shape[1:]))
-                buffer[: len(new)] = new
-                theirs[index] = buffer
+                if borrowed_buffer is None:
+                    borrowed_buffer = borrowed_list[index] = new.new_zeros((rows, *new.shape[1:]))
+                borrowed_buffer[: len(new)] = new
+                store_list[index] = borrowed_buffer
 
     def _run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range) -> Tensor:
         """Run layers without skipped sublayers. hidden: [b, n, d]. at: the padded pass. Returns [b, n, d]."""
@@ -316,29 +316,29 @@ class CompiledEngine(EagerEngine):
         masks: dict[tuple[AttentionReach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))
-            given = self._layer_arguments(index, at, inputs.phases[rotary[index]])
+            arguments = self._layer_arguments(index, at, inputs.phases[rotary[index]])
             key = self.reaches[index], self._groups[index]
             if key not in masks:
-                masks[key] = _plain(given["attention_mask"])
-            given["attention_mask"] = masks[key]
+                masks[key] = _plain(arguments["attention_mask"])
+            arguments["attention_mask"] = masks[key]
             buffers = store.keys[index], store.values[index]
-            hidden = self._call_region(region, self._copies[index], hidden, given, places, buffers, self._call)
+            hidden = self._call_region(region, self._copies[index], hidden, arguments, places, buffers, self._call)
         return hidden
 
     def _region(self, kind: int, shape: Shape) -> Region:
         region = self._regions.get((kind, shape))
         if region is None:
             # torch caches graphs by code object; with its own code each region has one graph, freed with the engine
-            own = FunctionType(_layer.__code__.replace(), _layer.__globals__)
-            region = torch.compile(own, fullgraph=True, dynamic=False, backend=self.graphs)
+            function = FunctionType(_layer.__code__.replace(), _layer.__globals__)
+            region = torch.compile(function, fullgraph=True, dynamic=False, backend=self.graphs)
             self._regions[kind, shape] = region
         return region
 
-    def _call_region(self, region: Region, *given: Any) -> Tensor:
+    def _call_region(self, region: Region, *arguments: Any) -> Tensor:
         """A region's result. ValueError if torch.compile does not compile the layer as one graph."""
         before, began = self.graphs.count, time.perf_counter()
         try:
-            result = region(*given)
+            result = region(*arguments)
         except RuntimeError as error:
             if not type(error).__module__.startswith("torch._"):
                 raise

@@ -24,7 +24,7 @@ class SurvivalThresholds:
     product over all drafts so far.
 
     min_survival: for each draft position, the survival with which a row drafts on alone. The draft ends with the list.
-    min_survival_shared: the same for a row whose draft steps are shared with other rows; empty if no steps are shared. Of R
+    min_survival_shared: the same for rows that share draft steps with other rows; empty if no steps are shared. Of R
     rows, those with a survival S of at least `min_survival_shared` draft on together, as long as the sum of
     S - min_survival_shared over them is at least R (min_survival - min_survival_shared).
     """
@@ -171,7 +171,7 @@ class Engine(ABC):
 
     def draw(self, logits: Tensor, warps: WarperInputs, counters: Tensor) -> Tensor:
         """Draw a token for every row, if `supports_draws`. logits: [B, V] float32. counters: [B] int64, where the noise of each
-        row begins. Returns [B] int64, -1 for a row that the caller has to draw."""
+        row begins. Returns [B] int64, -1 for a row that the caller must draw."""
         raise NotImplementedError
 
     def chain(self, inputs: ChainInputs, store: KVCache) -> ChainOutputs:

@@ -31,10 +31,10 @@ class ExitTally:
         best = None
         for exit_layer in reversed(self.exits):
             logits = self.modules.logits(states[exit_layer]).float()  # [N, V]
-            own = logits.argmax(-1)
-            best = own if best is None else best
+            exit_tokens = logits.argmax(-1)
+            best = exit_tokens if best is None else best
             self._nats[exit_layer] += F.cross_entropy(logits, tokens, reduction="none").double().sum().item()
-            self._agreed[exit_layer] += int((own == best).sum())
+            self._agreed[exit_layer] += int((exit_tokens == best).sum())
         self.tokens += len(tokens)
 
     def perplexity(self) -> dict[int, float]:
@@ -49,25 +49,25 @@ class ExitTally:
 
 @contextmanager
 def watched(model: DecoderModel, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """Records the states of the model's own forwards inside: E -> [B, T, d], the outputs of the first E layers, for E = 0 the
-    inputs of the first one. Every forward replaces those of the one before."""
-    found: dict[int, Tensor] = {}
+    """Record the states of the model's own latest forward inside the context: E -> [B, T, d], the output of the first E layers,
+    or the input of layer 0 for E = 0."""
+    states: dict[int, Tensor] = {}
 
-    def enters(_: Any, given: tuple[Any, ...]) -> None:
-        found[0] = model.family.folded(given[0])
+    def record_input(_: Any, inputs: tuple[Any, ...]) -> None:
+        states[0] = model.family.folded(inputs[0])
 
-    def leaves(exit: int) -> Callable[..., None]:
-        def hook(_: Any, given: Any, output: Any) -> None:
-            found[exit] = model.family.folded(output[0] if isinstance(output, tuple) else output)
+    def make_hook(exit: int) -> Callable[..., None]:
+        def hook(_: Any, inputs: Any, output: Any) -> None:
+            states[exit] = model.family.folded(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     with ExitStack() as stack:
         for exit in exits:
             layer = model.layers[max(exit - 1, 0)]
-            hook = layer.register_forward_hook(leaves(exit)) if exit else layer.register_forward_pre_hook(enters)
+            hook = layer.register_forward_hook(make_hook(exit)) if exit else layer.register_forward_pre_hook(record_input)
             stack.callback(hook.remove)
-        yield found
+        yield states
 
 
 @torch.inference_mode()
@@ -75,6 +75,6 @@ def layer_states(model: DecoderModel, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d], by the model's own
     forward."""
     exits = range(model.depth + 1)
-    with watched(model, exits) as found, stable_defaults():
+    with watched(model, exits) as states, stable_defaults():
         model.model(ids[None].to(model.model.device), use_cache=False)
-    return [found[exit] for exit in exits]
+    return [states[exit] for exit in exits]

@@ -14,18 +14,18 @@ from torch import Tensor
 
 ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocator for the CPU
 
-CPU = torch.device("cpu")  # for tensors of the host, whatever torch's default device is
+CPU = torch.device("cpu")  # torch's default device may be another one
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of host values, made without synchronising with an accelerator as `torch.tensor(values, device=...)` would.
 
-    dtype: None means bool for bools, float32 if there are fractions, and int64 otherwise, whatever torch's default is.
+    dtype: None means bool for bools, float32 if there are fractions, and int64 otherwise, independent of torch's default.
     """
-    made = torch.tensor(values, dtype=dtype, device=CPU)  # torch looks at all of them
-    if dtype is None and made.is_floating_point():  # in torch's default dtype
-        made = torch.tensor(values, dtype=torch.float32 if made.numel() else torch.int64, device=CPU)
-    return made.to(device, non_blocking=True)
+    tensor = torch.tensor(values, dtype=dtype, device=CPU)  # with a dtype that fits all values
+    if dtype is None and tensor.is_floating_point():  # in torch's default dtype
+        tensor = torch.tensor(values, dtype=torch.float32 if tensor.numel() else torch.int64, device=CPU)
+    return tensor.to(device, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

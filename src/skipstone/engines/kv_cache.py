@@ -28,7 +28,7 @@ class KVCache:
     for the dtype of the computation. length: number of committed tokens of every row. capacity: current slots per row, without
     the trash. Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit.
     engine_view: data that an engine has derived from the buffers (their addresses); reset to None with new buffers.
-    state_histories: of layers whose states have no positions.
+    state_histories: of layers with states without positions.
     """
 
     def __init__(self, rows: int, layers: int, limit: int, dtype: torch.dtype | None = None) -> None:
@@ -63,7 +63,7 @@ class KVCache:
         return min(self.limit, max(64, 1 << (slots - 1).bit_length()))
 
     def resize(self, capacity: int) -> None:
-        """Set a larger capacity, whatever the limit."""
+        """Set a larger capacity, even beyond the limit."""
         self.capacity = capacity
         self.engine_view = None
         for buffers in (self.keys, self.values):
@@ -83,12 +83,12 @@ class KVCache:
         Keys hold their rotary phases already, so a slot may be any token's.
         """
         pairs = [(src, dst) for src, dst in zip(source, target, strict=True) if src != dst]
-        held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
-        if not pairs or not held:
+        buffers = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
+        if not pairs or not buffers:
             return
         slots = list(zip(*pairs, strict=True))
-        places = {device: on_device(slots, device) for device in {buffer.device for buffer in held}}
-        for buffer in held:
+        places = {device: on_device(slots, device) for device in {buffer.device for buffer in buffers}}
+        for buffer in buffers:
             src, dst = places[buffer.device]
             buffer[row, :, dst] = buffer[row, :, src]
 
@@ -101,20 +101,20 @@ class KVCache:
 
     def bytes(self) -> int:
         """Memory held by all buffers."""
-        return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.keys, *self.values) if buffer is not None)
 
     def check(self, reference: "KVCache", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
         """AssertionError unless the committed slots of a row equal those of a reference. tolerance: relative to the largest
         entry of the reference's layer."""
         length = self.length[row]
         assert reference.length[reference_row] >= length, "the reference is shorter than the row"
-        for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
-            for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                if a is None or b is None:
-                    assert a is b, f"layer {layer} has {kind} on one side only"
+        for kind, pair in (("keys", (self.keys, reference.keys)), ("values", (self.values, reference.values))):
+            for layer, (buffer, reference_buffer) in enumerate(zip(*pair, strict=True)):
+                if buffer is None or reference_buffer is None:
+                    assert buffer is reference_buffer, f"layer {layer} has {kind} on one side only"
                     continue
-                found, expected = a[row, :, :length], b[reference_row, :, :length]
-                error = (found - expected).abs().max().item() if length else 0.0
+                row_slots, expected = buffer[row, :, :length], reference_buffer[reference_row, :, :length]
+                error = (row_slots - expected).abs().max().item() if length else 0.0
                 scale = expected.abs().max().item() if length else 1.0
                 assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
         self.state_histories.check(reference.state_histories, row, reference_row, length, tolerance)
@@ -138,7 +138,7 @@ class PassCacheView:
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
         """The visible keys and values of a layer that has already run in this pass, [b, heads, extent, dim] each."""
         keys, values = self.store.keys[layer], self.store.values[layer]
-        assert keys is not None, "a layer whose keys others read is run before them"
+        assert keys is not None, "a layer runs before the layers that read its keys"
         assert values is not None
         return keys[self.at.rows, :, : self.at.extent], values[self.at.rows, :, : self.at.extent]
 
@@ -146,7 +146,7 @@ class PassCacheView:
         buffer = buffers[layer]
         if buffer is None:
             shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
-            buffer = buffers[layer] = new.new_zeros(shape, dtype=self.store.dtype)  # zeros, as what masks hide must be finite
+            buffer = buffers[layer] = new.new_zeros(shape, dtype=self.store.dtype)  # masked entries must be finite
         rows, first = self.at.rows, self.at.first_slot
         if first is not None:
             buffer[rows, :, first : first + new.shape[2]] = new

@@ -41,7 +41,7 @@ from skipstone.utils.extras import installed
 
 COMMIT = "_commit_hash"
 """Attribute of a config: the hub commit that the model was loaded from. transformers does not save it."""
-EXPORT = "export.json"  # file of an exported model: which part of which model it is
+EXPORT = "export.json"  # describes an exported model: the source model and the exported part
 MAX_CAUSE_CHARACTERS = 200
 """Length at which a library's message is cut off."""
 OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights as safetensors"
@@ -169,7 +169,7 @@ def _explained_errors(what: str, remedy: str, config: Mapping[str, Any] | None =
 
 
 def _cause(error: Exception, config: Mapping[str, Any]) -> str:
-    """A library's message with the type of its error, or the field of the config whose value is a missing key."""
+    """A library's message with the type of its error, or the config's field with the missing key as its value."""
     if isinstance(error, KeyError):
         for field, value in _fields(config):
             if value == error.args[0]:
@@ -203,7 +203,7 @@ def _placement(
         raise ValueError("device_map is for one process on several devices, tp_plan for several processes: give one of them")
     if str(device) != "cpu":
         what = "device_map" if tp_plan is None else "tp_plan"
-        raise ValueError(f"{what} says where the weights go, found device={str(device)!r} besides: give one of them")
+        raise ValueError(f"{what} places the weights, and device={str(device)!r} is set, too: give one of them")
     if tp_plan is not None:
         return _tensor_parallel_options(name, tp_plan, revision)
     installed("accelerate", "a device_map needs accelerate", "train")

@@ -14,7 +14,7 @@ _RLOCK: Any = RLock  # typeshed calls it final; CPython's may be subclassed, and
 class ModelLock(_RLOCK):
     """Held by the thread that prepares a model or takes a decoding step with it, and never across a `yield`.
 
-    It is re-entrant. A thread that has just released it goes behind those that wait, so that texts advance step by step.
+    It is re-entrant. After a release, waiting threads come first, so that texts advance step by step.
 
     passes: held for single passes, also by steps of another model that this one drafts for. Whoever holds it waits for nothing.
     """

@@ -1,4 +1,4 @@
-"""A Hugging Face decoder, layer by layer, whatever engine computes it."""
+"""A Hugging Face decoder, layer by layer, on any engine."""
 
 from copy import copy
 from dataclasses import replace
@@ -21,7 +21,7 @@ from skipstone.models.weight_version import model_version
 
 
 def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits [..., S] of the ids of a shortlist among those of a whole vocabulary, [..., V], where all others are -inf."""
+    """Logits of a whole vocabulary [..., V] from those of a shortlist's ids [..., S]; -inf for all other ids."""
     whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     whole[..., shortlist] = logits
     return whole
@@ -31,20 +31,20 @@ class ModelRunner(DecoderModel):
     """A model and the engine that computes it. ValueError for a model that skipstone cannot decode exactly.
 
     Making one is cheap. The model is prepared once, and again after its modules, its config, or the places and dtypes of its
-    weights have changed. Threads take turns: whoever prepares a model, takes a decoding step or runs a pass holds its lock.
+    weights have changed. A thread holds the model's lock while it prepares the model, takes a decoding step or runs a pass.
 
-    engine: what computes the layers. engine_options: how it was chosen. engine_reason: why "auto" did not take the native
-    engine, None if it did or was not asked. kv_dtype: what a `KVCache` keeps keys and values in. dtype: of the hidden states.
-    lock: of the transformers model. methods: as in `PreparedModel`.
+    engine: computes the layers. engine_options: how it was chosen. engine_reason: why "auto" did not take the native engine,
+    else None. kv_dtype: of keys and values in a `KVCache`. dtype: of the hidden states. lock: of the transformers model.
+    methods: as in `PreparedModel`.
     """
 
     def __init__(
         self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
     ) -> None:
         """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`EngineOptions`).
-        None: as `load` or `enable` has set it for this model, or the environment, or "auto", "none" and "float32".
+        None: the setting of `load` or `enable` for this model, else the environment's, else "auto", "none" and "float32".
 
-        ValueError for "native", and for quantised weights, where the native engine cannot run the model.
+        ValueError if "native" or quantised weights are requested and the native engine cannot run the model.
         """
         inner = self._kept_alive = unwrapped(model)
         alone_after_fork()
@@ -67,14 +67,13 @@ class ModelRunner(DecoderModel):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the weights, by which files that were made for them know them. On the native engine that of the weights
-        as they were when this object was made."""
+        """A hash of the weights, by which files made for them identify them. On the native engine it is the hash of its
+        copy."""
         return fingerprint(self.model, self.engine.version)
 
     def in_fewer_bits(self, quantize: str) -> "ModelRunner":
-        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights that were
-        quantised before are those of when this object was made, as its own engine's are. A model has one copy of each kind.
-        ValueError if it would take too much memory."""
+        """A runner of this model with the native engine's weights quantised to "int8" or "int4". A model has one copy of each
+        kind, of the version of the weights that this runner's engine has. ValueError if it would take too much memory."""
         if (reason := missing_room_for_copy(self.model, quantize)) is not None:
             raise ValueError(reason)
         drafting_model = copy(self)
@@ -101,47 +100,44 @@ class ModelRunner(DecoderModel):
             return self.engine.chain(start, store)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
+        """Run whole texts [B, T] through all layers and the final norm -> [B, T, d']."""
         rows, length = ids.shape
-        store, positions = (
-            KVCache(rows, self.depth, length),
-            torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1),
-        )
+        store = KVCache(rows, self.depth, length)
+        positions = torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1)
         store.reserve(length)
         at = Pass(positions, positions, None, slice(0, rows), length, 0)
         return self.normed(self.run(self.embed(ids, positions), at, store, range(self.depth)))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        """The input of the LM head: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.engine.normed(hidden)
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """The token with the largest logit, the lowest of equal ones; NO_TOKEN where there is none. [B, n, d] -> [B, n] int64.
-        No logits are kept."""
+        """As in `Engine`, unless a subclass changes the logits. [B, n, d] -> [B, n] int64."""
         with self._pass_lock:
             if self.uses_engine_argmax:
                 return self.engine.greedy_tokens(hidden)
             return greedy_tokens.greedy_token(self.logits(hidden))
 
     def top_k_tokens(self, logits: Tensor, count: int) -> Tensor:
-        """As in `Engine`. ValueError for a count of logits that there are not."""
+        """As in `Engine`. ValueError for an impossible count."""
         if not 1 <= count <= logits.shape[-1]:
             raise ValueError(f"count must lie between 1 and the {logits.shape[-1]} logits of a token, found {count}")
         return self.engine.top_k_tokens(logits, count)
 
     @property
     def uses_engine_argmax(self) -> bool:
-        """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
+        """Whether the engine may choose the greedy token: no subclass changes its logits."""
         return type(self).project is ModelRunner.project
 
     @property
     def num_draftable_tokens(self) -> int:
-        """How many ids it may draft, from 0 on: those that it has logits of and can read."""
+        """Number of ids, from 0 on, that it has logits and embeddings for."""
         return min(int(self.head.weight.shape[0]), self.embeddings)
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
-        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
-        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
+        """LM head and the family's scaling of logits. [B, n, d'] -> [B, n, V] float32. head: replaces the model's own.
+        shortlist: [S] int64, ascending and unique, the ids to compute; all others get -inf."""
         with self._pass_lock:
             logits = self.engine.project(normed, head, shortlist)
         return logits if shortlist is None else only(shortlist, logits, self.head.weight.shape[0])

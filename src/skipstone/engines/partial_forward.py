@@ -46,20 +46,20 @@ class PartialForward:
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
         self._highest_base = max(self.base)
-        self._end = max(base + room + 1 for base, room, live in zip(self.base, max_drafts, alive, strict=True) if live)
+        self._end = max(base + drafts + 1 for base, drafts, live in zip(self.base, max_drafts, alive, strict=True) if live)
         store.reserve(self._end)
-        self._taking = list(alive)
-        self._everyone = all(alive)
-        self._uniform = self._everyone and len(set(self.base)) == 1
-        self._room = max(max_drafts) + 1
+        self._alive_rows = list(alive)
+        self._all_alive = all(alive)
+        self._uniform = self._all_alive and len(set(self.base)) == 1
+        self._max_width = max(max_drafts) + 1
         if self._uniform:
             first = self._highest_base
-            end = first + self._room
+            end = first + self._max_width
             places = cached_arange(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
-            self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
+            self._slots = self._positions = places.as_strided((self.rows, self._max_width), (0, 1), first)
         else:
             # Rows with less room than others have superfluous columns. Their positions must not exceed the model's.
-            self._slots = self._base + cached_arange(max(COUNTED, self._room), self.device)[: self._room]
+            self._slots = self._base + cached_arange(max(COUNTED, self._max_width), self.device)[: self._max_width]
             self._positions = self._slots.clamp(max=self._end - 1)
         self._reached: list[int] | None = [0]  # depth of every column, while it is the same in all rows
         self._depth: np.ndarray | None = None  # [B, columns] int64, depth of every token, once rows differ
@@ -67,7 +67,7 @@ class PartialForward:
         self._hidden: Tensor | None = None  # [B, columns, d]
         self._embedded = 0  # number of embedded columns
         self.passes: list[tuple[int, int, int]] = []
-        self.valid = None if self._everyone else self._alive
+        self.valid = None if self._all_alive else self._alive
         self.parents: Tensor | None = None
         self.width = 1
 
@@ -79,7 +79,7 @@ class PartialForward:
     @cached_property
     def _alive(self) -> Tensor:
         """[B, 1] bool."""
-        return on_device(self._taking, self.device, torch.bool)[:, None]
+        return on_device(self._alive_rows, self.device, torch.bool)[:, None]
 
     @property
     def tokens(self) -> Tensor:
@@ -95,7 +95,7 @@ class PartialForward:
     def depth(self) -> np.ndarray:
         """[B, n] int64 on the host, writable: number of layers that each token has passed."""
         if self._depth is None:
-            self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
+            self._depth = np.zeros((self.rows, self._max_width), dtype=np.int64)
         if self._reached is not None:
             self._depth[:, : self.width], self._reached = self._reached, None
         return self._depth[:, : self.width]
@@ -113,10 +113,10 @@ class PartialForward:
         start, stop = self._embedded, self.width
         entering = self.model.embed(self._tokens[:, start:stop], self._positions[:, start:stop])
         if self._hidden is None:
-            if stop == self._room:
+            if stop == self._max_width:
                 self._hidden = entering
             else:
-                self._hidden = entering.new_empty((self.rows, self._room, entering.shape[2]))
+                self._hidden = entering.new_empty((self.rows, self._max_width, entering.shape[2]))
         if self._hidden is not entering:
             self._hidden[:, start:stop] = entering
         self._embedded = stop
@@ -128,7 +128,7 @@ class PartialForward:
         """
         start, stop = self.width, self.width + tokens.shape[1]
         assert self.parents is None, "nothing follows a tree"
-        self._make_room()
+        self._extend_tokens()
         if self._reached is not None:
             self._reached += [0] * tokens.shape[1]
         if parents is not None:
@@ -142,15 +142,15 @@ class PartialForward:
         self.width = stop
         self._tokens[:, start:stop] = tokens
 
-    def _make_room(self) -> None:
+    def _extend_tokens(self) -> None:
         """Move the root's tokens to a buffer with room for draft tokens."""
-        if self._tokens.shape[1] < self._room:
-            roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._room))
+        if self._tokens.shape[1] < self._max_width:
+            roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._max_width))
             self._tokens[:, :1] = roots
 
     def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
         new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
-        new = new if self._everyone else new & self._alive
+        new = new if self._all_alive else new & self._alive
         old = self.valid
         if old is None:
             old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
@@ -159,7 +159,7 @@ class PartialForward:
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Run every token through at least the first `to` layers, the shallowest tokens first. Others join at their own depth,
         so that each pass over layers takes all tokens that need it. rows: active rows, None for all that are alive."""
-        if self._reached is not None and rows is None and self._everyone:
+        if self._reached is not None and rows is None and self._all_alive:
             self._advance_columns(self._reached, to)
         else:
             self._advance_rows(to, rows)
@@ -173,7 +173,7 @@ class PartialForward:
             self.passes.append((low, high, len(columns)))
             if last - first == len(columns):
                 part = slice(first, last)
-                self._put(part, self._run(part, None, range(low, high)))
+                self._store_states(part, self._run(part, None, range(low, high)))
             else:
                 index = on_device(columns, self.device)
                 self.hidden[:, index] = self._run(index, None, range(low, high))
@@ -182,17 +182,17 @@ class PartialForward:
 
     def _advance_rows(self, to: int, rows: list[bool] | None) -> None:
         """`advance` if rows differ or some are inactive."""
-        depth, alive = self.depth, np.array(self._taking)
-        taking = alive if rows is None else alive & rows
-        levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
+        depth, alive = self.depth, np.array(self._alive_rows)
+        active = alive if rows is None else alive & rows
+        levels = sorted(level for level in set(depth[active].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
-            running = (depth <= low) & taking[:, None]  # [B, n]
+            running = (depth <= low) & active[:, None]  # [B, n]
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
             self.passes.append((low, high, len(columns)))
             if running[alive, first:last].all():  # states of inactive rows are never read
                 part = slice(first, last)
-                self._put(part, self._run(part, None, range(low, high)))
+                self._store_states(part, self._run(part, None, range(low, high)))
             else:
                 index = on_device(columns.tolist(), self.device)
                 keep = on_device(running[:, columns].tolist(), self.device, torch.bool)
@@ -201,9 +201,9 @@ class PartialForward:
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
             depth[running] = high
 
-    def _put(self, columns: slice, states: Tensor) -> None:
+    def _store_states(self, columns: slice, states: Tensor) -> None:
         """Store the states of consecutive columns."""
-        if columns == slice(0, self._room):
+        if columns == slice(0, self._max_width):
             self._hidden = states
         else:
             self.hidden[:, columns] = states
@@ -247,12 +247,12 @@ class PartialForward:
         if (limits := self._chain_limits(max_drafts)) is None:
             return None
         keeps_states, roots = skip is None, self._tokens[:, 0]
-        inputs = ChainInputs(roots, self.base, limits, layers, skip, keeps_states, thresholds, ends, self._end, self._room)
+        inputs = ChainInputs(roots, self.base, limits, layers, skip, keeps_states, thresholds, ends, self._end, self._max_width)
         inputs.transform, inputs.excludes_uncertain = transform, excludes_uncertain
         inputs.shortlist, inputs.survival = self.shortlist, survival
         chain = self.drafter.chain(inputs, self.store)
         width = 1 + chain.tokens.shape[1]
-        self._make_room()
+        self._extend_tokens()
         self._tokens[:, 1:width] = chain.tokens
         self.width = width
         if self.drafter is self.model:  # the embeddings of another drafter are rounded, too
@@ -260,7 +260,7 @@ class PartialForward:
         if min(chain.counts) < width - 1:
             counts = on_device(chain.counts, self.device)[:, None]
             self.valid = cached_arange(max(COUNTED, width), self.device)[:width] <= counts
-            if not self._everyone:
+            if not self._all_alive:
                 self.valid &= self._alive
         self.passes += [(0, layers, 1)] * (width - 1 + keeps_states)
         self._reached = [layers if keeps_states else 0] * width
@@ -270,7 +270,7 @@ class PartialForward:
         """`ChainInputs.max_drafts`; None if no row drafts, or if the engine does not draft chains of this model."""
         if not (self.drafter.uses_engine_argmax and self.drafter.engine.supports_chains):
             return None
-        limits = [count if live else -1 for count, live in zip(max_drafts, self._taking, strict=True)]
+        limits = [count if live else -1 for count, live in zip(max_drafts, self._alive_rows, strict=True)]
         return limits if max(limits) > 0 else None
 
     def draft_with_all_layers(

@@ -1,4 +1,4 @@
-"""States without positions: those of linear attention and of short convolutions, and how rejected drafts are undone.
+"""States without positions (linear attention, short convolutions), and how they drop rejected drafts.
 
 Such a sublayer sums all earlier tokens in a state of fixed size. No token can be removed from it again. So a row keeps the
 state at its base, which is never rolled back, and the sublayer's inputs for every token since. A pass that continues after the
@@ -117,7 +117,7 @@ class StateHistory:
         return [*self.before.values(), *self.after.values(), *([self.inputs] if inputs and self.inputs is not None else [])]
 
     def begin(self, first: int, committed: int, call: Call) -> tuple[Tensor | None, States]:
-        """Prepare a pass whose first token has index `first`, when `committed` tokens are committed. Later tokens are dropped.
+        """Prepare a pass that starts at the token with index `first`; `committed` tokens are committed. Drops later tokens.
 
         Returns (inputs [n, d] of the tokens to replay, the states before them). ValueError if no state can start there.
         """
@@ -161,17 +161,17 @@ class StateHistories:
 
     def bytes(self) -> int:
         """Memory held by all states and inputs."""
-        return self._held(inputs=True)
+        return self._count_bytes(inputs=True)
 
     def row_bytes(self, tokens: int) -> int:
         """Maximum bytes for one row, if no pass has more than `tokens` of its tokens. Call it after a pass of one token of one
         row. Each sublayer keeps the states before and after its inputs, and the inputs that it may replay."""
-        states = self._held(inputs=False)
-        return 2 * states + (self._held(inputs=True) - states) * (MAX_REPLAYED_TOKENS + tokens)
+        states = self._count_bytes(inputs=False)
+        return 2 * states + (self._count_bytes(inputs=True) - states) * (MAX_REPLAYED_TOKENS + tokens)
 
-    def _held(self, *, inputs: bool) -> int:
-        held = [one for history in self._histories.values() for one in history.tensors(inputs=inputs)]
-        return sum({id(one): one.untyped_storage().nbytes() for one in held}.values())
+    def _count_bytes(self, *, inputs: bool) -> int:
+        tensors = [one for history in self._histories.values() for one in history.tensors(inputs=inputs)]
+        return sum({id(one): one.untyped_storage().nbytes() for one in tensors}.values())
 
     def run(self, layer: int, hidden: Tensor, row_spans: Iterable[RowSpan], lengths: list[int], call: Call) -> Tensor:
         """A sublayer's output [b, n, d] for its input, 0 where a row has no token. lengths: committed tokens of every row.
@@ -182,19 +182,20 @@ class StateHistories:
         output = torch.zeros_like(hidden)
         groups: dict[tuple[int, int, bool], list[tuple[RowSpan, Tensor | None, States]]] = {}
         for span in row_spans:
-            again, states = self.of(layer, span.row).begin(span.first, lengths[span.row], call)
-            group = 0 if again is None else len(again), span.width, bool(states)
-            groups.setdefault(group, []).append((span, again, states))
+            replayed, states = self.of(layer, span.row).begin(span.first, lengths[span.row], call)
+            group = 0 if replayed is None else len(replayed), span.width, bool(states)
+            groups.setdefault(group, []).append((span, replayed, states))
         for (count, *_), members in groups.items():
             new = torch.stack([hidden[span.number, span.column : span.column + span.width] for span, _, _ in members])
-            given = torch.cat([torch.stack([again for _, again, _ in members if again is not None]), new], 1) if count else new
+            replays = [replayed for _, replayed, _ in members if replayed is not None]
+            joined = torch.cat([torch.stack(replays), new], 1) if count else new
             view = StateView({key: torch.cat([states[key] for _, _, states in members]) for key in members[0][2]})
-            result = call(given, view)[:, count:]
+            result = call(joined, view)[:, count:]
             for place, (span, _, _) in enumerate(members):
                 output[span.number, span.column : span.column + span.width] = result[place]
                 after = {key: state[place : place + 1] for key, state in view.states.items()}
                 inputs = new[place]
-                if len(members) > 1:  # a view would keep those of all rows alive
+                if len(members) > 1:  # a view would keep the states of all rows alive
                     inputs, after = inputs.clone(), {key: state.clone() for key, state in after.items()}
                 self.of(layer, span.row).take(inputs, after)
         return output
@@ -210,4 +211,4 @@ class StateHistories:
             inputs = history.inputs[: length - history.base]
             expected = reference.inputs[history.base - reference.base : length - reference.base]
             error, scale = (inputs - expected).abs().max().item(), expected.abs().max().item()
-            assert error <= tolerance * max(scale, 1e-6), f"layer {layer} of row {row} was given what differs by {error:.3g}"
+            assert error <= tolerance * max(scale, 1e-6), f"inputs of layer {layer} of row {row} differ by {error:.3g}"

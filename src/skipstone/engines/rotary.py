@@ -1,4 +1,4 @@
-"""cos and sin of positions, from transformers' own rotary module, kept in tables."""
+"""Tables of the rotary phases (cos and sin) of positions, from transformers' own rotary module."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from skipstone.models.families import RotarySource, submodule
 from skipstone.models.weight_version import TensorValues
 
 Phases = Tensor | tuple[Tensor, ...]
-"""What a rotary module gives for positions: cos and sin, or one complex tensor."""
+"""The result of a rotary module: cos and sin, or one complex tensor."""
 
 
 class RotaryTables:
@@ -46,11 +46,11 @@ class RotaryTables:
             if source.axes:
                 position = position.expand(source.axes, 1, -1)
             module, extra = submodule(self._decoder, source.path), (source.kind,) if source.kind else ()
-            module(like, position[..., :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
+            module(like, position[..., :1], *extra)  # resets dynamic RoPE, which may have seen longer sequences
             phases = module(like, position, *extra)
             parts = phases if isinstance(phases, tuple) else (phases,)
             table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
-            buffers, numbers = _inputs(module)  # as they are now: dynamic RoPE writes both
+            buffers, numbers = _inputs(module)  # after the call: dynamic RoPE writes both
             self._made_of[source] = module, TensorValues(buffers), numbers
             self._outdated.discard(source)
         return table
@@ -58,5 +58,5 @@ class RotaryTables:
 
 def _inputs(module: Any) -> tuple[list[Tensor], list[Any]]:
     """The buffers and the plain numbers of a rotary module."""
-    numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
-    return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers
+    numbers = [item for item in vars(module).items() if type(item[1]) in (int, float)]
+    return [item for part in module.modules() for item in part._buffers.values() if item is not None], numbers

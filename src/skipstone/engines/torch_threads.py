@@ -13,7 +13,7 @@ MAPS = Path("/proc/self/maps")  # the libraries of this process, one path at the
 
 @cache
 def _openmp() -> Any:
-    """The OpenMP runtime that torch has loaded; None where it cannot be found."""
+    """The OpenMP runtime that torch has loaded; None if it cannot be found."""
     lines = MAPS.read_text().splitlines() if MAPS.exists() else []
     path = next((line.split()[-1] for line in lines if "libgomp" in line), None)
     return None if path is None else ctypes.CDLL(path)

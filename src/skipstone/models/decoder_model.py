@@ -57,11 +57,11 @@ class DecoderModel:
         return self.family.finish(self.decoder, hidden)
 
     def project(self, normed: Tensor) -> Tensor:
-        """LM head and what the family does after it. [..., d'] -> [..., V]."""
+        """LM head and the family's scaling of logits. [..., d'] -> [..., V]."""
         return self.family.scored(self.head(normed), self.config)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """g(.): final norm, LM head and what the family does after it. [..., d] -> [..., V]."""
+        """g(.): final norm, LM head and the family's scaling of logits. [..., d] -> [..., V]."""
         return self.project(self.normed(hidden))
 
 

@@ -1,6 +1,6 @@
 """Derives the `Family` of a model from a trace of its own forward.
 
-A model whose trace shows something that no `Family` can describe is refused with a sentence.
+If no `Family` can describe a trace, the model is refused with a sentence.
 """
 
 import inspect
@@ -116,14 +116,14 @@ def _names(module: Any) -> Iterable[str]:
     return () if code is None else code.co_names
 
 
-def close(mine: Any, theirs: Any) -> bool:
+def close(result: Any, expected: Any) -> bool:
     """Whether two results are equal up to rounding."""
-    if mine.shape != theirs.shape or not (mine.is_floating_point() and theirs.is_floating_point()):
+    if result.shape != expected.shape or not (result.is_floating_point() and expected.is_floating_point()):
         return False
-    allowed = max(CLOSE, 4 * torch.finfo(theirs.dtype).eps, 4 * torch.finfo(mine.dtype).eps)
-    theirs = theirs.to(mine.device)  # layers may be on several
-    largest = theirs.float().abs().max()
-    return bool(largest > 0) and bool((mine.float() - theirs.float()).abs().max() <= allowed * largest)
+    allowed = max(CLOSE, 4 * torch.finfo(expected.dtype).eps, 4 * torch.finfo(result.dtype).eps)
+    expected = expected.to(result.device)  # layers may be on several
+    largest = expected.float().abs().max()
+    return bool(largest > 0) and bool((result.float() - expected.float()).abs().max() <= allowed * largest)
 
 
 # ------------------------------------------------------------------------------------------------ around the layers
@@ -220,7 +220,7 @@ def _leaving(owner: Any, trace: Trace, streams: int) -> tuple[str, ...]:
             path.append(call.path)
             hidden = call.output
     if not trace.heads or not close(trace.heads[-1].given[""], hidden):
-        raise DerivationError("does something behind its last layer that skipstone does not know")
+        raise DerivationError("does something after its last layer that skipstone does not know")
     return tuple(path)
 
 
@@ -308,13 +308,13 @@ def _sublayers(calls: list[ModuleCall], trace: Trace) -> tuple[str, tuple[str, .
     size = _states(trace.layers[0][1].output).shape[-1]
     weighty = [call for call in calls if call.path != attention and _weighty(call.path) and torch.is_tensor(call.given.get(""))]
     paths = [call.path for call in calls]
-    behind = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
-    weighty = behind or weighty  # modules before the attention run in parallel to it (Gemma 3n's laurel)
-    wide = {call.path for call in weighty if _width(_first(call.output)) == size}
+    after_attention = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
+    weighty = after_attention or weighty  # modules before the attention run in parallel to it (Gemma 3n's laurel)
+    full_width = {call.path for call in weighty if _width(_first(call.output)) == size}
     # inside of the MLP a module's output has the width of the next one's input
     inner = {call.path for call, after in pairwise(weighty) if _width(call.output) == _width(after.given[""])}
-    names = tuple(dict.fromkeys(call.path for call in weighty if call.path in wide | inner))
-    return attention, names, tuple(name for name in names if name not in wide)
+    names = tuple(dict.fromkeys(call.path for call in weighty if call.path in full_width | inner))
+    return attention, names, tuple(name for name in names if name not in full_width)
 
 
 def _weighty(path: str) -> bool:
@@ -332,10 +332,10 @@ def _stream(calls: list[ModuleCall], names: tuple[str, ...], stream: Tensor) -> 
     names: of the sublayers. stream: the layer's input, [2, T, d]."""
     summed, other = None, False
     for call in (one for one in calls if one.path in names):
-        own = next((name for name, value in call.given.items() if "residual" in name and torch.is_tensor(value)), None)
+        argument = next((name for name, value in call.given.items() if "residual" in name and torch.is_tensor(value)), None)
         output = _first(call.output)
-        if own is not None:
-            summed, other = own, other or not close(call.given[own], stream)
+        if argument is not None:
+            summed, other = argument, other or not close(call.given[argument], stream)
             stream = output
         elif output is not None and output.shape == stream.shape:
             stream = stream + output
@@ -398,20 +398,20 @@ def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, AttentionReach]]
     for kind, reach in forms:
         if (seen == visible(positions[:, None], positions[None], reach)).all():
             return kind
-    raise DerivationError("gives its layers masks that are neither causal nor those of a sliding window or of chunks")
+    raise DerivationError("gives its layers masks that are neither causal nor of a sliding window or chunks")
 
 
 def _rotary(trace: Trace, calls: list[ModuleCall]) -> tuple[RotarySource | None, ...]:
     """The source of every layer's rotary phases."""
-    made = [call for call in trace.parts[: trace.before] if _first(call.output) is not None]
+    makers = [call for call in trace.parts[: trace.before] if _first(call.output) is not None]
     rotary: list[RotarySource | None] = []
     for call in calls:
         phases = _first(call.given.get("position_embeddings"))
         if phases is None:
             rotary.append(None)
             continue
-        maker = next((one for one in made if _first(one.output) is phases), None)
-        maker = maker or next((one for one in made if close(_first(one.output), phases)), None)  # a slice of its output
+        maker = next((one for one in makers if _first(one.output) is phases), None)
+        maker = maker or next((one for one in makers if close(_first(one.output), phases)), None)  # a slice of its output
         if maker is None:
             raise DerivationError("gives its layers rotary phases that come from no module of its decoder")
         extra = [value for name, value in maker.given.items() if isinstance(value, str)]

@@ -17,7 +17,7 @@ from skipstone.models.passes import AttentionReach
 
 ReachKind = Literal["full", "sliding", "chunked"]
 RECURRENT = ("linear_attention", "conv")
-"""Layer types of transformers whose states have no positions."""
+"""Layer types of transformers with states without positions."""
 PER_LAYER = "per_layer_input"  # argument of a layer for inputs of its own for every token
 SHARED = "shared_kv_states"  # argument of a layer for keys and values that layers share
 
@@ -58,7 +58,7 @@ class Family:
     rotary: source of every layer's phases.
     attention: name of a layer's attention.
     mlp: modules of its MLP sublayer in order.
-    inner: those of them whose output only the next one reads; the outputs of the others are added to the residual stream.
+    inner: modules of `mlp` that only feed the next one; the outputs of the others are added to the residual stream.
     returns: for every layer, the number of values that its attention and each module of its MLP return, 0 for a tensor outside
     of a tuple; empty for layers without an attention.
     summed: name of a sublayer's argument for the residual stream, if it returns the sum itself.
@@ -80,7 +80,7 @@ class Family:
     per_layer_inputs: size of each layer's input of its own for every token (Gemma 4's per-layer embeddings), 0 for none;
     appended to the hidden states.
     streams: number of streams of states (Gemma 3n's AltUp); concatenated in the hidden states.
-    shares: layer types whose layers read keys and values of another layer, and the index of that layer.
+    shares: layer types that read keys and values of another layer, and the index of that layer.
     recurrent: for every layer, the sublayer that keeps a state without positions in place of an attention, "" for an attention;
     empty if all layers have attentions.
     """
@@ -215,15 +215,13 @@ def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
 def layer_types(config: Any) -> list[str]:
     """transformers' type of every layer."""
     types = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
-    if any(
-        getattr(config, "kv_sharing_modes", None) or ()
-    ):  # layers that read another layer's keys and values have the type "dummy"
+    if any(getattr(config, "kv_sharing_modes", None) or ()):  # layers that read another layer's keys have the type "dummy"
         return [own if kind == "dummy" else kind for kind, own in zip(types, config.layer_types, strict=True)]
     return types
 
 
 def stateful_kinds(config: Any) -> list[str]:
-    """transformers' type of every layer whose state has no positions, "" for other layers."""
+    """transformers' type of every layer with a state without positions, "" for other layers."""
     return [kind if kind in RECURRENT else "" for kind in layer_types(config)]
 
 
@@ -252,9 +250,7 @@ def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:
             source = "max_position_embeddings: beyond it dynamic RoPE would switch inside the request"
     own = getattr(config, family.max_positions_field) if family is not None and family.max_positions_field else limit
     return (
-        (own, f"{family.max_positions_field}, from which on its attention changes")
-        if family and own < limit
-        else (limit, source)
+        (own, f"{family.max_positions_field}: beyond it its attention changes") if family and own < limit else (limit, source)
     )
 
 
@@ -270,7 +266,7 @@ EXCEPTIONS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "doge": lambda _: {"attention_interface": False},  # adds its own mask to that of the pass
     # from floor_scale on, layers without rotary phases scale queries by the position after the cached tokens
     "llama4_text": lambda _: {"reads_cache_length": True, "max_positions_field": "floor_scale"},
-    "mpt": lambda _: {"reads_cache_length": True},  # to cut biases from a square, of which skipstone passes one row
+    "mpt": lambda _: {"reads_cache_length": True},  # cuts biases from a square; skipstone passes one row of it
 }
 """Fields of `Family` that a trace does not show, by model type: functions of the config."""
 

@@ -1,4 +1,4 @@
-"""A hash of a model's weights, by which files that were made for a model identify it."""
+"""A hash of a model's weights. Files made for a model identify it by this hash."""
 
 import hashlib
 from operator import itemgetter

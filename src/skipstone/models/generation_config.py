@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "generation_config.json"
-OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
+OWN_FIELD = "skipstone"  # field of a generation_config for the default method
 MISSPELT = 0.9
 """Minimum similarity of an unknown field to a known one that counts as a typo. Models may have fields of their own."""
 _BOOL = (

@@ -11,7 +11,7 @@ from skipstone.utils.extras import installed
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-"""What every GGUF file begins with."""
+"""The first bytes of every GGUF file."""
 TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
 """Parts of NumPy's messages about an array with too few bytes."""
 
@@ -39,7 +39,7 @@ def options(path: Path) -> dict[str, Any]:
 
 
 def unpacked() -> dict[str, Any]:
-    """Options that make transformers unpack all weights, whatever kernels are installed. Older versions always do."""
+    """Options that make transformers unpack all weights, even if kernels are installed. Older versions always do."""
     import transformers  # the command line checks names of files before it imports torch
 
     config: Any = getattr(transformers, "GgufConfig", None)

@@ -42,9 +42,9 @@ _ENCODER = "is a bidirectional encoder, also where its config says decoder; skip
 _DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
 _PAIR = "is an encoder-decoder; skipstone decodes decoder-only models"
 _SEEING = "takes no prompt without a picture; skipstone decodes text"
-_CONVOLVED = "mixes convolutions into its layers, whose states have no positions"
+_CONVOLVED = "mixes convolutions into its layers, and their states have no positions"
 _INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
-_ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
+_ASSISTANT = "drafts for a larger model and reads its states; it has no text of its own"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"), ONLY_RECURRENT),
@@ -81,7 +81,7 @@ REFUSED: dict[str, str] = {
     "diffusion_gemma": "writes blocks by diffusion, not token by token",
     "evolla": "reads proteins, and transformers' AutoModelForImageTextToText does not load it",
     "hrm_text": "runs its layers in cycles, not once each",
-    "jamba": "keeps a recurrent state from which its own forward does not go on with several tokens at once",
+    "jamba": "keeps a recurrent state, and its own forward cannot continue it with several tokens at once",
     "kosmos-2.5": "enters its embeddings in a way that skipstone does not know",
     "longcat_flash": "has two attention sublayers in each layer",
     "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",

@@ -167,7 +167,7 @@ def ancestors(parents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Sublayers that a pass skips: indices of layers whose attention, and whose MLP, adds nothing."""
+    """Sublayers that a pass skips: indices of layers without attention, and without MLP, in this pass."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()

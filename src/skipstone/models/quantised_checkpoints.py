@@ -113,7 +113,7 @@ def _expect(method: str) -> None:
         )
     if method not in METHODS:
         raise ValueError(
-            f"the model is quantised ({method}), expected one of {', '.join(METHODS)}, whose kernels are tested here: load it "
+            f"the model is quantised ({method}), expected one of {', '.join(METHODS)} (tested here): load it "
             "unquantised, or quantised by one of those"
         )
 

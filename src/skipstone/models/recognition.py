@@ -102,7 +102,7 @@ def _derived(model: Any) -> Family:
 
 
 def _expect_no_other_limits(config: Any, family: Family) -> None:
-    """DerivationError for an untested type whose config may limit attention in a way that a short forward does not show."""
+    """DerivationError for an untested type if its config may limit attention in a way that a short forward does not show."""
     if config.model_type in TESTED:
         return
     for name, value in config.to_dict().items():

@@ -26,7 +26,7 @@ KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
 
 
 def refuse_kind(model: Any) -> None:
-    """ValueError with cause and remedy for a model whose family cannot be derived. Runs nothing."""
+    """ValueError with cause and remedy if a model's family cannot be derived. Runs nothing."""
     config, kind = text_config(model), model.config.model_type
     if reason := REFUSED.get(kind) or REFUSED.get(config.model_type):
         raise ValueError(f"{kind} {reason}")
@@ -82,7 +82,7 @@ def _unsupported_structure(model: Any, config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
-        return "is a composite model (its layers are those of a model inside it); load the text model by itself"
+        return "is a composite model (its layers belong to a model inside it); load the text model by itself"
     types = set(layer_types(config))
     if not types <= TYPES:
         return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"
@@ -171,7 +171,7 @@ def _refuse_places(model: Any, devices: set[str]) -> None:
         if "meta" in devices:
             raise ValueError(
                 "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model on one "
-                "device, or with device_map= where weights are to be offloaded"
+                "device, or with device_map= to offload weights"
             )
         spread = ", ".join(sorted(devices if len(devices) > 1 else placed))
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Whether the weights of a model have changed: the one place that says so.
+"""Detects whether the weights of a model have changed. No other file decides this.
 
 torch counts the operations that write into a tensor (`_version`), and a tensor's storage says where its values are. Two changes
 show in neither. torch reports them to hooks: the steps of fused optimizers, and modules that were exchanged and put back, which
-is how PEFT merges adapters. Nothing sees what is written through `.data`, numpy or a storage; `refresh` is for those.
+is how PEFT merges adapters. Writes through `.data`, numpy or a storage are not seen; `refresh` reports them.
 """
 
 import os
@@ -28,8 +28,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not
 
 
 class ModelVersion(NamedTuple):
-    """How often other modules or parameters were found in a model, and how often other weights. The second rises with the
-    first."""
+    """modules: number of changes of a model's modules or parameters. weights: of its weights, including those."""
 
     modules: int
     weights: int
@@ -46,7 +45,7 @@ class _WriteCounter:
         with _LOCK:
             for one in tensors:
                 setattr(one, _MARK, cls.count + 1)
-            cls.count += 1  # last: who compares the count finds all marks
+            cls.count += 1  # last, so that a reader of the count finds all marks
 
 
 class TensorValues:
@@ -166,7 +165,7 @@ def _outdate(parts: set[int]) -> None:
 
 @cache
 def _listen() -> None:
-    """Have torch report what it does not count. What was written before the first copy does not matter."""
+    """Have torch report the changes that it does not count. Changes before the first copy do not matter."""
     uncompiled: Any = torch.compiler.disable(_after_step)  # a compiled step runs fused kernels outside its graphs, too
     register_optimizer_step_post_hook(uncompiled)
     register_module_module_registration_hook(_after_registration)

@@ -1,1 +1,1 @@
-"""The engine that runs transformers' own modules, and what it puts on them."""
+"""The engine that runs transformers' own modules, and its patches."""

@@ -50,7 +50,7 @@ def attend(
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Attention by two products and a softmax, float32. query: [b, heads, n, d]. key, value: [b, heads, extent, d]. mask:
-    [b, 1, n, extent], bool (what is seen) or added. Returns [b, heads, n, d]."""
+    [b, 1, n, extent], bool (True attends) or added. Returns [b, heads, n, d]."""
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)  # [b, heads, n, extent]
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1) @ value

@@ -44,17 +44,17 @@ class EagerEngine(Engine):
         self._fixed = dict(description.family.arguments)
         self._rotary = RotaryTables(description.decoder, description.max_positions)
         sdpa = self.config._attn_implementation == "sdpa"
-        own = sdpa and self.family.attention_interface
+        uses_attention = sdpa and self.family.attention_interface
         mixers: list[nn.Module] = [getattr(layer, self.family.mixer(index)) for index, layer in enumerate(self.layers)]
         attentions = [one for index, one in enumerate(mixers) if not self.family.recurs(index)]
         self._recurrent = [(index, one) for index, one in enumerate(mixers) if self.family.recurs(index)]
-        self._attentions = attentions if own else []
-        masking = self.family.mask_buffer_path
-        self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
+        self._attentions = attentions if uses_attention else []
+        mask_path = self.family.mask_buffer_path
+        self._masking = [] if mask_path is None else [submodule(one, mask_path) for one in attentions]
         # query heads per key/value head of every layer that uses our attention
-        self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
-        added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
-        self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
+        self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if uses_attention else 1 for one in mixers]
+        added = uses_attention or self.family.float_masks or not (sdpa or self.family.hiding_masks)
+        self._form = MaskForm(self.dtype if added else torch.bool, uses_attention, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, description.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
         self._running = patches.PatchContext()
@@ -102,9 +102,7 @@ class EagerEngine(Engine):
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.thread = None
-        hidden = self.family.folded(hidden).to(
-            self._home
-        )  # from the last layer's device; accelerate's hooks move it between layers
+        hidden = self.family.folded(hidden).to(self._home)  # accelerate's hooks move it between layers only
         return torch.cat([hidden, *layer_inputs], -1) if layer_inputs else hidden
 
     @with_stable_defaults
@@ -146,19 +144,19 @@ class EagerEngine(Engine):
             return None
         weight, bias = self.head.weight, self.head.bias
         parts = [weight] if bias is None else [weight, bias]
-        known = self._shortlists.get(shortlist)
-        if known is None or not known[0].are_in(parts):
+        cached = self._shortlists.get(shortlist)
+        if cached is None or not cached[0].are_in(parts):
             ids = shortlist.to(weight.device)
             first = host_transfer.is_on_host(ids) and torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
-            known = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
-        return known[1]
+            cached = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
+        return cached[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.PatchContext:
         """Prepare the patches for a pass. RuntimeError in the middle of another pass."""
         running = self._running
         if running.passing:
             raise RuntimeError(
-                f"this {self._type} is in the middle of a pass: what a pass calls, such as a hook, cannot start another one"
+                f"this {self._type} is in the middle of a pass: a hook or other code inside a pass cannot start another one"
             )
         if not running.on:
             self._patch()
@@ -188,18 +186,18 @@ class EagerEngine(Engine):
 
     def _layer_arguments(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
         """The arguments of a layer in a pass. phases: its rotary phases."""
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name in self.family.pass_arguments:
             if name == "attention_mask":
                 masked = not self.family.recurs(index)  # recurrent layers get valid tokens only
-                given[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
+                arguments[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
             elif name == "position_ids":
-                given[name] = at.positions
+                arguments[name] = at.positions
             else:
-                given[name] = phases
+                arguments[name] = phases
         if self.family.alibi is not None:
-            given[self.family.alibi] = self._biases(at)
-        return given
+            arguments[self.family.alibi] = self._biases(at)
+        return arguments
 
     def _biases(self, at: Pass) -> Tensor:
         """ALiBi: every head's slope times a key's position, [b * heads, 1, extent] for BLOOM's alibi, [heads, 1, extent] for
@@ -224,11 +222,11 @@ class EagerEngine(Engine):
 
 
 @torch.no_grad()
-def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
+def _rows(weight: Tensor, bias: Tensor | None, selection: slice | Tensor) -> nn.Linear:
     """A linear layer of some outputs of another. weight: [V, d']. bias: [V]. which: of V."""
-    rows = weight[which]  # [S, d']
-    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
-    made.weight = nn.Parameter(rows, requires_grad=False)
+    rows = weight[selection]  # [S, d']
+    layer = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
+    layer.weight = nn.Parameter(rows, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias[which], requires_grad=False)  # [S]
-    return made
+        layer.bias = nn.Parameter(bias[selection], requires_grad=False)  # [S]
+    return layer

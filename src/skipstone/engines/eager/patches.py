@@ -56,12 +56,12 @@ class ForwardPatch:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self.running, self.before, *self._more)
 
-    def own(self, *given: Any, **more: Any) -> Any:
+    def own(self, *args: Any, **kwargs: Any) -> Any:
         """The result without the patch."""
         if self.before is not None:
-            return self.before(*given, **more)
+            return self.before(*args, **kwargs)
         module: Any = self._module()
-        return type(module).forward(module, *given, **more)
+        return type(module).forward(module, *args, **kwargs)
 
 
 def changed(module: Any) -> bool:
@@ -114,17 +114,17 @@ class SkippablePatch(ForwardPatch):
         super().__init__(module, running, before, part, layer, returns, summed)
         self.part, self.layer, self.returns, self.summed = part, layer, returns, summed
 
-    def __call__(self, *given: Any, **more: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.running
         if not (running.passing and self.layer in self._skipped(running.skip)):
-            return self.own(*given, **more)
-        hidden: Tensor = given[0] if given else more["hidden_states"]
+            return self.own(*args, **kwargs)
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.part == "before":
             return hidden
         if self.part == "read":
-            self.own(*given, **more)
+            self.own(*args, **kwargs)
         module: Any = self._module()
-        stream = by_name(module, given, more).get(self.summed) if self.summed else None
+        stream = by_name(module, args, kwargs).get(self.summed) if self.summed else None
         unchanged = torch.zeros_like(hidden) if stream is None else stream  # [..., d]
         return (unchanged, *[None] * (self.returns - 1)) if self.returns else unchanged
 
@@ -143,13 +143,13 @@ class RecurrentPatch(ForwardPatch):
         super().__init__(module, running, before, layer)
         self.layer = layer
 
-    def __call__(self, *given: Any, **more: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.running.passing:
-            return self.own(*given, **more)
-        rest = {name: one for name, one in more.items() if name != "hidden_states"}
-        cache, view = next((name, one) for name, one in more.items() if isinstance(one, PassCacheView))
-        hidden: Tensor = given[0] if given else more["hidden_states"]
-        return view.recur(self.layer, hidden, lambda part, states: self.own(part, *given[1:], **{**rest, cache: states}))
+            return self.own(*args, **kwargs)
+        rest = {name: one for name, one in kwargs.items() if name != "hidden_states"}
+        cache, view = next((name, one) for name, one in kwargs.items() if isinstance(one, PassCacheView))
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return view.recur(self.layer, hidden, lambda part, states: self.own(part, *args[1:], **{**rest, cache: states}))
 
 
 class MaskPatch(ForwardPatch):

@@ -87,9 +87,9 @@ def compiler() -> list[str]:
 
 def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
     """The levels without a library in the folder, or with one that was built from other sources."""
-    wanted = source_hash(csrc).encode()
+    source = source_hash(csrc).encode()
     paths = {name: folder / name_of(name) for name in names}
-    return [name for name, path in paths.items() if not path.exists() or wanted not in path.read_bytes()]
+    return [name for name, path in paths.items() if not path.exists() or source not in path.read_bytes()]
 
 
 def build(
@@ -133,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [one.name for one in levels()]
     parser = argparse.ArgumentParser(prog=COMMAND, description="Compile skipstone's native engine.")
     parser.add_argument("--level", action="append", choices=known, help="build this level only; may be given several times")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of the libraries; default: beside library.py")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the libraries; default: next to library.py")
     parser.add_argument("--flags", default="", help='more compiler flags, as in --flags="-g -fsanitize=address"')
-    parser.add_argument("--if-stale", action="store_true", help="leave libraries that were made from the present sources")
+    parser.add_argument("--if-stale", action="store_true", help="keep libraries of the current sources")
     options = parser.parse_args(arguments)
     names = options.level or known
     if not names:

@@ -88,7 +88,7 @@ class NativeEngine(Engine):
         self._known_positions = 0  # positions of the rotary tables that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
-        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, tensors that it points at)
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         self.threads = num_threads or threads.fastest(self._run_token, threads.cores())
@@ -341,23 +341,23 @@ class NativeEngine(Engine):
 
     def _transform_address(self, weight: Tensor) -> int:
         """The struct of an exit head's matrix, packed again after its weights change."""
-        known = self._transforms.get(weight)
-        if known is None or not known[0].are_in([weight]):
+        cached = self._transforms.get(weight)
+        if cached is None or not cached[0].are_in([weight]):
             size = self._weights.model.head.inputs
-            known = self._transforms[weight] = TensorValues([weight]), *self._weights.packed_square(weight, size)
-        return ctypes.addressof(known[1])
+            cached = self._transforms[weight] = TensorValues([weight]), *self._weights.packed_square(weight, size)
+        return ctypes.addressof(cached[1])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:
         """The struct of some rows of the LM head, copied once per list of ids; None for all rows."""
         if ids is None:
             return None
-        known = self._shortlists.get(ids)
-        if known is None:
-            own = ids.clone(memory_format=torch.contiguous_format)  # the cache entry must not keep its key alive
-            address = pointer("shortlist", own, (len(ids),), torch.int64)
-            matrix, rows = self._weights.rows_of_head(own)
-            known = self._shortlists[ids] = ShortlistStruct(matrix, address), own, rows
-        return ctypes.addressof(known[0])
+        cached = self._shortlists.get(ids)
+        if cached is None:
+            copied_ids = ids.clone(memory_format=torch.contiguous_format)  # the cache entry must not keep its key alive
+            address = pointer("shortlist", copied_ids, (len(ids),), torch.int64)
+            matrix, rows = self._weights.rows_of_head(copied_ids)
+            cached = self._shortlists[ids] = ShortlistStruct(matrix, address), copied_ids, rows
+        return ctypes.addressof(cached[0])
 
     def _skip_bits(self, skip: SkipSet | None) -> Any:
         """The skip set as bits per layer; None if nothing is skipped."""
@@ -384,7 +384,7 @@ def _survival(inputs: ChainInputs, width: int) -> Any:
     if (rule := inputs.survival) is None:
         return None
     if inputs.thresholds is None:
-        raise ValueError("survivals are products of probabilities, which thresholds ask for")
+        raise ValueError("a survival rule needs the probabilities of drafts: set thresholds, too")
     lists = (rule.min_survival[:width], (rule.min_survival_shared or rule.min_survival)[:width])
     padded = [survival for some in lists for survival in (*some, *[math.inf] * (width - len(some)))]
     return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *padded)

@@ -4,7 +4,7 @@ import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
-ROTARY_TABLES = 4  # most rotary tables of a model
+ROTARY_TABLES = 4  # maximum number per model
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # bits of a layer's entry in a skip set
 
 
@@ -20,7 +20,7 @@ class MatrixStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """One decoder layer; pointers to what it lacks are null."""
+    """One decoder layer; pointers to missing parts are null."""
 
     _fields_ = [
         *_fields(MatrixStruct, "q", "k", "v", "o", "gate", "up", "down"),
@@ -76,7 +76,7 @@ class PassStruct(ctypes.Structure):
     ]
 
 
-BAD_LAYER, BAD_WEIGHT = 4, 8  # errors: of a layer that is not there, of weights that cannot be quantised
+BAD_LAYER, BAD_WEIGHT = 4, 8  # error codes: no such layer, weights that cannot be quantised
 ERRORS = {
     1: "a slot that the KV store does not have, or one slot for two tokens",
     2: "a position that the model does not have",
@@ -134,7 +134,7 @@ def declare(library: Any) -> Any:
     library.sk_sizes.restype, library.sk_sizes.argtypes = None, [pointer]
     sizes = (c_int64 * 6)()
     library.sk_sizes(ctypes.addressof(sizes))
-    own = [ctypes.sizeof(kind) for kind in (MatrixStruct, LayerStruct, ModelStruct, StoreStruct, PassStruct, ShortlistStruct)]
-    if list(sizes) != own:
-        raise ValueError(f"the native library's structs have {list(sizes)} bytes, expected {own}")
+    expected = [*map(ctypes.sizeof, (MatrixStruct, LayerStruct, ModelStruct, StoreStruct, PassStruct, ShortlistStruct))]
+    if list(sizes) != expected:
+        raise ValueError(f"the native library's structs have {list(sizes)} bytes, expected {expected}")
     return library

@@ -178,7 +178,7 @@ class NativeWeights:
     def __init__(
         self, library: Any, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True
     ) -> None:
-        self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
+        self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keep_weights else MemoryRelease()
         self._weight_places = [part._parameters for part in model.modules()] if self._releases else []
         # modules' attributes that were read: the modules' dictionaries, their names and values
@@ -188,11 +188,11 @@ class NativeWeights:
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
         depth = len(description.layers)
         layers = (LayerStruct * depth)(*[self._layer(description, index, config) for index in range(depth)])
-        self._kept.append(layers)
+        self._referenced.append(layers)
         embedding = model.get_input_embeddings()
         tied = embedding.weight is description.head.weight  # then embeddings come from the head's panels
         rows = None if tied else embedding.weight.detach().contiguous()
-        self._kept.append(rows)
+        self._referenced.append(rows)
         norm = submodule(description.decoder, family.leaving[0])
         self._embedding_buffers = embedding._buffers
         self._scales = TensorValues(self._embedding_scales())
@@ -293,9 +293,9 @@ class NativeWeights:
         self._library.sk_take(ctypes.addressof(head), pointer("ids", ids, (len(ids),), torch.int64), len(ids), rows.panels)
         if bias is None:
             return rows, [panels]
-        own = bias.detach()[ids].float()
-        rows.bias = pointer("bias", own, (len(ids),), torch.float32)
-        return rows, [panels, own]
+        biases = bias.detach()[ids].float()
+        rows.bias = pointer("bias", biases, (len(ids),), torch.float32)
+        return rows, [panels, biases]
 
     def packed_square(self, weight: Tensor, size: int) -> tuple[MatrixStruct, list[Tensor]]:
         """Another matrix [size, size] in float32 panels, and the tensors that it needs."""
@@ -332,7 +332,7 @@ class NativeWeights:
                 for place in self._weight_places:
                     place |= {name: packed for name, other in place.items() if other is weight}
                 self._releases.give_up(weight)
-        self._kept.append(panels)
+        self._referenced.append(panels)
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
         return [
             MatrixStruct(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
@@ -341,7 +341,7 @@ class NativeWeights:
 
     def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
         """Copy a weight into panels of a type. ValueError for weights that cannot be quantised."""
-        made, memory = [], []
+        matrices, memory = [], []
         for part in dense(weight, free=1).split(sizes):
             outputs, inputs = part.shape
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
@@ -352,9 +352,9 @@ class NativeWeights:
                 self._library.sk_pack(kind, *shape)
             else:
                 self._quantized(kind, TYPES[part.dtype], shape, quantize)
-            made.append(MatrixStruct(panels, None, outputs, inputs, kind))
+            matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
             self.bytes += size
-        return Panels(self._library, made, memory, weight.dtype)
+        return Panels(self._library, matrices, memory, weight.dtype)
 
     def _quantized(self, kind: int, stored: int, shape: tuple[int, ...], quantize: str) -> None:
         """`sk_quantize` of a weight. ValueError for weights that cannot be quantised."""
@@ -363,8 +363,8 @@ class NativeWeights:
         except NativeError as error:
             if error.code != BAD_WEIGHT:
                 raise
-            said = f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
-            raise ValueError(said) from None
+            message = f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
+            raise ValueError(message) from None
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)
@@ -372,9 +372,9 @@ class NativeWeights:
 
     def _floats(self, values: Tensor) -> int:
         """The address of a float32 copy."""
-        held = values.detach().float().clone(memory_format=torch.contiguous_format)
-        self._kept.append(held)
-        return pointer("norms and biases", held, values.shape, torch.float32)
+        copied = values.detach().float().clone(memory_format=torch.contiguous_format)
+        self._referenced.append(copied)
+        return pointer("norms and biases", copied, values.shape, torch.float32)
 
 
 def quantised_bytes(model: Any, quantize: str) -> int:
