@@ -1,4 +1,4 @@
-"""Which class of transformers loads a checkpoint, and whether its weights fit its config."""
+"""Chooses transformers' class for a checkpoint, and checks that the weights fit the config."""
 
 import re
 from collections.abc import Collection
@@ -31,11 +31,11 @@ def auto_class(kind: str | None) -> Any:
     """transformers' class for a model type: causal language models, or multimodal models around one. None means an unknown
     type, as in a GGUF file. ValueError for other types."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if kind is None or CONFIG_MAPPING[kind] in auto._model_mapping:  # what a user has registered is in it, too
+        if kind is None or CONFIG_MAPPING[kind] in auto._model_mapping:  # includes classes that a user has registered
             return auto
     raise ValueError(
-        f"transformers loads {kind} models by neither AutoModelForCausalLM nor AutoModelForImageTextToText, whose models "
-        "skipstone decodes: load a model of a type that `skipstone families` lists"
+        f"transformers loads {kind} models by neither AutoModelForCausalLM nor AutoModelForImageTextToText, the classes "
+        "that skipstone decodes: load a model of a type that `skipstone families` lists"
     )
 
 

@@ -1,4 +1,4 @@
-"""A transformers decoder as skipstone sees it: its parts, its family, its limits, and where its weights are."""
+"""Describes a transformers decoder: its parts, its family, its limits and the places of its weights."""
 
 from typing import Any
 from weakref import ref
@@ -22,11 +22,11 @@ class DecoderModel:
     """Describes one model, in training or not. ValueError for a model that skipstone cannot decode.
 
     config: of the text model. family: what surrounds the layers. decoder: the module that owns the layers. layers: all of them.
-    depth: their number, L. head: the LM head. kinds, reaches: layer type of every layer, and how far it sees back.
-    max_positions: most positions of a sequence; max_positions_source: the config field that sets this limit. embeddings: number
+    depth: their number, L. head: the LM head. kinds, reaches: layer type of every layer, and how far it attends back.
+    max_positions: of a sequence; max_positions_source: the config field that sets this limit. embeddings: number
     of text ids with an embedding. device: tokens enter and logits leave here; layers may be on other devices. weight_dtype: of
-    the stored weights. ranks: the processes that share the weights. spread: in words, how the weights are not all on one device
-    of this process; None where they are. is_quantised: another package's kernels compute some layers.
+    the stored weights. ranks: the processes that share the weights. spread: a phrase for weights on several devices or in
+    several processes; None if one device of this process has all. is_quantised: another package's kernels compute some layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -53,7 +53,7 @@ class DecoderModel:
         return self._model()
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
+        """The input of the LM head: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.family.finish(self.decoder, hidden)
 
     def project(self, normed: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class DecoderModel:
 
 
 def _describe_spread(model: Any, processes: int) -> str | None:
-    """How the weights are not all on one device of this process; None where they are."""
+    """A phrase for weights on several devices or in several processes; None if one device of this process has all."""
     if processes > 1:
         return f"sharded over {processes} processes"
     devices = {str(parameter.device) for parameter in model.parameters()}

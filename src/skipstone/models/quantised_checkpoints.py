@@ -135,8 +135,8 @@ def expect_loadable(config: Any) -> None:
 
 
 def warm_up_kernels(model: Any) -> None:
-    """Run one token through a quantised model. Many kernels repack their weights in their first run, and compressed-tensors
-    those of the whole model, in a hook."""
+    """Run one token through a quantised model. Many kernels repack their weights in their first run. A hook of
+    compressed-tensors does that for the whole model."""
     if kernels(model):
         with torch.no_grad(), stable_defaults():
             model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)

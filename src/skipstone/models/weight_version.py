@@ -136,7 +136,7 @@ def model_version(model: nn.Module) -> ModelVersion:
 
 
 def keep_version(model: nn.Module) -> None:
-    """Say that a model's weights are what they were, although other objects hold them now."""
+    """Keep a model's version although other objects hold its unchanged weights now."""
     with _LOCK:
         if model in _SEEN:
             _SEEN[model].look(model)

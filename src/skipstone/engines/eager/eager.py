@@ -223,7 +223,7 @@ class EagerEngine(Engine):
 
 @torch.no_grad()
 def _rows(weight: Tensor, bias: Tensor | None, selection: slice | Tensor) -> nn.Linear:
-    """A linear layer of some outputs of another. weight: [V, d']. bias: [V]. which: of V."""
+    """A linear layer of some outputs of another. weight: [V, d']. bias: [V]. selection: of V."""
     rows = weight[selection]  # [S, d']
     layer = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(rows, requires_grad=False)
