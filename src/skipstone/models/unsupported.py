@@ -171,7 +171,7 @@ def _refuse_places(model: Any, devices: set[str]) -> None:
         if "meta" in devices:
             raise ValueError(
                 "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model on one "
-                "device, or with device_map= to offload weights"
+                "device, or offloaded by device_map="
             )
         spread = ", ".join(sorted(devices if len(devices) > 1 else placed))
         raise ValueError(
