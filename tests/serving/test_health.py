@@ -19,10 +19,11 @@ from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
+from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import FAILED, LENGTH, PendingRequest, RequestEnd
-from skipstone.serving.scheduler import AdmissionLimits, Scheduler
+from skipstone.serving.scheduler import Scheduler
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import dying, families

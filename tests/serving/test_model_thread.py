@@ -18,12 +18,12 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import CANCELLED, FAILED, LENGTH, TIMEOUT, PendingRequest, RequestEnd, StepOutput
 from skipstone.serving.request_parser import Bias, Penalty
-from skipstone.serving.scheduler import AdmissionLimits
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near

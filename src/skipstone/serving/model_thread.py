@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from skipstone.decoding.draft import Step
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.errors import RequestError
 from skipstone.serving.pending_request import CANCELLED, FAILED, PendingRequest, RequestEnd, RequestEvent
-from skipstone.serving.scheduler import AdmissionLimits, Scheduler
+from skipstone.serving.scheduler import Scheduler
 
 POST_INTERVAL_SECONDS = 0.010
 """Time between two lists of events, which readers do not notice. Every list costs the interpreter's lock, and the next step of
