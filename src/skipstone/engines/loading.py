@@ -203,7 +203,7 @@ def _placement(
         raise ValueError("device_map is for one process on several devices, tp_plan for several processes: give one of them")
     if str(device) != "cpu":
         what = "device_map" if tp_plan is None else "tp_plan"
-        raise ValueError(f"{what} places the weights, and device={str(device)!r} is set, too: give one of them")
+        raise ValueError(f"{what} places the weights, found device={str(device)!r} as well: give one of them")
     if tp_plan is not None:
         return _tensor_parallel_options(name, tp_plan, revision)
     installed("accelerate", "a device_map needs accelerate", "train")

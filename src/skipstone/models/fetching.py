@@ -16,7 +16,7 @@ UNREACHABLE = "ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"  # c
 CANNOT_REACH = "the hub at {endpoint} cannot be reached"
 CLAUSES: dict[type[BaseException], str] = {
     errors.GatedRepoError: "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
-    errors.RepositoryNotFoundError: "the hub has no repository {repo}, or it is private and your login may not see it "
+    errors.RepositoryNotFoundError: "the hub has no repository {repo}, or a private one that your login may not see "
     "(`hf auth login`)",
     errors.RevisionNotFoundError: "{repo} has no revision {revision!r} on the hub",
     errors.RemoteEntryNotFoundError: "{repo} has no file {file} on the hub",
