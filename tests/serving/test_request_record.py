@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.testclient import TestClient
 
 import skipstone
-from skipstone.cli.serve import LOG_FORMATS
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
@@ -187,16 +186,6 @@ def test_an_error_is_one_line_of_json_with_its_traceback_and_values_in_fields() 
     text, *more = logs.TextFormatter().format(record).splitlines()
     assert text.endswith(': step 7 status=200 route=/v1/models reasons=stop,length id="a\\nb c" whole=true')
     assert more[0].startswith("Traceback")
-
-
-def test_everybody_s_events_go_to_one_handler() -> None:
-    assert list(LOG_FORMATS) == list(logs.FORMS)
-    for form, formatter in logs.FORMS.items():
-        info = logs.config(form)
-        assert info["formatters"]["line"]["()"] is formatter
-        assert info["root"]["handlers"] == list(info["handlers"]) == ["stderr"]
-        assert info["handlers"]["stderr"]["stream"] == "ext://sys.stderr"
-        assert info["loggers"]["skipstone"]["propagate"]
 
 
 TRACED = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "ignore_eos": True, "stop": [SECRET]}

@@ -28,7 +28,6 @@ from skipstone.lab.tasks.task import DatasetLocation, ScoreRule, Task
 from skipstone.lab.timing.measure import MethodBackend, growth
 from tests.helpers import families, support
 from tests.helpers.machine import prompt
-from tests.helpers.training import in_processes, kill_when
 
 WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
 METHODS = [
@@ -372,67 +371,7 @@ def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
     assert found == {"prompt": calmly, "looping": looping}, "a killed run asks and leaves out the same"
 
 
-def test_a_prompt_on_which_another_method_loops_is_measured_and_does_not_count(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plain decoding never loops here, and `early_exit`, which says something else, does on the first two prompts."""
-    plain: set[tuple[int, ...]] = set()
-    loops: list[int] = []
-
-    def share(prompt: Any, output: Any) -> float:
-        if tuple(output) in plain or len(loops) == 2:
-            return 0.0
-        loops.append(1)
-        return 1.0
-
-    def remembered(model: Any, engine: Any, *given: Any) -> Any:
-        """A measurement; what plain decoding says is remembered."""
-        found = measured(model, engine, *given)
-        if engine.method.name == "autoregressive":
-            plain.add(tuple(found.tokens))
-        return found
-
-    measured = running.measure
-    monkeypatch.setattr(prompts, "repeated_share", share)
-    monkeypatch.setattr(prompts, "measure", remembered)
-    methods = ["early_exit exit_layer=1", "autoregressive"]
-    lines = run_file.read(run(plan(folder, methods=methods, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
-    asked = [line for line in lines if line["kind"] == "prompt"]
-    assert [prompts.is_calm(line) for line in asked] == [False, False, True, True, True]
-
-
 PLAN = {"models": ["a"], "seed": 0, "lengths": (2, 4)}
-COUNT = 30
-
-
-def write_all(path: Path, moment: int | None, note: Path) -> None:
-    """A process: one line a number, those that are there left out, and an event before and after each."""
-    import sys
-
-    if moment is not None:
-        kill_when(path.parent, moment, note)
-    with RunFile(path, PLAN, {"pid": 1}) as file:
-        done = {line["number"] for line in file.lines_of("prompt")}
-        for number in range(COUNT):
-            if number not in done:
-                sys.audit("training.step")
-                file.add({"kind": "prompt", "number": number, "text": "é\u2028\x85" * 2000})
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> None:
-    dice, path = random.Random(0), tmp_path / "run" / "results.jsonl"
-    path.parent.mkdir()
-    for _ in range(kills):
-        before = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
-        assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note"), start="fork") == [-9]
-        after = [line["number"] for line in run_file.read(path) if line["kind"] == "prompt"] if path.exists() else []
-        assert after[: len(before)] == before
-    assert in_processes(write_all, (path, None, tmp_path / "note"), start="fork") == [0]
-    lines = run_file.read(path)
-    assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
-    assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}
-    assert sum(line["kind"] == "resumed" for line in lines) >= kills // 2
 
 
 def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path) -> None:

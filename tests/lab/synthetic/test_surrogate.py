@@ -5,15 +5,12 @@ import json
 import pytest
 import torch
 
-from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import run_file
 from skipstone.lab.bench.plan import read
-from skipstone.lab.bench.report.report import describe_calibration, report
+from skipstone.lab.bench.report.report import report
 from skipstone.lab.synthetic import surrogate
 from skipstone.lab.synthetic.surrogate import run_surrogate
 from skipstone.lab.timing.statistics import repeated_share
-from skipstone.models.passes import Pass
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
@@ -37,41 +34,6 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     assert surrogate.measure_agreement(made.model, SMALL.rest, fresh)[0].value == pytest.approx(counted)
     assert counted == pytest.approx(0.8, abs=0.06)
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
-
-
-@pytest.mark.slow
-def test_a_layer_set_may_be_what_agrees():
-    """Counted with the engine's own skipping, which the calibration does not use."""
-    wide = surrogate.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
-    made = surrogate.calibrate(wide, seed=0, sequences=48, length=48)
-    assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
-    assert (len(wide.rest.attention), len(wide.rest.mlp)) == (2, 2)
-    fresh = surrogate.contexts(made.model, 1, 100, seed=78)
-    model = ModelRunner(made.model)
-    places = torch.arange(100)[None]
-    found = []
-    for skip in (None, wide.rest):
-        store = KVCache(1, 6, 128)
-        store.reserve(100)
-        at = Pass(places, places, None, slice(0, 1), 100, 0)
-        with torch.inference_mode():
-            logits = model.logits(model.run(model.embed(fresh, places), at, store, range(6), skip))
-        found.append(logits[0].argmax(-1))
-    counted = (found[0] == found[1])[surrogate.OPENING :].double().mean().item()
-    assert surrogate.measure_agreement(made.model, wide.rest, fresh)[0].value == pytest.approx(counted)
-    assert counted < 1
-    assert "all but a share of 0.5 agree with all at" in describe_calibration(made.report())
-
-
-def test_a_tied_shape_of_which_the_first_layers_agree_may_have_sure_tokens_too(tmp_path):
-    path = tmp_path / "config.json"
-    surrogate.LlamaConfig(**{**SMALL.config, "tie_word_embeddings": True}).to_json_file(path, use_diff=False)
-    model = surrogate.build(surrogate.parse(str(path), 2, 0.8, None, 0.7), 0)
-    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
-    with torch.no_grad():
-        likely = model(surrogate.contexts(model, 16, 48, seed=9)).logits.softmax(-1).amax(-1)
-    assert (likely > 0.5).float().mean() > 0.4
-    assert surrogate.build(surrogate.parse(str(path)), 0).config.tie_word_embeddings
 
 
 def test_a_model_that_chooses_otherwise_token_by_token_is_said_to():
@@ -151,15 +113,6 @@ def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch)
     assert again[1]["rows"]["layerskip"]["digests"] == prompts[1]["rows"]["layerskip"]["digests"]
     with pytest.raises(ValueError, match="holds another run: surrogate differ"):
         run_surrogate(surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.7), plan(methods=methods), out, ["x"])
-
-
-def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeypatch):
-    monkeypatch.setitem(surrogate.NAMED, "llama-3.2-1b", SMALL.config)
-    shape = surrogate.parse("llama-3.2-1b")
-    asked = plan(methods=["hf-generate", "autoregressive"], dtype="bfloat16")
-    lines = run_file.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
-    model = next(line for line in lines if line["kind"] == "model")
-    assert (model["dtype"], model["synthetic"]["contexts"]) == ("bfloat16", "random ids")
 
 
 @pytest.mark.parametrize(

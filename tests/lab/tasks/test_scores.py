@@ -84,6 +84,7 @@ ROW = {
         ('    return sum(xs)\n\n\ndef total(xs: List[int]) -> int:\n    """The su', True),
         ("Here it is:\n```python\nfrom typing import List\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```", True),
         ("```\ndef total(xs):\n    return 1\n```", False),
+        ("    return sum(xs)\n\n```python\ndef total(xs):\n    return 1\n```", True),
     ],
 )
 def test_completions_of_human_eval_run_against_its_tests(output: str, passed: bool) -> None:
@@ -95,12 +96,3 @@ def test_answers_of_mbpp_run_against_its_asserts() -> None:
     assert sandbox.run(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
     assert sandbox.run(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
     assert not sandbox.run(scores.mbpp_program(row, "def double(x):\n    return x")).passed
-
-
-def test_a_completion_that_goes_on_with_a_fenced_block_is_still_a_completion() -> None:
-    """What comes after it is cut off; a chat answer in a block stands for itself."""
-    row = {"prompt": "def total(xs):\n", "entry_point": "total", "test": "def check(f):\n    assert f([1]) == 1\n"}
-    block = "```python\ndef total(xs):\n    return sum(xs)\n```"
-    program = scores.human_eval_program(row, f"    return sum(xs)\n\n{block}")
-    assert program.startswith("def total(xs):\n    return sum(xs)\n\n\ndef check")
-    assert "pass\n\ndef total(xs):\n    return sum(xs)" in scores.human_eval_program(row, f"Here it is:\n{block}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
@@ -164,10 +163,3 @@ def test_ceiling_counts_the_bytes_that_a_token_reads():
     found = machine.ceiling(model, mean_length=10.0, megabytes=4)
     read = total - 50 * 32 * 4 + 10 * 512
     assert found["tokens_per_second"] == pytest.approx(found["bandwidth_gb_per_second"] * 1e9 / read)
-
-
-def test_provenance_names_the_versions_and_the_command():
-    found = machine.provenance(["bench", "model", "--quick"], seed=3)
-    assert found["packages"]["torch"] == torch.__version__
-    assert found["argv"] == ["bench", "model", "--quick"]
-    assert (found["seed"], found["threads"]) == (3, torch.get_num_threads())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -445,13 +443,3 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     path.write_bytes(one + b"\n" + mark + two)
     with pytest.raises(ValueError, match="line 2"):
         RequestFile(path)
-
-
-LIGHT = ["skipstone.serving.batch_files.attempts", "skipstone.serving.settings"]
-HEAVY = ("torch", "transformers")
-
-
-def test_no_torch_where_no_model_is() -> None:
-    program = f"import sys, {', '.join(LIGHT)}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.split() == []

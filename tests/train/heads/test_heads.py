@@ -70,15 +70,6 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     assert out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
 
 
-@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4, "layers": [3]}, {"vocabulary": 97}])
-def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[str, Any]) -> None:
-    folder = training.run(recipe(base, tmp_path / "run", heads=heads), base, say=quiet)
-    card = json.loads((folder / "exit_heads.json").read_text())
-    assert all(one["divergence"] < one["before"]["divergence"] for one in card["metrics"].values())
-    model = ModelRunner(skipstone.load(base / "model")[0])
-    assert exit_heads.load_heads(folder, model).shortlist is None, "all tokens need no shortlist"
-
-
 @pytest.mark.parametrize("vocabulary", [None, 12])
 def test_the_divergence_is_that_of_the_formula(base: Path, tmp_path: Path, vocabulary: int | None) -> None:
     """KL(p* || p_theta) in float64, from the model's own logits, over all tokens or those that the answers hold most often."""
@@ -458,3 +449,8 @@ def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Pa
         wish = recipe(base, tmp_path / name, heads=shape, seed=seed, training={"epochs": 1})
         made_of.append(digests(training.run(wish, base, say=quiet))[exit_heads.WEIGHTS])
     assert made_of[0] == made_of[1] != made_of[2]
+    folder = training.run(recipe(base, tmp_path / "all", heads={**shape, "vocabulary": 97}), base, say=quiet)
+    card = json.loads((folder / "exit_heads.json").read_text())
+    assert all(one["divergence"] < one["before"]["divergence"] for one in card["metrics"].values())
+    model = ModelRunner(skipstone.load(base / "model")[0])
+    assert exit_heads.load_heads(folder, model).shortlist is None, "all tokens need no shortlist"

@@ -291,36 +291,26 @@ def test_parameters_without_states_have_none_after_a_resume(tmp_path: Path) -> N
         assert torch.equal(other.state_dict()[name], value), name
 
 
-def begun_elsewhere(folder: Path, model: dict[str, Any], layout: dict[str, int]) -> Callable[..., LayerSkipTrainer]:
-    """A run with a checkpoint whose manifest says that it was started on another layout. Returns what makes its trainer."""
+def test_another_number_of_rows_is_another_run_and_random_numbers_of_a_model_are_warned_about(tmp_path: Path) -> None:
+    """The manifest says that the run was started by two processes with one pass a step."""
 
     def again(**changes: Any) -> LayerSkipTrainer:
-        return trainer(folder, tiny(**model), rows(24), **{**RUN, "max_steps": 2, **changes})
+        return trainer(tmp_path, tiny(attention_dropout=0.1), rows(24), **{**RUN, "max_steps": 2, **changes})
 
     again(gradient_accumulation_steps=2).train()
-    manifest = folder / "checkpoint-2" / "manifest.json"
+    manifest = tmp_path / "checkpoint-2" / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["fingerprint"]["training"] |= layout
+    content["fingerprint"]["training"] |= {"world_size": 2, "gradient_accumulation_steps": 1}
     manifest.write_text(json.dumps(content))
-    return again
-
-
-TWO = {"world_size": 2, "gradient_accumulation_steps": 1}
-
-
-def test_another_number_of_rows_is_another_run(tmp_path: Path) -> None:
-    again = begun_elsewhere(tmp_path, {}, TWO)
-    one = again(gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning, match=r"random numbers of its own \(attention_dropout\)"):
+        one = again(gradient_accumulation_steps=2)
     assert (one.started.processes, one.started.passes) == (2, 1)
     one.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"belongs to another run, training\.world_size differ"):
+    with (
+        pytest.warns(UserWarning, match="random numbers"),
+        pytest.raises(ValueError, match=r"belongs to another run, training\.world_size differ"),
+    ):
         again().train(resume_from_checkpoint=True)
-
-
-def test_a_model_with_random_numbers_of_its_own_is_warned_about(tmp_path: Path) -> None:
-    again = begun_elsewhere(tmp_path, {"attention_dropout": 0.1}, TWO)
-    with pytest.warns(UserWarning, match=r"random numbers of its own \(attention_dropout\)"):
-        again(gradient_accumulation_steps=2)
 
 
 def dealt(layout: BatchLayout, step: int) -> list[tuple[int, int]]:

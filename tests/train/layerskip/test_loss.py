@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipstone.train.data.rows import IGNORED, shifted
+from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.objective import cross_entropy, divergence
 
 N, WIDTH, VOCAB = 23, 6, 11
@@ -39,12 +39,6 @@ def case() -> tuple[Head, Tensor, Tensor, Tensor]:
 
 def gradients(loss: Tensor, head: Head, *inputs: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [*inputs, *head.parameters()]))
-
-
-def test_every_position_predicts_its_right_neighbour_and_the_last_one_nothing() -> None:
-    labels = torch.tensor([[5, 6, 7], [IGNORED, 8, IGNORED]])
-    assert shifted(labels).tolist() == [[6, 7, IGNORED], [8, IGNORED, IGNORED]]
-    assert shifted(labels[:, :1]).tolist() == [[IGNORED], [IGNORED]]
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "divergence"])

@@ -39,13 +39,10 @@ def layers_of(active: list[bool]) -> list[int]:
     return [layer for layer, on in enumerate(active) if on]
 
 
-def test_the_rate_of_a_layer_grows_from_0_to_1() -> None:
+def test_the_rates_of_layers_and_steps_grow_from_0_to_1() -> None:
     assert [dropout_by_layer(layer, L) for layer in range(L)] == about(BY_LAYER)
     assert dropout_by_layer(31, 32) == 1
     assert dropout_by_layer(12, 25) == about(math.sqrt(2) - 1)
-
-
-def test_the_rate_of_a_step_grows_from_0_to_1() -> None:
     assert [dropout_by_step(step, T) for step in range(T)] == about(BY_STEP)
 
 

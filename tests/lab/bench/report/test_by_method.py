@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from skipstone import AdaSD, Autoregressive
+from skipstone import Autoregressive
 from skipstone.lab.bench.peers.hf import DraftAlone
 from skipstone.lab.bench.plan import create_entries
 from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import MeasurementGroup
-from skipstone.lab.bench.report.charts import along_text, by_threshold, layer_matrix
-from skipstone.lab.timing.measure import MethodBackend, growth, measure, options_for
+from skipstone.lab.bench.report.charts import by_threshold
+from skipstone.lab.timing.measure import MethodBackend, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
 
@@ -91,17 +91,6 @@ def test_layer_sets_have_the_speedup_that_swifts_equation_expects(tmp_path: Path
     assert "sums: layer sets" in report.report([tmp_path / "a.jsonl"], "md")
 
 
-def test_charts_are_of_layers_speed_and_matchness_along_the_text(tmp_path: Path) -> None:
-    group = group_of(tmp_path / "a.jsonl", swift())
-    evaluations, skipped = layer_matrix(KNOWN, 4)
-    assert evaluations == [0, 7]
-    assert [(i, j) for i in range(8) for j in (0, 1) if skipped[i][j]] == [(1, 0), (1, 1), (2, 1), (6, 0)]
-    places, speeds, matchness = along_text(group, "layerskip")
-    assert places == [101, 202, 303]
-    assert matchness == pytest.approx([0.5, 0.6, 0.7])
-    assert speeds[0] == pytest.approx(1.1 / 0.55)
-
-
 def test_exit_heads_are_counted_over_the_groups_prompts(tmp_path: Path) -> None:
     """Three prompts of 101 tokens: 60 predictions accepted, 12 of 72 rejected."""
     group = group_of(tmp_path / "a.jsonl", adadecode())
@@ -155,16 +144,3 @@ def test_a_draft_model_alone_gives_its_own_text() -> None:
     wishes = [{"method": "autoregressive"}, {"method": "draft-alone", "draft_model": helper}]
     entered, _ = create_entries(wishes, model, False)
     assert [one.lossless for one in entered] == [True, False]
-
-
-def test_a_call_adds_its_own_counts_and_sums() -> None:
-    before = {"means": {"a": {"sum": 1.5, "count": 2}}, "threshold": 0.3}
-    after = {"means": {"a": {"sum": 4.0, "count": 7}, "b": {"sum": 1.0, "count": 1}}, "threshold": 0.4}
-    assert growth(before, after) == {"means": {"a": {"sum": 2.5, "count": 5}, "b": {"sum": 1.0, "count": 1}}}
-    model = llama()
-    method = AdaSD(near(model, 0.12))
-    calls = [measure(model, MethodBackend(method), prompt(n, n), options_for(40), 0) for n in (9, 5)]
-    both = method.report(model)["means"]["distance_accepted"]
-    parts = [one.grown["means"]["distance_accepted"] for one in calls if one.grown]
-    assert sum(part["count"] for part in parts) == both["count"] > 10
-    assert sum(part["sum"] for part in parts) == pytest.approx(both["sum"])
