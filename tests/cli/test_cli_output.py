@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +102,6 @@ def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(folder: Path, mo
 
 def test_a_models_control_characters_cannot_drive_a_terminal() -> None:
     assert terminal.harmless("a\x1b[2J\x07\r\x9b\x7f\n\tü") == "a␛[2J␇␍\ufffd␡\n\tü"
-
-
-def test_end_of_text_ends_the_run_unless_ignored(folder: Path, variant: Callable[..., Path]) -> None:
-    tokens = expected(folder)[0]
-    end = next(i for i in range(5, 24) if tokens[i] not in tokens[:i])
-    ending = variant("generation_config.json", eos_token_id=[tokens[end], 96])
-    common = ("generate", ending, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
-    stopped, ignored = document(*common), document(*common, "--ignore-eos")
-    assert (stopped["tokens"], stopped["finish_reason"]) == (tokens[: end + 1], "eos")
-    assert (ignored["tokens"], ignored["finish_reason"]) == (tokens, "length")
 
 
 def test_sampling_repeats_with_its_seed(folder: Path) -> None:

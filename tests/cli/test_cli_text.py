@@ -17,11 +17,9 @@ from click.testing import CliRunner
 
 import skipstone
 from skipstone.cli import compare_with_plain
-from skipstone.cli.compare_with_plain import first_difference
-from skipstone.cli.timed_run import Run
 from skipstone.decoding import verify
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
-from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, job, program, run, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, program, run, succeed
 
 SHORT = ("--max-new-tokens", 12, *LAYERSKIP)
 
@@ -158,10 +156,3 @@ def test_compare_under_sampling_compares_tokens_only_where_they_must_agree(folde
     coupled = document(*common, "--method", f"{LAYERSKIP[1]} rejection_sample_method=coupled")
     assert coupled["comparison"]["identical"] is True
     assert {"draft", "recovered"} <= set(coupled["origin"])
-
-
-def test_a_text_that_ends_early_differs_at_its_end(folder: Path) -> None:
-    mine = job(folder)
-    gap = first_difference(mine, [Run([1, 2]), Run([1, 2, 3])], [Run([1, 2]), Run([1, 2])])
-    assert gap is not None
-    assert str(gap) == "first difference at token 2: plain 3 '#', method ended"

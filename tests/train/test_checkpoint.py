@@ -115,16 +115,6 @@ class TestFullDisk:
         trainer(tmp_path, **changes).train(resume_from_checkpoint=True)
         assert [entry["step"] for entry in logged(tmp_path)] == [1, 2, 3, 4]
 
-    def test_another_error_is_not_called_one_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        one = trainer(tmp_path, save_strategy="steps", save_steps=2)
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("no kernel for it")
-
-        monkeypatch.setattr(one, "_save_optimizer_and_scheduler", fail)
-        with pytest.raises(RuntimeError, match=r"^no kernel for it$"):
-            one.train()
-
 
 class TestResume:
     def test_a_damaged_or_foreign_checkpoint_is_refused_and_nothing_is_touched(self, tmp_path: Path) -> None:

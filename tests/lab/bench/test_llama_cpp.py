@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -83,42 +81,6 @@ def test_a_long_prompt_goes_in_parts(peer: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(f"{__name__}.PROMPT", [n % V for n in range(1300)])
     found = peer({"wrong": 5}).generate(families.cached("llama"), torch.tensor([PROMPT]), {"max_new_tokens": 9}, 0)
     assert found.tokens == text(9)
-
-
-PASSES = {  # (drafts, rows of the target's passes behind the prompt, passes of the draft model), 13 tokens, 3 drafts a step
-    "plainly": (None, [1] * 12, 0),
-    "always right": ({}, [4, 4, 4], 9),
-    "always wrong": ({"wrong": 1}, [4] * 9 + [3, 2, 1], 9 * 3 + 2 + 1),
-    "never sure": ({"sure": 0.1}, [1] * 12, 11),
-    "lookup": ("prompt-lookup", [4, 4, 4], 0),
-}
-
-
-@pytest.mark.parametrize(("drafts", "rows", "drafting"), PASSES.values(), ids=PASSES)
-def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in this process, where passes can be counted."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "fakes"))
-    monkeypatch.setattr(sys, "modules", {**sys.modules})  # what is imported here is forgotten afterwards
-    llama_cpp = importlib.import_module("llama_cpp")
-    ggml_worker = importlib.import_module("skipstone.lab.bench.peers.ggml_worker")
-    passes: list[tuple[Any, int]] = []
-    decode = llama_cpp.llama_decode
-    monkeypatch.setattr(
-        llama_cpp, "llama_decode", lambda context, batch: passes.append((context, batch.n_tokens)) or decode(context, batch)
-    )
-    monkeypatch.setattr(f"{__name__}.PROMPT", [*PROMPT, *text(12), *PROMPT])
-    one = peer(drafts)
-    target = ggml_worker.LlamaContext(one.file, 1)
-    drafter = None
-    if drafts is not None:
-        drafter = ggml_worker.LlamaPromptLookup() if drafts == "prompt-lookup" else ggml_worker.LlamaDraftModel(one.drafts, 1)
-    asked = {"ids": PROMPT, "new": 13, "stop": [], "drafts": 3, "threshold": 0.5}
-    for _ in range(2):  # the second question is read from its beginning, too
-        passes.clear()
-        assert ggml_worker.written(target, drafter, asked)["ids"] == text(13)
-        own = [count for context, count in passes if context is target._context]
-        assert own == [len(PROMPT), *rows]
-        assert len(passes) - len(own) == drafting
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

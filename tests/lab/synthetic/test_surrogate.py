@@ -36,23 +36,6 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
 
 
-def test_a_model_that_chooses_otherwise_token_by_token_is_said_to():
-    """As bfloat16's kernels do where two logits are close; planted here in half of the passes of one token."""
-    model = surrogate.build(SMALL, seed=0)
-    ids = surrogate.contexts(model, 3, 54, seed=3)
-    assert surrogate.measure_alone(model, ids).value == 1.0
-    passes = []
-
-    def turn(_module, inputs, output):
-        passes.append(inputs[0].shape[1])
-        return -output if passes[-1] == 1 and len(passes) % 2 else output
-
-    with model.lm_head.register_forward_hook(turn):
-        found = surrogate.measure_alone(model, ids)
-    assert found.value == pytest.approx(0.5, abs=0.02)
-    assert passes.count(1) == ids.numel()
-
-
 def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():
     model = surrogate.build(SMALL, seed=1)
     chosen = surrogate.sampled_prompts(model, 4, 40, seed=5)

@@ -29,16 +29,6 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_recipe_entry_becomes_the_source_of_its_kind() -> None:
-    read = TypeAdapter(Source).validate_python
-    assert read({"kind": "text", "path": "books", "exclude": ["drafts/*"], "weight": 2}) == TextFiles(
-        path="books", exclude=("drafts/*",), weight=2.0, name="books"
-    )
-    assert [read({"kind": "jsonl", "path": "a/b.jsonl"}).name, read({"kind": "script", "path": "s.py"}).name] == ["b", "s"]
-    assert read({"kind": "hub", "path": "openai/gsm8k", "split": "train"}).name == "gsm8k"
-    assert read({"kind": "text", "path": "{stdlib}"}).name == "stdlib"
-
-
 @pytest.mark.parametrize(
     ("entry", "said"),
     [

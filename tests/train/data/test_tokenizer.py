@@ -98,24 +98,19 @@ def test_no_room_and_no_text_are_refused() -> None:
             train_bpe(nothing, 300)
 
 
-def test_a_tokenizer_that_fits_and_one_without_an_end() -> None:
+def test_a_tokenizer_without_an_end_and_ids_out_of_range_are_refused() -> None:
     check_fits(TOKENIZER, LlamaConfig(vocab_size=len(TOKENIZER), eos_token_id=0, pad_token_id=0, bos_token_id=0))
     check_fits(TOKENIZER, LlamaConfig(vocab_size=5000, eos_token_id=[0, 4999]))
     endless = train_bpe([CODE], 257)
     endless.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no eos_token, which ends every document"):
         check_fits(endless, LlamaConfig(vocab_size=500))
-
-
-@pytest.mark.parametrize(
-    ("config", "error"),
-    [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"vocab_size": 300}, r"ids up to \d+, the model's vocab_size is 300: raise vocab_size"),
         ({"eos_token_id": [0, 700]}, "eos_token_id 700 of the model"),
         ({"pad_token_id": -1}, "pad_token_id -1 of the model"),
-    ],
-)
-def test_ids_out_of_range_are_refused(config: dict[str, Any], error: str) -> None:
-    text = SimpleNamespace(**{"vocab_size": 500, "eos_token_id": 0, "pad_token_id": None, **config})
-    with pytest.raises(ValueError, match=error):
-        check_fits(TOKENIZER, SimpleNamespace(get_text_config=lambda: text))  # type: ignore[arg-type]
+    ]
+    for config, error in changes:
+        text: Any = SimpleNamespace(**{"vocab_size": 500, "eos_token_id": 0, "pad_token_id": None, **config})
+        with pytest.raises(ValueError, match=error):
+            check_fits(TOKENIZER, SimpleNamespace(get_text_config=lambda text=text: text))  # type: ignore[arg-type]

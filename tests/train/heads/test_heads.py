@@ -27,7 +27,6 @@ from skipstone.train.heads import training
 from skipstone.train.heads.answers import ModelAnswer
 from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt, HeadSchedule, made, of_prompts, read_prompts
 from skipstone.utils.files import LineFile, read_lines
-from tests.helpers.commandline import assert_refused, run
 from tests.helpers.machine import llama, prompt
 from tests.helpers.training import heads_base, quiet
 from tests.helpers.training import heads_recipe as recipe
@@ -379,11 +378,6 @@ def test_presets_are_the_papers_and_unknown_ones_are_refused() -> None:
     assert paper == HeadSchedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
     with pytest.raises(ValueError, match="unknown preset 'long': expected one of quick, paper"):
         made({}, "test", "long")
-
-
-def test_the_command_needs_a_recipe_or_prompts_and_an_output(base: Path) -> None:
-    assert_refused(run("train", "heads"), "give either --recipe or --prompts")
-    assert_refused(run("train", "heads", "--prompts", base / "prompts.jsonl"), "--prompts needs --output")
 
 
 def test_answers_are_written_by_the_fastest_lossless_method(

@@ -202,20 +202,11 @@ class TestRefused:
             ({"logging_nan_inf_filter": True}, "a loss that is not finite stops the run"),
             ({"dropout": {"p_max": 0.1}}, "dropout must be a LayerDropout"),
             ({"muon_learning_rate": -0.1}, "muon_learning_rate must be a finite number"),
-        ],
-    )
-    def test_arguments(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
-        with pytest.raises(ValueError, match=part):
-            arguments(tmp_path, **changes)
-
-    @pytest.mark.parametrize(
-        ("changes", "part"),
-        [
             ({"eval_exits": (1, 4)}, r"eval_exits must lie between 1 and 3, the model's layers, found \[4\]"),
             ({"exits": EarlyExitLoss(dilation=4)}, r"dilation \(R\) must be at most the 3 layers"),
         ],
     )
-    def test_what_does_not_fit_the_model_before_any_work(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
+    def test_arguments_and_what_does_not_fit_the_model(self, tmp_path: Path, changes: dict[str, Any], part: str) -> None:
         with pytest.raises(ValueError, match=part):
             trainer(tmp_path, **changes)
 

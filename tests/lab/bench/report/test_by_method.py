@@ -112,16 +112,6 @@ def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path
         assert by_threshold(group_of(tmp_path / "b.jsonl", adadecode(**change))) == {}, change
 
 
-def test_a_file_with_older_names_of_settings_gives_the_same_report(tmp_path: Path) -> None:
-    older = {"confidence_threshold": "threshold", "num_speculative_tokens": "max_pending"}
-    renamed = adadecode()
-    for about in renamed[0]["methods"].values():
-        about["settings"] = {older.get(key, key): value for key, value in about["settings"].items()}
-    now, then = group_of(tmp_path / "a.jsonl", adadecode()), group_of(tmp_path / "b.jsonl", renamed)
-    assert by_threshold(then) == by_threshold(now) != {}
-    assert tables.by_exit_head(then) == tables.by_exit_head(now)
-
-
 def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> None:
     group = group_of(tmp_path / "a.jsonl", adasd())
     cells = cells_of(tables.by_draft_model(group))
