@@ -12,12 +12,10 @@ WORDS = ("add", "read", "parse", "merge", "sort", "load", "find", "split", "coun
 
 
 def request(name: str, body: Any, url: str = COMPLETIONS, method: str = "POST") -> dict[str, Any]:
-    """A line of the input."""
     return {"custom_id": name, "method": method, "url": url, "body": body}
 
 
 def greedy(prompt: Any, tokens: int = 12, **more: Any) -> dict[str, Any]:
-    """A body of /v1/completions."""
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
 
 
@@ -39,10 +37,8 @@ def write(path: Path, requests: Sequence[Any]) -> Path:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def texts(path: Path) -> dict[str, str]:
-    """The first text of every answer, by custom_id."""
     return {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in read(path)}

@@ -29,8 +29,6 @@ def program() -> Any:
 
 
 class Screen(io.StringIO):
-    """A terminal."""
-
     def isatty(self) -> bool:
         return True
 
@@ -57,7 +55,6 @@ def document(*arguments: Any) -> dict[str, Any]:
 
 
 def expected(folder: Path, prompt: str = PROMPT, tokens: int = 24, **options: Any) -> tuple[list[int], str]:
-    """New tokens and text of transformers' own greedy generate."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     output = model.generate(ids, do_sample=False, max_new_tokens=tokens, tokenizer=tokenizer, **options)

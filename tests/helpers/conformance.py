@@ -33,7 +33,6 @@ from tests.helpers.support import assert_same_texts, decode, plainly, references
 
 EXIT = 2
 DRAFTS = (1, 4, 7)
-"""Draft lengths that are tried."""
 OF_THE_LAST_LAYER = ".attention.dense_bias"  # only in a model's last layer (gpt_neox_japanese): left at random
 FEW = 70  # tokens of the 97 that drafts are picked from in some rows
 
@@ -75,7 +74,6 @@ class Row:
     decides: bool = False
 
     def method(self, family: str, drafts: int, rule: str) -> Method:
-        """The method for a family's model, with its draft model where it wants one."""
         method = self.make(drafts, rule)
         second = any(field.name == "draft_model" for field in fields(method))
         return replace(method, draft_model=self.second(family)) if second else method  # type: ignore[call-arg]
@@ -140,7 +138,6 @@ def is_telling(row: Row, output: Output) -> bool:
 
 
 def assert_greedy_equals_alone(row: Row, family: str, rows: int, drafts: int, new: int, options: dict[str, Any]) -> None:
-    """The text of `new` tokens is that of `model.generate` on each row alone."""
     method = row.method(family, drafts, "standard")
 
     def tells(asked: int, more: dict[str, Any]) -> bool:
@@ -153,7 +150,6 @@ def assert_greedy_equals_alone(row: Row, family: str, rows: int, drafts: int, ne
 def assert_sampling_equals_plain(
     row: Row, family: str, rows: int, drafts: int, rule: str, new: int, options: dict[str, Any]
 ) -> None:
-    """The text of `new` tokens is that of plain sampling with the same seeds."""
     method = row.method(family, drafts, rule)
 
     def tells(asked: int, more: dict[str, Any]) -> bool:

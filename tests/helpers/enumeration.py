@@ -61,8 +61,6 @@ class Chooser:
 
 
 class Tracking:
-    """Stands in for `Noise` with one row."""
-
     def __init__(self, chooser: Chooser) -> None:
         self.chooser = chooser
 
@@ -83,7 +81,6 @@ class Tracking:
 
 
 def explore(run: Callable[[Chooser], Outcome]) -> dict[Outcome, float]:
-    """The exact law of what `run` returns."""
     law: dict[Outcome, float] = defaultdict(float)
     open_paths: list[list[int]] = [[]]
     while open_paths:
@@ -106,7 +103,6 @@ def exact_law(p: Callable[[tuple[int, ...]], Sequence[float]], tokens: int, voca
 
 
 def distance(found: Law, expected: Law) -> float:
-    """Largest difference of a probability."""
     return max(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in found.keys() | expected.keys())
 
 
@@ -137,8 +133,6 @@ def loop_law(
 
 
 class Double(ModelRunner):
-    """A model in float64 throughout, logits included."""
-
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         logits = (head or self.head)(normed)
         return logits if shortlist is None else only(shortlist, logits[..., shortlist], logits.shape[-1])
@@ -217,8 +211,6 @@ class Seen:
 
 
 class Pushing(LogitsProcessor):
-    """A processor that depends on the whole text, order included."""
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert input_ids.shape[0] == 1
         weights = torch.arange(1, input_ids.shape[1] + 1)

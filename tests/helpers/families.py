@@ -152,7 +152,6 @@ _FURTHER: dict[str, dict[str, Any]] = {
 
 
 def _further(kind: str, layers: int) -> dict[str, Any]:
-    """The fields of a tiny config of a type that has no row of its own."""
     config = AutoConfig.for_model(kind).get_text_config()
     known = {name: getattr(config, name, None) for name in config.attribute_map} | config.to_dict()
     own = dict(_FURTHER[kind])
@@ -168,7 +167,6 @@ def _further(kind: str, layers: int) -> dict[str, Any]:
 
 
 NAMES: list[str] = list(_TABLE)
-"""The models that everything is tested with."""
 FURTHER: list[str] = list(_FURTHER)
 """Types that are tested by their conformance alone."""
 HYBRIDS: list[str] = list(_HYBRID)
@@ -214,7 +212,6 @@ def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overr
 
 
 def _nested(whole: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a text config where a composite config wants them."""
     text = whole.get_text_config()
     place = next((name for name in whole.sub_configs if getattr(whole, name) is text), None)
     return settings if place is None else {place: type(text)(**settings).to_dict()}

@@ -18,4 +18,3 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""llama.cpp's names of parameters, and transformers'."""

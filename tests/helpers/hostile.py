@@ -7,7 +7,6 @@ from typing import Any
 
 
 def nested(depth: int, key: str = "a") -> dict[str, Any]:
-    """An object in an object, and so on."""
     value: dict[str, Any] = {}
     for _ in range(depth):
         value = {key: value}
@@ -60,13 +59,11 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
         "patternProperties": {f"^p{n}(a|b)*a(a|b){{9}}$": {"type": "integer"} for n in range(800)},
     },
 }
-"""Schemas by what is bad about them."""
 REFUSED = {"a definition of itself", "an intersection of unions", "nested deeply"}
 REFUSED |= {"an intersection of patterns", "many patterns of names"}
 """Of these, the ones that are answered with 400; the others with a text."""
 
 BIG = "1" + "0" * 30
-"""A number that no register holds."""
 _DEEP = 900
 """Levels that a parser of JSON takes, and that a function which calls itself may not."""
 

@@ -47,12 +47,10 @@ class Repo:
         return name
 
     def at(self, revision: str) -> str | None:
-        """The hash that a branch or a hash means."""
         return revision if revision in self.commits else self.branches.get(revision)
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Of the main branch."""
         return self.commits[self.branches["main"]]
 
 
@@ -69,7 +67,6 @@ class Hub:
     address: str = ""
 
     def add(self, name: str, files: dict[str, bytes], **more: Any) -> Repo:
-        """A repository that is there already."""
         repo = self.repos[name] = Repo(**more)
         repo.commit("main", files, "there already")
         return repo
@@ -100,8 +97,6 @@ class Answer(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
     protocol_version = "HTTP/1.1"
     hub: Hub
 
@@ -140,7 +135,6 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def known(self) -> bool:
-        """Whether whoever asks is logged in."""
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def repo(self, name: str, writing: bool = False) -> Repo:

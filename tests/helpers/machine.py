@@ -31,7 +31,6 @@ def sharpened(model: Any, exit_layer: int, head: float = 8.0, later: float = 0.4
 
 
 def small(kind: type[Any], vocab: int, hidden: int, layers: int, **more: Any) -> Any:
-    """A config of a tiny model."""
     return kind(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -46,7 +45,6 @@ def small(kind: type[Any], vocab: int, hidden: int, layers: int, **more: Any) ->
 
 
 def llama(vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0, head: float = 8.0) -> PreTrainedModel:
-    """A random Llama in float32."""
     torch.manual_seed(seed)
     return sharpened(LlamaForCausalLM(small(LlamaConfig, vocab, hidden, layers)), layers // 2, head)
 
@@ -70,12 +68,10 @@ def near(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
-    """[length] random ids."""
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def start(method: Method, model: ModelRunner, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> DecodingLoop:
-    """A decoder with every request admitted."""
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     decoder = DecodingLoop(method.start(model, len(requests), capacity), chunk=chunk)
     for row, request in enumerate(requests):

@@ -25,7 +25,6 @@ NATIVE_ONLY = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
     pytest.mark.usefixtures("no_gradients"),
 ]
-"""Marks of files whose tests need the native engine."""
 FAMILIES = list(RECIPES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EACH_DTYPE = [pytest.param(dtype, id=str(dtype)) for dtype in DTYPES]
@@ -73,7 +72,6 @@ def stored(store: KVCache, row: int, slots: Any) -> Tensor:
 
 
 def chain(runner: ModelRunner, ids: Tensor, width: int) -> Computed:
-    """A text in passes of `width` tokens."""
     store, parts = KVCache(1, runner.depth, len(ids), runner.kv_dtype), []
     store.reserve(len(ids))
     for start in range(0, len(ids), width):
@@ -118,7 +116,6 @@ def grow(nodes: int, seed: int) -> Tensor:
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
-    """The nodes from the root's child down to a node."""
     path = [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])

@@ -109,7 +109,6 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same(model: Any, own: Tensor, reference: Tensor) -> None:
-    """Loss and all gradients."""
     digits = 1e-5 if model.dtype == torch.float32 else 1e-6  # norms compute in float32 in either case
     torch.testing.assert_close(own, reference, rtol=digits, atol=0, check_dtype=False)
     found, expected = gradients(model, own), gradients(model, reference)
@@ -122,7 +121,6 @@ def assert_same(model: Any, own: Tensor, reference: Tensor) -> None:
 
 @contextmanager
 def outputs(layers: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """What the layers return, seen from outside."""
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:

@@ -20,7 +20,6 @@ OWN = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 
 
 def target(layers: int = 6, seed: int = 0) -> ModelRunner:
-    """The model that everything here belongs to."""
     return ModelRunner(llama(layers=layers, seed=seed))
 
 
@@ -63,5 +62,4 @@ def profile_file(path: Path) -> Path:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """The content of all files in a folder."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -28,7 +28,6 @@ from tests.helpers.conformance import FEW, ROWS
 
 SOME_TOKENS = replace(ROWS["adasd"], make=lambda d, _: AdaSD(None, d, relaxed=False, draft_vocabulary=FEW), variant=True)
 DEVICE_ROWS = ROWS | {"adasd, some tokens": SOME_TOKENS}
-"""Methods that run on pretended devices."""
 DEVICE = torch.device("cuda:0")
 aten: Any = torch.ops.aten
 MOVES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default)
@@ -117,7 +116,6 @@ class Pretended(TorchDispatchMode):
         self._under_way = []
 
     def read(self, tensor: FakeTensor) -> Any:
-        """`Tensor.tolist`."""
         self._wait("tolist")
         with unset_fake_temporarily(), torch._C.DisableTorchFunction():
             return tensor.held.tolist()  # type: ignore[attr-defined]
@@ -130,7 +128,6 @@ class Pretended(TorchDispatchMode):
         return fake
 
     def take(self, model: nn.Module) -> None:
-        """Bring a model from the CPU to the device."""
         moved: dict[int, Any] = {}
         for module in model.modules():
             for name, one in module._parameters.items():
@@ -190,7 +187,6 @@ def _taken(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None] | No
 
 @cache
 def _composite(func: Any) -> bool:
-    """Whether an operator is made of others."""
     return func._can_decompose()
 
 

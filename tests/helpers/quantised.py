@@ -63,7 +63,6 @@ def hqq(bits: int) -> PreTrainedModel:
 
 
 def compressed_checkpoint(bits: int, form: str, activations: bool = False) -> Path:
-    """A folder as llm-compressor writes them."""
     package, tools = pytest.importorskip("compressed_tensors.quantization"), pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -160,7 +159,6 @@ _BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "gptq": lambda: four_bits("gptq"),
     "awq": lambda: four_bits("awq"),
 }
-"""One for every kernel that is supported."""
 NAMES = tuple(_BUILDERS)
 
 
@@ -171,7 +169,6 @@ def cached(name: str) -> PreTrainedModel:
 
 
 def build(name: str) -> PreTrainedModel:
-    """A quantised model that has not run yet."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the packages say of themselves
         return _BUILDERS[name]()

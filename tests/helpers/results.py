@@ -25,7 +25,6 @@ def row(tokens: int, seconds: float, digest: str, summary: Any = None, **more: A
 
 
 def about() -> list[dict[str, Any]]:
-    """What stands before the prompts: the model's line, and what was chosen for layerskip."""
     return [
         {
             "kind": "model",

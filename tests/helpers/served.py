@@ -89,12 +89,10 @@ class Place:
         return [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
 
     def counted(self, name: str) -> float:
-        """A counter of /metrics, all its labels together."""
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
 
     def at_work(self) -> float:
-        """Texts that have a row or wait for one."""
         return self.counted("num_requests_running") + self.counted("num_requests_waiting")
 
     def until_idle(self, seconds: float = SLOW) -> None:

@@ -39,7 +39,6 @@ def first_policy(
 
 
 def take(simulation: Simulation, policy: Policy, decision: Decision) -> StepResult:
-    """One step of a decision."""
     if decision.kind in (PLAIN, PROBE):
         return simulation.plain()
     if decision.kind == LOOKUP:
@@ -54,7 +53,6 @@ def take(simulation: Simulation, policy: Policy, decision: Decision) -> StepResu
 
 
 def run(work: Workload, seed: int, everything: bool = True, policy: Policy | None = None) -> tuple[Simulation, Policy]:
-    """One text, or one batch of texts."""
     simulation = work.simulation(seed)
     simulation.looks_up = everything
     policy = policy or first_policy(work.machine, work.drafters, recycles=everything)
@@ -76,7 +74,6 @@ def run(work: Workload, seed: int, everything: bool = True, policy: Policy | Non
 
 
 def together(results: list[StepResult]) -> StepResult:
-    """Plain steps as one result."""
     warm = [one.warm_seconds for one in results if one.warm_steps]
     return StepResult(
         tokens=sum(one.tokens for one in results),

@@ -24,7 +24,6 @@ COLD = (1.2, 1.08, 1.03)
 LOOKUP, RECYCLING = 0.01, 0.02
 """Times of the host to find a draft in the text, and to build a tree of recycled tokens."""
 WINDOW = 32
-"""Tokens of a replay."""
 
 
 class Machine:
@@ -262,7 +261,6 @@ class Simulation:
         return self._step("recycle", accepted, StepResult(0.0, RECYCLING, drafts=len(parents)))
 
     def own_schedule(self, name: str) -> StepResult:
-        """A whole step of a drafter with its own schedule."""
         drafts, time = self.machine.schedules[name]
         accepted = [min(drafts, world.run[name][place]) for world, place in self._rows()]
         time -= self.machine.scoring(drafts + 1) + self.machine.fixed
@@ -298,7 +296,6 @@ class Simulation:
         return self._step(name, accepted, result, longest=max(map(len, sure)))
 
     def _rows(self) -> Iterator[tuple[World, int]]:
-        """The text and the place of every row."""
         return ((world, place % self.length) for world, place in zip(self.worlds, self.places, strict=True))
 
     def _seen(self) -> float:
@@ -363,7 +360,6 @@ def requests_of(task: str, tokens: int, each: int = 300) -> list[tuple[str, int]
 
 
 def mixed(seed: int, tokens: int, low: int = 128, high: int = 512, tasks: Sequence[str] = ()) -> list[tuple[str, int]]:
-    """Requests of several tasks in random order."""
     dice, found = random.Random(seed), []
     while sum(count for _, count in found) < tokens:
         found.append((dice.choice(tasks or ["code", "chat", "math", "edit", "rag", "creative"]), dice.randrange(low, high)))

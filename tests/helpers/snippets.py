@@ -30,12 +30,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every document of the repository."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[Block]:
-    """The fenced blocks of a page in one language, in order."""
     found = []
     lines = page.read_text().splitlines()
     fences = [number for number, line in enumerate(lines) if line.startswith("```")]

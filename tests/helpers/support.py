@@ -34,7 +34,6 @@ TIE = 1e-4
 
 
 def alone(model: PreTrainedModel, prompt: Tensor, **options: Any) -> list[int]:
-    """The new tokens of `model.generate` for one row by itself. prompt: [T]."""
     return model.generate(prompt[None], **options)[0, len(prompt) :].tolist()
 
 
@@ -221,7 +220,6 @@ def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Writes the model and a tokenizer to a folder, and returns the folder."""
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

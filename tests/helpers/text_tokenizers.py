@@ -19,7 +19,6 @@ PIECES = [
     *("▁", "▁▁", "▁Hello", "Hello", "▁world", "wor", "ld", "!", ".", "▁.", ",", "▁a", "a", "b", "\n", "▁你", "好", "�"),
     *("▁stop", "stop", "▁x", "é"),
 ]
-"""Tokens of SentencePiece's kind."""
 WORDS = [
     *("[UNK]", "[PAD]", "hello", "world", "##lo", "##s", ".", ",", "!", "?", "'", "n", "##'", "##t", "t", "n't", "m", "s"),
     *("ve", "re", "##'t", "##ve", "'s", "do", "##n", "你", "��"),
@@ -65,7 +64,6 @@ def word_piece(own: bool, whole: bool) -> PreTrainedTokenizerFast:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """Whole words, and no decoder."""
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return _wrapped(core, unk_token="[UNK]", pad_token="[PAD]", clean_up_tokenization_spaces=False)

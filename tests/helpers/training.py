@@ -102,7 +102,6 @@ def trainer(folder: Path, model: Any = None, data: Any = None, callbacks: Any = 
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """All that a run logged, but for how long it took."""
     return [entry for entry in read_lines(folder / "metrics.jsonl") if "train_runtime" not in entry]
 
 
@@ -115,7 +114,6 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of every bit of the weights."""
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in weights(model).values())).hexdigest()
 
 
@@ -270,7 +268,6 @@ def finished_run(folder: Path) -> Path:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """Interrupt whatever is trained at the beginning of a step."""
     real = LayerSkipTrainer.training_step
 
     def training_step(self: LayerSkipTrainer, *args: Any) -> Tensor:

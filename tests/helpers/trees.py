@@ -44,8 +44,6 @@ class Trees(Method):
 
 
 class TreeDrafter(Drafter):
-    """Proposes one random tree per row and step."""
-
     def __init__(self, method: Trees, model: ModelRunner, rows: int) -> None:
         self.requirements = Requirements(method.nodes)
         self.method, self.model = method, model
@@ -102,7 +100,6 @@ class TreeDrafter(Drafter):
         return random.Random(f"{use} {self.method.seed} {row} {self.texts[row]}")
 
     def _peek(self, text: list[int]) -> int | None:
-        """What a reference continues a text with."""
         for reference in self.method.references:
             if list(reference[: len(text)]) == text and len(reference) > len(text):
                 return reference[len(text)]
@@ -110,5 +107,4 @@ class TreeDrafter(Drafter):
 
 
 def reference(prompt: Tensor, new_tokens: list[int]) -> tuple[int, ...]:
-    """A text for `Trees.references`."""
     return (*prompt.tolist(), *new_tokens)

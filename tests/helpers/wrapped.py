@@ -80,8 +80,6 @@ def without_timm() -> Iterator[None]:
 
 
 def _part(own: Any) -> Any:
-    """transformers' maker of a model's parts, with nothing in the place of what only timm can build."""
-
     def make(config: Any, **more: Any) -> Any:
         return nn.Identity() if config.model_type == "gemma3n_vision" else own(config, **more)
 
@@ -89,7 +87,6 @@ def _part(own: Any) -> Any:
 
 
 def _cut(part: Any, name: str, kind: str) -> dict[str, Any]:
-    """The fields of a tiny part."""
     fields = {**_TEXT, **WRAPPERS[kind]} if "text" in name else _VISION
     known = {*part.to_dict(), *part.attribute_map}
     return type(part)(**{key: value for key, value in fields.items() if key in known}).to_dict()
