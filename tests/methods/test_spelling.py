@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import skipstone
 from skipstone import METHODS, AdaSD, Auto, Autoregressive, LayerSkip, Recycle, SelfSpeculative, Speculative
@@ -21,10 +20,8 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.settings import Setting, settings_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
-from skipstone.lab.bench import plan
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.methods import MethodMissing, parse, resolve, spell
-from skipstone.serving.batch_files.batch import ModelSettings
 from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
 
@@ -64,54 +61,36 @@ def text_of(name: str, settings: dict[str, Any]) -> str:
     return " ".join([name, *(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items())])
 
 
-def of_a_plan(loaded: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
-    (place / "plan.yaml").write_text(yaml.safe_dump({"methods": [{"method": name, **settings}]}))
-    (entrant,), _ = plan.create_entries(plan.read(place / "plan.yaml", {}).methods, loaded[0], tune=False)
-    (engine,) = entrant.candidates
-    return engine.method  # type: ignore[attr-defined]
-
-
-def of_the_model(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
+def of_the_model(loaded: Any, name: str, settings: dict[str, Any]) -> Method:
     config = loaded[0].generation_config
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "skipstone", {"method": name, **settings})
         return resolve_for(loaded[0], None)
 
 
-def of_a_body(loaded: Any, _: Path, name: str, settings: dict[str, Any]) -> Method:
+def of_a_body(loaded: Any, name: str, settings: dict[str, Any]) -> Method:
     model, tokenizer = loaded
     return RequestParser(ModelRunner(model), tokenizer, Autoregressive(), 64).parse_method({"method": name, **settings})
 
 
-def of_a_batch(_: Any, place: Path, name: str, settings: dict[str, Any]) -> Method:
-    found: Any = ModelSettings(engine="native", method=text_of(name, settings)).load().method
-    return found
-
-
-WAYS: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {
-    "keywords": lambda _, __, name, settings: METHODS[name](**settings),
-    "a text": lambda _, __, name, settings: resolve(text_of(name, settings)),
-    "a mapping": lambda _, __, name, settings: resolve({"method": name, **settings}),
-    "JSON": lambda _, __, name, settings: resolve(json.dumps({"method": name, **settings})),
+WAYS: dict[str, Callable[[Any, str, dict[str, Any]], Method]] = {
+    "keywords": lambda _, name, settings: METHODS[name](**settings),
+    "a text": lambda _, name, settings: resolve(text_of(name, settings)),
+    "a mapping": lambda _, name, settings: resolve({"method": name, **settings}),
+    "JSON": lambda _, name, settings: resolve(json.dumps({"method": name, **settings})),
     "generation_config": of_the_model,
     "a body": of_a_body,
 }
-LOADING: dict[str, Callable[[Any, Path, str, dict[str, Any]], Method]] = {"a plan": of_a_plan, "a batch": of_a_batch}
-"""Ways that load a model."""
 
 
-@pytest.mark.parametrize(
-    ("way", "name", "old", "new", "value"),
-    [*((way, *row) for way in WAYS for row in RENAMED), *((way, *RENAMED[6]) for way in LOADING)],
-)
-def test_an_older_name_gives_an_equal_method(
-    way: str, name: str, old: str, new: str, value: Any, loaded: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "old", "new", "value"), RENAMED)
+def test_an_older_name_gives_an_equal_method(way: str, name: str, old: str, new: str, value: Any, loaded: Any) -> None:
     more = NEEDED.get(name, {}) | NEEDED.get(old, {})
     expected = METHODS[name](**more, **{new: value})
     for key in (old, new):
         with one_warning(key, new):
-            found = (WAYS | LOADING)[way](loaded, tmp_path, name, {**more, key: value})
+            found = WAYS[way](loaded, name, {**more, key: value})
         assert (replace(found, own=None) if isinstance(found, Auto) else found) == expected, "the bundled model has a method"
 
 
@@ -184,9 +163,7 @@ ANOTHER_NAME = pytest.mark.filterwarnings("ignore:num_assistant_tokens is called
     [
         ("layerskip", LayerSkip()),
         ("  layerskip   exit-layer=4 confidence_threshold=NONE reuse_cache=off ", LayerSkip(4, reuse_cache=False)),
-        ("layerskip confidence_threshold=adaptive", LayerSkip(confidence_threshold="adaptive")),
         ("self_speculative skip_attention=1,2 skip_mlp=[3]", SelfSpeculative((1, 2), (3,))),
-        ("self_speculative skip_attention=3 profile=null", SelfSpeculative((3,))),
         ("self_speculative profile='my sets/a=b.json'", SelfSpeculative(profile="my sets/a=b.json")),
         (r"speculative draft_model=C:\models\small#1", Speculative(r"C:\models\small#1")),
         (' {"method": "layerskip", "exit_layer": 4}', LayerSkip(4)),
