@@ -141,7 +141,7 @@ def assert_greedy_equals_alone(row: Row, family: str, rows: int, drafts: int, ne
     method = row.method(family, drafts, "standard")
 
     def tells(asked: int, more: dict[str, Any]) -> bool:
-        prompts, expected, _ = references(family, rows, asked=asked, **more)
+        prompts, expected = references(family, rows, asked=asked, **more)
         return _tells(row, method, family, prompts, expected, more)
 
     assert_some_text_tells(tells, new, options)

@@ -24,38 +24,21 @@ def row(tokens: int, seconds: float, digest: str, summary: Any = None, **more: A
     return {"tokens": tokens, "seconds": seconds, "digests": [digest], "stats": summary, **usual, **more}
 
 
+CELL = {"model": "m", "number": 0, "task": "sums", "temperature": 0.0, "question": "q"}
+
+
 def about() -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": "model",
-            "model": "m",
-            "type": "llama",
-            "layers": 4,
-            "dtype": "float32",
-            "device": "cpu",
-            "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
-            "synthetic": None,
-            "refused": {"hf-early-exit": "it cannot"},
-            "methods": {
-                name: {"method": name, "settings": {}, "lossless": True}
-                for name in ("hf-generate", "autoregressive", "layerskip")
-            },
-        },
-        {
-            "kind": "tuned",
-            "model": "m",
-            "number": 0,
-            "task": "sums",
-            "temperature": 0.0,
-            "question": "q",
-            "method": "layerskip",
-            "candidate": 0,
-            "chosen": {"exit_layer": 2},
-            "candidates": 2,
-            "calls": 4,
-            "trials": [{"settings": {"exit_layer": e}, "prompts": 2, "tokens_per_second": 10.0 * e} for e in (1, 2)],
-        },
-    ]
+    names = ("hf-generate", "autoregressive", "layerskip")
+    methods = {name: {"method": name, "settings": {}, "lossless": True} for name in names}
+    facts: dict[str, Any] = {"type": "llama", "layers": 4, "dtype": "float32", "device": "cpu", "synthetic": None}
+    facts |= {
+        "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
+        "refused": {"hf-early-exit": "it cannot"},
+    }
+    trials = [{"settings": {"exit_layer": e}, "prompts": 2, "tokens_per_second": 10.0 * e} for e in (1, 2)]
+    tuned = {"method": "layerskip", "candidate": 0, "chosen": {"exit_layer": 2}, "candidates": 2, "calls": 4, "trials": trials}
+    model = {"kind": "model", "model": "m", **facts, "methods": methods}
+    return [model, {"kind": "tuned", **CELL, **tuned}]
 
 
 def lines(**changes: Any) -> list[dict[str, Any]]:
@@ -64,33 +47,15 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
     for index in range(3):
         plain = stats(101, 100, prefill=0.1, score=0.9)
         own = stats(101, 50, 50, 100, prefill=0.1, draft=0.15, score=0.25, other=0.01)
+        digest, score = f"a{index}", {"exact_match": float(index == 0)}
+        looping = 0.9 * (index == 2)
         rows = {
-            "hf-generate": row(101, 1.25, f"a{index}"),
-            "autoregressive": row(101, 1.0 + 0.1, f"a{index}", plain, scores=[{"exact_match": float(index == 0)}]),
-            "layerskip": row(
-                101,
-                0.5 + 0.05,
-                f"a{index}" if index else "other",
-                own,
-                repeated_share=0.9 * (index == 2),
-                scores=[{"exact_match": float(index == 0)}],
-            ),
+            "hf-generate": row(101, 1.25, digest),
+            "autoregressive": row(101, 1.0 + 0.1, digest, plain, scores=[{**score}]),
+            "layerskip": row(101, 0.5 + 0.05, digest if index else "other", own, repeated_share=looping, scores=[score]),
         }
-        found.append(
-            {
-                "kind": "prompt",
-                "model": "m",
-                "number": 0,
-                "task": "sums",
-                "temperature": 0.0,
-                "question": "q",
-                "index": index,
-                "source": f"sums {index}",
-                "digest": f"d{index}",
-                "prompt_tokens": [7],
-                "rows": {**rows, **changes},
-            }
-        )
+        prompt = {"index": index, "source": f"sums {index}", "digest": f"d{index}", "prompt_tokens": [7]}
+        found.append({"kind": "prompt", **CELL, **prompt, "rows": {**rows, **changes}})
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,13 +54,8 @@ def without_ties(
     model: PreTrainedModel, prompts: Iterable[Tensor], rows: int, **options: Any
 ) -> tuple[list[Tensor], list[list[int]]]:
     """The first prompts [T] whose greedy references are no near-ties, and the new tokens of the model's own `generate`."""
-    found: list[tuple[Tensor, list[int]]] = []
-    for prompt in prompts:
-        tokens, smallest = margin(model, prompt, **options)
-        if smallest >= TIE:
-            found.append((prompt, tokens))
-        if len(found) == rows:
-            break
+    texts = ((prompt, *margin(model, prompt, **options)) for prompt in prompts)
+    found = list(itertools.islice(((prompt, tokens) for prompt, tokens, smallest in texts if smallest >= TIE), rows))
     assert len(found) == rows, "too many near-ties among the references"
     return [prompt for prompt, _ in found], [tokens for _, tokens in found]
 
@@ -93,28 +89,15 @@ def differing_place(model: PreTrainedModel) -> str | None:
     return None if difference.share <= difference.allowed else difference.where
 
 
-def references(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:
-    """Ragged prompts of a family whose greedy references are no near-ties: (prompts, references, how many were dropped).
-
-    asked: the prompts' seed.
-    """
+def references(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """Ragged prompts of a family, and its greedy texts, which are no near-ties. asked: the prompts' seed."""
     return _references(name, rows, asked, json.dumps(options))
 
 
 @functools.cache
-def _references(name: str, rows: int, asked: int, options: str) -> tuple[list[Tensor], list[list[int]], int]:
-    model, dropped = families.cached(name), 0
-    prompts, expected = [], []
-    for prompt in families.prompts(rows + 3, longest=21 + 7 * rows, seed=asked):
-        tokens, smallest = margin(model, prompt, **json.loads(options))
-        if smallest < TIE:
-            dropped += 1
-            continue
-        prompts.append(prompt)
-        expected.append(tokens)
-        if len(prompts) == rows:
-            break
-    return prompts, expected, dropped
+def _references(name: str, rows: int, asked: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
+    prompts = families.prompts(rows + 3, longest=21 + 7 * rows, seed=asked)
+    return without_ties(families.cached(name), prompts, rows, **json.loads(options))
 
 
 def plainly(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]]]:

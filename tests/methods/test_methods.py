@@ -110,13 +110,6 @@ def test_every_pair_of_values_meets() -> None:
     assert {cell[1] for cell in FAST_FURTHER} == set(MAIN)
 
 
-@pytest.mark.parametrize("family", slow_except(families.NAMES[::8], families.NAMES))
-def test_few_greedy_references_are_near_ties(family: str) -> None:
-    prompts, expected, dropped = references(family, 2, max_new_tokens=NEW)
-    assert dropped <= 1
-    assert len(prompts) == len(expected) == 2
-
-
 @pytest.mark.parametrize(
     ("family", "method", "rows", "drafts", "sampled", "processed", "engine"),
     slow_except([*FAST, *FAST_FURTHER], [*CELLS, *FURTHER], full=FULL),
@@ -141,7 +134,7 @@ def test_text_is_that_of_the_reference_with_all_settings(family: str, method: st
 @pytest.mark.parametrize("method", [name for name, row in ROWS.items() if row.oracle])
 def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None:
     oracle: Any = ROWS[method].oracle
-    prompts, plain, _ = references(family, 2, max_new_tokens=NEW)
+    prompts, plain = references(family, 2, max_new_tokens=NEW)
     output = support.decode(families.cached(family), prompts, ROWS[method].make(4, "standard"), max_new_tokens=NEW)
     found: Any = output.new_tokens
     expected = [margin(oracle(family), prompt, max_new_tokens=NEW) for prompt in prompts]

@@ -85,7 +85,7 @@ def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
 @round_robin(family=FAMILIES, rows=[1, 3])
 def test_whatever_is_decided_the_greedy_text_is_transformers_own(family: str, rows: int, dice: Dice) -> None:
     model, options = families.cached(family), {"max_new_tokens": 64}
-    prompts, expected, _ = references(family, rows, **options)
+    prompts, expected = references(family, rows, **options)
     output = decode(model, prompts, everything(model, truncated(family)), **options)
     assert_same_texts(model, prompts, expected, output, options)
     assert {PLAIN, PROBE, "layerskip, exit 2", "speculative"} <= set(dice.kinds)
