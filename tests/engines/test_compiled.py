@@ -63,10 +63,12 @@ CELLS = [
     for way in ((0, 1) if family == "llama" else (index % 2,))
 ]
 FAST = [("llama", name, index % 2) for index, name in enumerate(("autoregressive", "swift", "adadecode", "layerskip"))]
-FAST += [cell for cell in CELLS if cell[:2] == ("gpt_oss", "recycle")]
+TREE_WITH_SINKS = [cell for cell in CELLS if cell[:2] == ("gpt_oss", "recycle")]
 
 
-@pytest.mark.parametrize(("family", "name", "way"), slow_except(FAST, CELLS, full=[*CELLS[:30], *CELLS[30::9]]))
+@pytest.mark.parametrize(
+    ("family", "name", "way"), slow_except(FAST, CELLS, full=[*CELLS[:30], *CELLS[30::9], *TREE_WITH_SINKS])
+)
 def test_texts_are_those_of_the_eager_engine(family: str, name: str, way: int) -> None:
     """Ragged rows greedily, or one row drawn."""
     model, method, (rows, options) = cached(family), method_of(name, family), WAYS[way]

@@ -83,9 +83,8 @@ def test_behind_a_draft_that_is_not_allowed_nothing_changes_and_copies_follow_te
     assert torch.equal(mask(grammar, [first]), allowed)
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(["an intersection of patterns"], ["an intersection of patterns", "many patterns of names"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["an intersection of patterns", "many patterns of names"])
 def test_a_schema_that_takes_too_long_is_refused_in_a_sentence(grammars: GrammarCompiler, name: str) -> None:
     """They have no end of their own: the first would take days."""
     with pytest.raises(ValueError, match="the schema takes more than 2 s of a processor"):
