@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from skipstone.lab.bench.report import aggregate as report
+from tests.helpers.results import row
 from tests.helpers.served import Process, serving, with_template
 
 pytestmark = pytest.mark.browser
@@ -314,11 +315,6 @@ def test_the_code_that_is_copied_runs(page: Any) -> None:
         assert answer.stdout.rstrip().endswith("data: [DONE]")
 
 
-def row(seconds: float, repeated: float) -> dict[str, Any]:
-    figures = {"tokens": 100, "seconds": seconds, "first_seconds": 0.1, "calls": 1, "digests": ["a"], "memory": None}
-    return figures | {"repeated_share": repeated, "scores": [], "stats": None}
-
-
 def results(path: Path) -> list[dict[str, Any]]:
     """A file as `skipstone bench run` writes it: two tasks, three methods, one prompt on which one of them repeats itself."""
     methods = {
@@ -335,7 +331,7 @@ def results(path: Path) -> list[dict[str, Any]]:
     for number, task in enumerate(("code", "commands")):
         for index, seconds in enumerate(times):
             rows = {
-                label: row(one * (1 + number), 0.5 * (index == 2))
+                label: row(100, one * (1 + number), "a", repeated_share=0.5 * (index == 2))
                 for label, one in zip(methods, seconds, strict=True)
                 if number == 0 or label != "early"
             }
@@ -375,7 +371,6 @@ def test_what_is_no_result_is_refused_in_a_sentence(page: Any, tmp_path: Path) -
     expect(page.locator("#bench_status")).to_have_text("No file is open.")
     run = '{"kind": "run", "version": 1}\n'
     cases = [
-        ("", "is no result of skipstone bench run."),
         ('{"prompt": "x"}\n', "is no result of skipstone bench run."),
         ('{"kind": "run", "version": 9}\n', "is of version 9; this page reads 1."),
         (run, "holds no measured prompt yet."),
