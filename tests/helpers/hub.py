@@ -88,12 +88,13 @@ ROUTES = (
 )
 
 
+@dataclass
 class Answer(Exception):
     """An answer that is no success. code: what the hub's X-Error-Code header says."""
 
-    def __init__(self, status: int, code: str = "", message: str = "") -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+    status: int
+    code: str = ""
+    message: str = ""
 
 
 class Handler(BaseHTTPRequestHandler):

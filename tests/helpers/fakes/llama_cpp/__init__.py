@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +18,14 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 __version__ = "0.0.0"
 llama_log_set = llama_backend_init = llama_sampler_init_greedy = _nothing
-
-
-def llama_log_callback(function: Any) -> Any:
-    return function
-
-
-def llama_model_default_params() -> SimpleNamespace:
-    return SimpleNamespace()
+llama_log_callback = llama_get_memory = llama_model_get_vocab = _same
+llama_model_default_params = SimpleNamespace
 
 
 def llama_context_default_params() -> SimpleNamespace:
@@ -34,13 +33,9 @@ def llama_context_default_params() -> SimpleNamespace:
 
 
 def llama_model_load_from_file(path: bytes, _: Any) -> Any:
-    try:
-        with open(path) as file:
-            return SimpleNamespace(
-                **{"positions": 4096, "type": 0, "room": True, "sure": 9.0, "ends_at": None} | json.load(file)
-            )
-    except OSError:
-        return None
+    usual = {"positions": 4096, "type": 0, "room": True, "sure": 9.0, "ends_at": None}
+    file = Path(path.decode())
+    return SimpleNamespace(**usual | json.loads(file.read_text())) if file.exists() else None
 
 
 def llama_model_n_ctx_train(model: Any) -> int:
@@ -58,14 +53,6 @@ def llama_init_from_model(model: Any, settings: Any) -> Any:
     if not model.room:
         return None
     return SimpleNamespace(model=model, settings=settings, text=[], outputs=[])
-
-
-def llama_get_memory(context: Any) -> Any:
-    return context
-
-
-def llama_model_get_vocab(model: Any) -> Any:
-    return model
 
 
 def llama_vocab_n_tokens(model: Any) -> int:
