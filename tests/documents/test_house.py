@@ -1,7 +1,4 @@
-"""The shape of the code: what is public and documented, what tests may import.
-
-Which module of the package may import which is import-linter's business: `make lint`.
-"""
+"""The shape of the code: what is public and documented, what tests may import."""
 
 from __future__ import annotations
 

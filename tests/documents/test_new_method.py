@@ -1,7 +1,4 @@
-"""A new method touches three places: its file, a line in the registry, a row of the conformance suite.
-
-The method of docs/add-a-method.md is added to a copy of the repository, and the tests that know all methods run there.
-"""
+"""A new method touches three places: its file, a line in the registry, a row of the conformance suite."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Exact laws by enumeration: a noise that explores every outcome of every draw, each with its weight.
-
-`explore(run)` calls `run` once per path through the tree of outcomes, with a Chooser instead of draws. A result counts with the
-product of the weights of its choices.
-"""
+"""Exact laws by enumeration: a noise that explores every outcome of every draw, each with its weight."""
 
 from __future__ import annotations
 

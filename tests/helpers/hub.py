@@ -1,7 +1,4 @@
-"""A stand-in for the Hugging Face hub: the routes that huggingface_hub 2.4 calls to push and to load, in memory, on 127.0.0.1.
-
-An unknown route is answered with 404 and noted, so that a test of something else is not green by chance.
-"""
+"""A stand-in for the Hugging Face hub: the routes that huggingface_hub 2.4 calls to push and to load, in memory, on 127.0.0.1."""
 
 from __future__ import annotations
 

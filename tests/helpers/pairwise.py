@@ -1,7 +1,4 @@
-"""Levels for the cells of a product of settings: few run in `make test`, more in `make test-full`, all in `make test-all`.
-
-Most faults need one value or two together: seven of the 24 cells of 2 x 2 x 2 x 3 values hold every pair (a covering array).
-"""
+"""Levels for the cells of a product of settings: few run in `make test`, more in `make test-full`, all in `make test-all`."""
 
 from __future__ import annotations
 

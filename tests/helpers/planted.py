@@ -1,7 +1,4 @@
-"""The proofs can fail: each of these bugs, planted into the running code, is found by the proof that is there for it.
-
-A test file names the bugs that its proofs find with `found_by`, so that a proof and what it is there for stand together.
-"""
+"""The proofs can fail: each of these bugs, planted into the running code, is found by the proof that is there for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A synthetic method that proposes random trees. Branches may peek at a reference text, so that deep paths are accepted.
-
-Rows differ in size, some have no draft, invalid nodes lie between valid ones, and some nodes may never be accepted.
-"""
+"""A synthetic method that proposes random trees. Branches may peek at a reference text, so that deep paths are accepted."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """The conformance suite: what every method promises, on every family. A new method is one row of tests/helpers/conformance.py.
 
-Greedy text is that of `model.generate` on each row alone, token for token. Sampled text is that of our own plain decoding with
-the same seeds, under every rule for which a method promises it. A lossy method has an oracle of its own. A cell passes only if
-drafts were rejected, and, except for `rare` rows, only if drafts were accepted.
-
-Rows, draft lengths, greedy or sampled, processors and engines are spread over all pairs of a family and a method so that every
-pair of values meets. `make test` runs a few of these cells. `make test-full` runs every method on every family, every third
-cell of a variant, and one or two cells of every further type. `make test-all` runs all of them and the product.
+Rows, draft lengths, greedy or sampled, processors and engines are spread over all pairs of a family and a method, so that every
+pair of values meets. `make test` runs a few of these cells, `make test-full` every method on every family, and
+`make test-all` all cells and the product.
 """
 
 from __future__ import annotations
