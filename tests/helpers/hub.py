@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: the routes that huggingface_hub 2.4 calls to push and to load, in memory, on 127.0.0.1."""
+"""A stand-in for the Hugging Face hub, in memory: the routes that huggingface_hub 2.4 calls to push and to load."""
 
 from __future__ import annotations
 
