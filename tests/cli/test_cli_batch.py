@@ -16,7 +16,7 @@ from skipstone.cli import batch
 from skipstone.serving.batch_files.journal import journal_of
 from tests.helpers.batches import greedy, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
-from tests.helpers.served import SLOW, free_port
+from tests.helpers.served import SLOW
 
 PROMPT = "def add(a, b):"
 
@@ -48,11 +48,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(folder: Path, tmp_path: Pa
     path = write(tmp_path / "in.jsonl", [good])
     assert_refused(run("batch", path, output, "--method", "layerskip exit_layer=99", "--model", folder), "exit_layer")
     assert_refused(run("batch", path, output, "--address", "localhost:1"), "need --ray")
-    for address in ("somewhere", "host:port", "ray://"):
-        said = f"a Ray address is HOST:PORT or ray://HOST:PORT, found {address!r}"
-        assert_refused(run("batch", path, output, "--ray", "--address", address), said)
-    address = f"127.0.0.1:{free_port()}"
-    assert_refused(run("batch", path, output, "--ray", "--address", address), f"no Ray cluster answers at {address}: ")
+    assert_refused(run("batch", path, output, "--ray", "--address", "somewhere"), "a Ray address is HOST:PORT or ray://")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "twice.jsonl"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -50,15 +49,6 @@ def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused = run("export", NANO, tmp_path / "other", "--to", "gguf", "--pre-tokenizer", "gpt-2")
     assert_refused(refused, 'GGUF files need gguf: pip install "skipstone[export]"')
-
-
-def test_a_method_says_which_layers_are_left(variant: Callable[..., Path], tmp_path: Path) -> None:
-    own = variant("generation_config.json", skipstone={"method": "layerskip", "exit_layer": 1}, _from_model_config=False)
-    method = "self_speculative skip_attention=2 skip_mlp=2"
-    said = succeed("export", own, tmp_path / "draft", "--method", method).stdout
-    assert "layers 0 to 1 and 3 of 4, with norm and head" in said
-    assert '"num_speculative_tokens": 12' in said
-    assert "layer 0 of 4, with norm and head" in succeed("export", own, tmp_path / "own").stdout
 
 
 @pytest.mark.parametrize(

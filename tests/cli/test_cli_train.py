@@ -35,8 +35,6 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     again = succeed("train", "layerskip", path)
     assert again.stdout == first.stdout
     assert "is finished: nothing is left to train" in again.stderr
-    assert "4/4" not in again.stderr
-    assert_refused(train(path, "--fresh"), "out is not empty: remove it, or let the run resume from it")
     other = succeed("train", "layerskip", path, "--output", tmp_path / "other", "--fresh")
     assert other.stdout == f"{tmp_path / 'other' / 'model'}\n"
     model = "model/model.safetensors"

@@ -235,16 +235,6 @@ def test_a_trial_that_has_no_time_and_one_that_is_broken_are_not_the_schema_s_fa
         grammars.compile_schema({"enum": ["a", "broken", "trial"]})
 
 
-def test_errors_quote_no_grammar_and_blame_patterns_only_for_patterns(grammars: GrammarCompiler) -> None:
-    impossible = {"type": "object", "properties": {"a": {"minimum": 3, "maximum": 1, "type": "integer"}}, "required": ["a"]}
-    with pytest.raises(ValueError, match="'a' is unsatisfiable") as info:
-        grammars.compile_calls([("add", impossible)])
-    assert "call_0" not in str(info.value)
-    with pytest.raises(ValueError, match="integer range") as info:
-        grammars.compile_schema({"type": "integer", "minimum": 10**30})
-    assert "pattern" not in str(info.value)
-
-
 MANY_PROPERTIES = {f"p{n}": {"type": "integer", "minimum": n, "maximum": 7 * n + 3} for n in range(300)}
 
 

@@ -149,16 +149,6 @@ def test_a_device_that_fails_twice_in_a_row_ends_the_thread_and_no_other_error(
     assert model_thread.stop()
 
 
-def test_a_step_that_fails_leaves_the_server_healthy(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = {**LONG, "max_tokens": 4}
-    with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=1, drain_seconds=5))) as client:
-        with monkeypatch.context() as broken:
-            broken.setattr(DecodingLoop, "step", None)
-            assert client.post("/v1/completions", json=body).status_code == 500
-        assert client.get("/health").json() == {"status": "ready"}
-        assert client.post("/v1/completions", json=body).status_code == 200
-
-
 @pytest.mark.slow
 def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() -> None:
     """Though it may drain for long, and somebody has sent half a request and says no more."""

@@ -183,9 +183,6 @@ def test_an_error_is_one_line_of_json_with_its_traceback_and_values_in_fields() 
     assert (info["status"], info["reasons"], info["id"], info["error"]) == (200, ["stop", "length"], "a\nb c", "RuntimeError")
     assert info["traceback"].startswith("Traceback")
     assert info["traceback"].endswith("planted\nin two lines")
-    text, *more = logs.TextFormatter().format(record).splitlines()
-    assert text.endswith(': step 7 status=200 route=/v1/models reasons=stop,length id="a\\nb c" whole=true')
-    assert more[0].startswith("Traceback")
 
 
 TRACED = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "ignore_eos": True, "stop": [SECRET]}

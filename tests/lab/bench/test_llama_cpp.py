@@ -16,7 +16,7 @@ from skipstone.lab.bench.peers.ggml import LlamaCpp
 from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
-from tests.helpers.pairwise import round_robin, slow_except
+from tests.helpers.pairwise import round_robin
 
 V = 97
 PROMPT = [5, 9, 3, 5, 9]
@@ -69,7 +69,7 @@ def test_it_writes_what_the_model_writes(peer: Make, drafts: Any, count: int) ->
         assert 0 < found.first_seconds <= found.seconds
 
 
-@pytest.mark.parametrize("name", slow_except(["plainly", "with a draft model that is wrong at times"], DRAFTS))
+@pytest.mark.parametrize("name", ["plainly", "with a draft model that is wrong at times"])
 def test_it_ends_at_a_stop_token(peer: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, stop = families.cached("llama"), text(30)[20]
     monkeypatch.setattr(model.generation_config, "eos_token_id", [stop, 96])

@@ -41,12 +41,6 @@ def predicted(
     return speedup_predictions.speedup(asdict(TABLE), said, total, 100, known, grown)
 
 
-def test_counts_become_a_mean_step() -> None:
-    assert speedup_predictions.mean_step(TOTAL) == (2.5, 4.0, 5.0, 10 / 12)
-    assert speedup_predictions.mean_step(replace(TOTAL, probes=6))[0] == 2.0
-    assert speedup_predictions.mean_step(Stats()) == (0.0, 0.0, 1.0, 0.0)
-
-
 def test_adadecode_costs_its_passes_and_tests() -> None:
     """10 steps with 14 early tokens: at layer 2 of 4 in 20 passes of one token; to the top with 3 tokens, or one. A test is the
     LM head, what a draft step of one layer takes besides that layer."""

@@ -100,6 +100,4 @@ def test_without_a_promise_a_difference_is_said_and_is_no_bug(monkeypatch: pytes
     assert finding.name == "the bits of a token beside others, of which eager promises nothing"
     assert not finding.bugs
     assert finding.tested == 3 * 80 * 97
-    said, _, rest = finding.note.removeprefix("they differ by up to ").partition(";")
-    assert 0 < float(said) < 1e-2
-    assert rest == " ties nearer than that may fall either way"
+    assert 0 < float(finding.note.removeprefix("they differ by up to ").partition(";")[0]) < 1e-2

@@ -71,13 +71,9 @@ def test_every_exit_is_measured_as_by_hand(name: str) -> None:
     assert tokens == 3 + 6 + 9 + 10 + 10
     assert len({f"{value:.4g}" for value in perplexity.values()}) == 4, "the exits do not differ"
     assert 0 < agreement[3] < 1 == agreement[4]
-    assert_quality(exit_quality(model, data), perplexity, agreement, tokens)
-
-
-@pytest.mark.parametrize(("batch_size", "chunk"), [(2, 5), (3, 1), (16, 24)])
-def test_neither_the_batch_size_nor_the_chunk_matters(batch_size: int, chunk: int) -> None:
-    model, data = families.cached("llama"), rows()
-    assert_quality(exit_quality(model, data, batch_size=batch_size, chunk=chunk), *explicit("llama", model, data))
+    sizes = [{}] if name != "llama" else [{}, {"batch_size": 2, "chunk": 5}, {"batch_size": 3, "chunk": 1}, {"chunk": 24}]
+    for size in sizes:
+        assert_quality(exit_quality(model, data, **size), perplexity, agreement, tokens)
 
 
 def test_padded_rows_are_measured_with_their_mask() -> None:

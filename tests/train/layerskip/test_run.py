@@ -66,7 +66,6 @@ class TestFinished:
         history = read_lines(finished.parent / "out" / "metrics.jsonl")
         named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in curves(history).axes]
         assert named[0]["loss"] == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
-        assert set(named[1]) == set(named[2]) == {f"{source} E={layer}" for source in ("code", "sums") for layer in (1, 2, 3)}
         measured = [entry for entry in history if "eval_sums_loss" in entry]
         assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
         draw([], tmp_path / "empty.png")  # before anything was logged

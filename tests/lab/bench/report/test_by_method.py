@@ -12,7 +12,6 @@ from skipstone.lab.bench.peers.hf import DraftAlone
 from skipstone.lab.bench.plan import create_entries
 from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import MeasurementGroup
-from skipstone.lab.bench.report.charts import by_threshold
 from skipstone.lab.timing.measure import MethodBackend, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
@@ -102,14 +101,6 @@ def test_exit_heads_are_counted_over_the_groups_prompts(tmp_path: Path) -> None:
     cells = cells_of(tables.by_exit_head(group))
     assert [*cells] == ["a", "b", "c"]
     assert [*cells["a"].values()][1:] == ["0.20", "20 %", "17 %", "6: 50 % (25 %), 12: 50 % (0 %)", "2/3", "2.22"]
-
-
-def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path) -> None:
-    curves = by_threshold(group_of(tmp_path / "a.jsonl", adadecode()))
-    assert [threshold for threshold, _ in curves["predicted early"]] == [0.2, 0.75, 0.9]
-    assert curves["rejected"][0][1] == pytest.approx(12 / 72)
-    for change in ({"guard": True}, {"num_speculative_tokens": 2}, {"recheck": True}, {"heads": "others"}):
-        assert by_threshold(group_of(tmp_path / "b.jsonl", adadecode(**change))) == {}, change
 
 
 def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> None:
