@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import skipstone
 from skipstone.engines.loading import expect_config, load_model, load_tokenizer
 from tests.helpers import commandline, families
-from tests.helpers.gguf_names import NAMES
+from tests.helpers.byte_level import GGUF_NAMES
 from tests.helpers.pairwise import slow_except
 
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
@@ -51,7 +51,7 @@ def written(path: Path, model: Any, packed: bool = False, architecture: str = "l
     writer.add_token_merges(["A B"])
     state = model.state_dict()
     for layer in range(-1, config.num_hidden_layers):
-        for theirs, ours in NAMES.items():
+        for theirs, ours in GGUF_NAMES.items():
             name = f"{ours}.weight" if layer < 0 else f"model.layers.{layer}.{ours}.weight"
             if (weight := state.get(name)) is None:
                 continue

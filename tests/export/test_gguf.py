@@ -19,8 +19,7 @@ from skipstone.export.draft import DraftLayers
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from tests.helpers import conformance
-from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
-from tests.helpers.gguf_names import NAMES
+from tests.helpers.byte_level import CORPUS, GGUF_NAMES, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.pairwise import round_robin
 
 EXIT = conformance.EXIT
@@ -60,7 +59,7 @@ def read_back(path: Path, config: Any, interleaved: bool) -> dict[str, torch.Ten
         if interleaved and part in ("attn_q", "attn_k"):
             values = halves_apart(values, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads)
         prefix = f"model.layers.{place[1]}." if place else ""
-        found[f"{prefix}{NAMES[part]}.{end}"] = torch.from_numpy(values)
+        found[f"{prefix}{GGUF_NAMES[part]}.{end}"] = torch.from_numpy(values)
     return found
 
 

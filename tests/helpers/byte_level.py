@@ -13,6 +13,23 @@ SIZE = 320  # ids of the models here: of the tokenizers, and some that no token 
 TEXT = "def add(left, right):\n    return left + right  # they're 1234 sums, über\r\n\n\tnaïve 12 don't DON'T"
 CORPUS = [TEXT, "the sum of two numbers is a number, and 100 of them are 100 numbers", "return left, returned right"]
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""llama.cpp's names of parameters, and transformers'."""
 
 
 def splitting(regex: str) -> Any:
