@@ -54,11 +54,8 @@ def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "names no method of its own: say which layers draft by --exit-layer E"),
         (("--exit-layer", 4), "exit_layer must lie between 1 and 3 for a model of 4 layers, found 4"),
         (("--exit-layer", 2, "--method", "early_exit"), "give either an exit layer or a method, found both"),
-        (("--method", "self_speculative skip_attention=1 skip_mlp=2"), "skips the attention of layer 1 and the MLP of layer 2"),
-        (("--method", "adadecode heads=x"), "adadecode does not draft with layers of the model alone"),
         (("--exit-layer", 2, "--to", "gguf", "--type", "Q8_0"), "--type must be one of F32, F16, BF16, found 'Q8_0'"),
         (("--exit-layer", 2, "--type", "F32"), "--type is for --to gguf"),
     ],

@@ -109,7 +109,6 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("bench", "run", "--task", "gsm8k", "--data-dir", "DIR"), "holds no gsm8k_test.jsonl"),
         (("bench", "run", "--allow-code-execution"), "--allow-code-execution has no effect"),
         (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
-        (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "goes with --exit-layer or --skip-ratio"),
         (("bench", "report", "RESULTS", "--pictures", "DIR", "--format", "md"), "--pictures writes pictures and nothing else"),
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
     ],

@@ -53,7 +53,6 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
         ("layerskip exit_layer=2,4", "between 1 and 3"),
         ("hf-early-exit exit_layer=abc", "exit_layer takes int, found 'abc'"),
         ("hf-early-exit exit_layer=2 num_assistant_tokens=0", "num_assistant_tokens must be at least 1, found 0"),
-        ("hf-prompt-lookup prompt_lookup_num_tokens=abc", "prompt_lookup_num_tokens takes int, found 'abc'"),
         ("early_exit exit_layer=1,2", "a choice by speed would be none"),
     ],
 )

@@ -5,12 +5,15 @@ import json
 import pytest
 import torch
 
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import run_file
 from skipstone.lab.bench.plan import read
 from skipstone.lab.bench.report.report import report
 from skipstone.lab.synthetic import surrogate
 from skipstone.lab.synthetic.surrogate import run_surrogate
 from skipstone.lab.timing.statistics import repeated_share
+from skipstone.models.passes import Pass
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
@@ -34,6 +37,29 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     assert surrogate.measure_agreement(made.model, SMALL.rest, fresh)[0].value == pytest.approx(counted)
     assert counted == pytest.approx(0.8, abs=0.06)
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
+
+
+@pytest.mark.slow
+def test_a_layer_set_may_be_what_agrees():
+    """Counted with the engine's own skipping, which the calibration does not use."""
+    wide = surrogate.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
+    made = surrogate.calibrate(wide, seed=0, sequences=48, length=48)
+    assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
+    assert (len(wide.rest.attention), len(wide.rest.mlp)) == (2, 2)
+    fresh = surrogate.contexts(made.model, 1, 100, seed=78)
+    model = ModelRunner(made.model)
+    places = torch.arange(100)[None]
+    found = []
+    for skip in (None, wide.rest):
+        store = KVCache(1, 6, 128)
+        store.reserve(100)
+        at = Pass(places, places, None, slice(0, 1), 100, 0)
+        with torch.inference_mode():
+            logits = model.logits(model.run(model.embed(fresh, places), at, store, range(6), skip))
+        found.append(logits[0].argmax(-1))
+    counted = (found[0] == found[1])[surrogate.OPENING :].double().mean().item()
+    assert surrogate.measure_agreement(made.model, wide.rest, fresh)[0].value == pytest.approx(counted)
+    assert counted < 1
 
 
 def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():

@@ -12,6 +12,7 @@ from skipstone.lab.bench.peers.hf import DraftAlone
 from skipstone.lab.bench.plan import create_entries
 from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import MeasurementGroup
+from skipstone.lab.bench.report.charts import by_threshold
 from skipstone.lab.timing.measure import MethodBackend, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
@@ -101,6 +102,16 @@ def test_exit_heads_are_counted_over_the_groups_prompts(tmp_path: Path) -> None:
     cells = cells_of(tables.by_exit_head(group))
     assert [*cells] == ["a", "b", "c"]
     assert [*cells["a"].values()][1:] == ["0.20", "20 %", "17 %", "6: 50 % (25 %), 12: 50 % (0 %)", "2/3", "2.22"]
+
+
+def test_a_file_with_older_names_of_settings_gives_the_same_report(tmp_path: Path) -> None:
+    older = {"confidence_threshold": "threshold", "num_speculative_tokens": "max_pending"}
+    renamed = adadecode()
+    for about in renamed[0]["methods"].values():
+        about["settings"] = {older.get(key, key): value for key, value in about["settings"].items()}
+    now, then = group_of(tmp_path / "a.jsonl", adadecode()), group_of(tmp_path / "b.jsonl", renamed)
+    assert by_threshold(then) == by_threshold(now) != {}
+    assert tables.by_exit_head(then) == tables.by_exit_head(now)
 
 
 def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> None:
