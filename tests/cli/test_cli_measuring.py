@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,11 @@ def own(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     return variant("generation_config.json", skipstone=DEFAULT, _from_model_config=False)
 
 
-def test_figures_are_those_of_both_runs(own: Path) -> None:
+def test_figures_are_those_of_both_runs_and_the_picture_fetches_nothing(own: Path, tmp_path: Path) -> None:
+    succeed("demo", own, "--svg", tmp_path / "demo.svg")
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<svg")
+    assert not re.search("@font-face|cdn", picture)
     result = document("demo", own)
     assert result["method"]["exit_layer"] == 2
     assert [scene["title"] for scene in result["scenes"]] == ["first", "second"]

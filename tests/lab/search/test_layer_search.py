@@ -12,7 +12,7 @@ import torch
 import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.search import search as layer_search
-from skipstone.lab.search.search import SearchSettings, search
+from skipstone.lab.search.search import LayerSetResult, SearchResult, SearchSettings, search
 from skipstone.models.passes import SkipSet
 from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
@@ -83,6 +83,15 @@ def test_trials_of_another_search_are_refused(model: Any, tmp_path: Path) -> Non
         search(model, SETTINGS, 1.0, path)
     with pytest.raises(ValueError, match="at least 4 layers, found 3"):
         search(llama(layers=3), SETTINGS, 1.0, tmp_path / "other")
+
+
+def test_the_best_set_is_that_of_the_best_mean_not_the_luckiest() -> None:
+    lucky = [LayerSetResult("decoded", [1], [], 0.9, second, speed) for second, speed in ((1.0, 1.5), (3.0, 0.9))]
+    steady = [LayerSetResult("decoded", [2], [], 0.9, second, 1.3) for second in (2.0, 4.0)]
+    best = SearchResult([lucky[0], steady[0], lucky[1], steady[1]]).best
+    assert best is not None
+    assert (best.attention, best.speed) == ([2], 1.3)
+    assert SearchResult([lucky[0], steady[0], lucky[1], steady[1]]).curve == [(1.0, 1.5), (2.0, 1.5), (3.0, 1.3), (4.0, 1.3)]
 
 
 def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
