@@ -132,6 +132,8 @@ def test_an_answer_is_one_line_of_json_with_the_keys_in_the_order_of_the_table(t
 
 
 def test_values_are_copied_from_the_request_unless_documented(train: list[Example], test: list[Example]) -> None:
+    answers = {example.prompt: example.answer for example in train}
+    assert all(answers[example.prompt] == example.answer for example in train), "no request has two answers"
     for example in chain(train, test):
         for key, value in values(example):
             if key not in NORMALISED:
@@ -154,6 +156,16 @@ def test_values_are_copied_from_the_request_unless_documented(train: list[Exampl
 )
 def test_normalised_values_by_hand(rule: str, said: str, meant: str) -> None:
     assert said_and_meant(rule)[said] == meant
+
+
+def test_all_times_agree_with_a_clock() -> None:
+    """Against arithmetic on hours instead of the table's lists."""
+    for said, meant in said_and_meant("time").items():
+        if match := re.fullmatch(r"(\d+)(?::(\d\d))? (am|pm)", said):
+            hour = int(match[1]) % 12 + 12 * (match[3] == "pm")
+            assert meant == f"{hour}:{match[2] or '00'}", said
+        elif match := re.fullmatch(r"(\d+) in the evening", said):
+            assert meant == f"{int(match[1]) + 12}:00"
 
 
 class TestNewWords:
