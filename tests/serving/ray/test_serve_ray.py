@@ -237,7 +237,7 @@ def test_more_than_may_wait_are_told_to_come_again_and_health_answers(two: Proce
 
     found = asyncio.run(go())
     assert found
-    assert set(found) == {("1", "as many requests wait as may")}
+    assert set(found) == {("1", "the queues of all replicas are full; ask again later")}
 
 
 def test_a_client_that_goes_away_frees_its_row(two: Process) -> None:

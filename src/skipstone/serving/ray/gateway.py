@@ -137,7 +137,7 @@ class Ingress:
                 for message in messages:
                     yield message
         except serve.BackPressureError:
-            raise RequestError(429, "as many requests wait as may", retry_after=1) from None
+            raise RequestError(429, "the queues of all replicas are full; ask again later", retry_after=1) from None
         except exceptions.RayActorError as error:
             raise ReplicaLost from error
         except (GeneratorExit, asyncio.CancelledError):  # nobody reads on
