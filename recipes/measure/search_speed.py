@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, SearchObjective, SkipCosts
-from skipstone.methods.swift.search import LinearThompson
+from skipstone.methods.swift.layer_set_search import LinearThompson
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from skipstone import Autoregressive, LayerSkip, Sampling
 from skipstone.engines.native import library
-from skipstone.methods.drafting.confidence import ConfidenceRule
+from skipstone.methods.drafting.chain_stop_rule import ConfidenceRule
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama

@@ -18,7 +18,7 @@ from skipstone.decoding.stopping import RunningRequest
 from skipstone.engines import partial_forward as forward
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.kv_cache import KVCache
-from skipstone.methods.drafting.confidence import ConfidenceRule
+from skipstone.methods.drafting.chain_stop_rule import ConfidenceRule
 from skipstone.methods.layerskip import LayerSkipDrafter
 from skipstone.models.passes import Pass
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import skipstone
+from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.request_parser import SERVER_SETTINGS
-from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers.hostile import nested

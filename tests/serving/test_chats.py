@@ -16,8 +16,8 @@ import torch
 from pydantic import ValidationError
 
 import skipstone
+from skipstone.serving.api_schemas import ChatBody
 from skipstone.serving.request_parser import takes_arguments_as_text
-from skipstone.serving.schemas import ChatBody
 from skipstone.serving.server import Server
 from tests.helpers.hostile import nested
 from tests.helpers.served import InThread, in_thread, refusal

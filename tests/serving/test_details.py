@@ -12,12 +12,12 @@ import torch
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
+from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.completions_api import step_json
 from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.pending_request import StepOutput
 from skipstone.serving.request_parser import RequestParser
-from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.step_details import MAX_BRANCHES, StepDetails, describe_layers, describe_step
 from tests.helpers.served import InThread, refusal
 

@@ -20,6 +20,7 @@ import torch
 import skipstone
 from skipstone.decoding.request import Request
 from skipstone.serving import grammar, unread_events
+from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.pending_request import (
     LENGTH,
     PendingRequest,
@@ -29,7 +30,6 @@ from skipstone.serving.pending_request import (
     TokenLogprobs,
     merge_outputs,
 )
-from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.step_details import RejectedBranch, StepDetails, TokenDetails
 from tests.helpers.hostile import BODIES, REFUSED, SCHEMAS, TAKEN
 from tests.helpers.served import SLOW, Heard, InThread, begin, caller, goes_away, hear, refusal, slow_reader

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.serving import grammar as module
+from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.grammar import COMPLETE, DEAD_END, Grammar, GrammarCompiler
 from skipstone.serving.pending_request import LENGTH, STOP, PendingRequest, RequestEnd, RequestEvent, StepOutput
 from skipstone.serving.request_parser import RequestParser
-from skipstone.serving.schemas import CompletionBody
 from tests.helpers.hostile import SCHEMAS
 from tests.helpers.pairwise import round_robin, slow_except
 

@@ -20,9 +20,9 @@ from skipstone.cli.model_options import GenerationModelOptions, ModelOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
+from skipstone.serving.api_schemas import ChatBody, CompletionBody
 from skipstone.serving.batch_files.answer_line import answer_line
 from skipstone.serving.batch_files.request_lines import RequestLine
-from skipstone.serving.schemas import ChatBody, CompletionBody
 from skipstone.serving.server import Server, read_all
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import families

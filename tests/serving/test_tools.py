@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.serving.schemas import Function, Tool
+from skipstone.serving.api_schemas import Function, Tool
 from skipstone.serving.tool_call_parser import ToolCallParser, argument_schemas
 
 NAMES = frozenset({"weather", "add"})

@@ -22,7 +22,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
-from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.policy.draft_length import MAX_DRAFTS

@@ -16,7 +16,7 @@ from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.candidates import check_draft_quantize, layer_candidate
-from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter

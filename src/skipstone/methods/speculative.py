@@ -18,7 +18,7 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.candidates import size_ratio
-from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.policy.draft_length import MAX_DRAFTS
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from skipstone.policy.acceptance import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
+from skipstone.policy.acceptance_estimates import ConfidenceAcceptance, MatchAcceptance, RankAcceptance
 from skipstone.policy.cost_model import HOST, WELL_KNOWN, LearnedCosts, StepCosts, expected_tokens
 from skipstone.policy.draft_length import LOOKAHEAD, MAX_DRAFTS, RankTree, best_drafts, stop_thresholds
 from skipstone.policy.regret_budget import REQUEST_CREDIT, RegretBudget

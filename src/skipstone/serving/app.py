@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from skipstone import __version__
 from skipstone.serving import logs, playground, tracing
+from skipstone.serving.api_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.errors import RequestError, error_response, invalid_body
 from skipstone.serving.middleware import AccessMiddleware, ErrorMiddleware
 from skipstone.serving.request_record import RecordMiddleware
 from skipstone.serving.responses_api import ResponseBody
-from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from skipstone.serving.server import Server, read_all
 
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from skipstone.serving.api_schemas import ChatBody
 from skipstone.serving.errors import RequestError, error_body
 from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.output_text import OutputText
 from skipstone.serving.pending_request import STOP, PendingRequest, RequestStats, StepOutput, TokenLogprobs
-from skipstone.serving.schemas import ChatBody
 from skipstone.serving.step_details import TokenDetails
 from skipstone.serving.tool_call_parser import ToolCallParser
 

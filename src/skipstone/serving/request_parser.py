@@ -22,10 +22,10 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import chat_text, token_ids
 from skipstone.hf.build_request import build_request
 from skipstone.hf.generate_call import resolve_for
+from skipstone.serving.api_schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, joined
 from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
 from skipstone.serving.pending_request import PendingRequest, TokenLogprobs
-from skipstone.serving.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, joined
 from skipstone.serving.tool_call_parser import argument_schemas
 
 OFF = "off"

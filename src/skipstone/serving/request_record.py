@@ -14,9 +14,9 @@ from typing import Any
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skipstone.serving.api_schemas import GenerationBody
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
-from skipstone.serving.schemas import GenerationBody
 
 CLIENT_CLOSED = 499
 """The status if nothing was sent, because the client or the server had gone."""

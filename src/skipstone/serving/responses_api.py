@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from skipstone.serving.api_schemas import Body, ChatBody, CompletionBody, Format, GenerationBody, Message, RequestBody, Schema
 from skipstone.serving.completions_api import Choice, Completion, Updates, event_json
 from skipstone.serving.errors import RequestError, error_body
 from skipstone.serving.pending_request import LENGTH
-from skipstone.serving.schemas import Body, ChatBody, CompletionBody, Format, GenerationBody, Message, RequestBody, Schema
 
 
 class InputPart(Body):

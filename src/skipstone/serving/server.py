@@ -14,6 +14,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import expect_usable_defaults
 from skipstone.serving.admission import RETRY_AFTER_SECONDS, AdmissionLimits, with_room_for
+from skipstone.serving.api_schemas import ChatBody, GenerationBody
 from skipstone.serving.completions_api import Choice, Completion, Update, Updates
 from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import Grammar, GrammarMemoryError
@@ -24,7 +25,6 @@ from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRe
 from skipstone.serving.request_parser import RequestParser
 from skipstone.serving.request_record import attach_completion
 from skipstone.serving.responses_api import Response, ResponseBody
-from skipstone.serving.schemas import ChatBody, GenerationBody
 from skipstone.serving.settings import Load, ServerSettings
 from skipstone.serving.tool_call_parser import MARKS, ToolCallParser
 from skipstone.serving.unread_events import UnreadEvents, largest_beyond_limit

@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from skipstone.serving.schemas import Tool
+from skipstone.serving.api_schemas import Tool
 
 CLOSING = "</tool_call>"
 MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CLOSING, "[ARGS]")

@@ -10,7 +10,7 @@ import torch
 
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.methods.auto.learned import Learned
-from skipstone.methods.drafting.confidence import SurvivalRule
+from skipstone.methods.drafting.chain_stop_rule import SurvivalRule
 from skipstone.policy.choose_drafter import PLAIN, Policy
 from skipstone.policy.cost_model import FIRST_SLOPE, HOST, LearnedCosts, LineTime, MeanTime, ScoringTime
 from skipstone.policy.draft_length import stop_thresholds

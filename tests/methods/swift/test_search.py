@@ -13,7 +13,7 @@ from skipstone import Swift
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective, SkipCosts, expected_speedup
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
-from skipstone.methods.swift.search import SEARCHES, LayerSetSearch, LinearThompson, SwiftSearch
+from skipstone.methods.swift.layer_set_search import SEARCHES, LayerSetSearch, LinearThompson, SwiftSearch
 from skipstone.models.passes import SkipSet
 from tests.helpers.machine import llama
 

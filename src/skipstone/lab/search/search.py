@@ -28,7 +28,7 @@ from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.layer_sets import MAX_DRAFTS, LayerMask, LayerSetSpace, SearchObjective, SkipCosts
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.swift.search import LinearThompson
+from skipstone.methods.swift.layer_set_search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import LineFile, read_lines

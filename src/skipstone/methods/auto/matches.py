@@ -6,7 +6,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.request import Request
 from skipstone.methods.drafting.lookups import RowDraft
 from skipstone.methods.prompt_lookup import IndexedDrafter, NgramIndex
-from skipstone.policy.acceptance import MATCH_BUCKETS
+from skipstone.policy.acceptance_estimates import MATCH_BUCKETS
 from skipstone.policy.choose_drafter import COPIED
 from skipstone.policy.draft_length import MAX_DRAFTS
 

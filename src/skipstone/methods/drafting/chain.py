@@ -20,7 +20,7 @@ from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.confidence import ConfidenceRule, SurvivalRule, Threshold
+from skipstone.methods.drafting.chain_stop_rule import ConfidenceRule, SurvivalRule, Threshold
 from skipstone.models.passes import SkipSet
 
 CHECK_EVERY = 4

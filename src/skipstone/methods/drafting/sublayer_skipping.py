@@ -13,7 +13,7 @@ from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
-from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.models.passes import SkipSet
 

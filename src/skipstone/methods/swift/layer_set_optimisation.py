@@ -5,7 +5,7 @@ from typing import Any
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
-from skipstone.methods.swift.search import SEARCHES, LayerSetSearch
+from skipstone.methods.swift.layer_set_search import SEARCHES, LayerSetSearch
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.models.passes import SkipSet
 from skipstone.utils.limits import SMALL_STATE_BYTES

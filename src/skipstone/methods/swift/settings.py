@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.confidence import Threshold
+from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
 from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
-from skipstone.methods.swift.search import SearchName
+from skipstone.methods.swift.layer_set_search import SearchName
 
 
 @dataclass(frozen=True)

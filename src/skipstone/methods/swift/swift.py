@@ -5,9 +5,9 @@ The target drafts without some attention and MLP sublayers, and verifies the cha
 finds the sublayers while decoding: it evaluates a layer set on the latest text, by the share of tokens that the set predicts
 like the target. Verification overwrites the keys and values of drafting; nothing is cloned.
 
-The search is in search.py, its stopping rule in layer_set_optimisation.py, the tree in tree.py. Deviations: drafts are coupled
-to the target's noise, so `match` verifies the tree at every temperature. With `auto` and `guard=true` the drafts are chains,
-and the budget limits the evaluations.
+The search is in layer_set_search.py, its end in layer_set_optimisation.py, the tree in tree.py, the end of a chain in
+drafting/chain_stop_rule.py. Deviations: drafts are coupled to the target's noise, so `match` verifies the tree at every
+temperature. With `auto` and `guard=true` the drafts are chains, and the budget limits the evaluations.
 """
 
 from collections import deque

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from skipstone.serving.api_schemas import ChatBody, CompletionBody, refuse_surrogates
 from skipstone.serving.batch_files.journal import SUCCESS, OutputLine
 from skipstone.serving.batch_files.request_lines import ID_DIGITS, RequestLine
 from skipstone.serving.errors import RequestError, error_body, invalid_body
 from skipstone.serving.responses_api import ResponseBody
-from skipstone.serving.schemas import ChatBody, CompletionBody, refuse_surrogates
 from skipstone.serving.server import Server, read_all
 from skipstone.utils.files import digest
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.policy.acceptance import MEMORY, ConfidenceAcceptance, MatchAcceptance, RankAcceptance
+from skipstone.policy.acceptance_estimates import MEMORY, ConfidenceAcceptance, MatchAcceptance, RankAcceptance
 from skipstone.policy.draft_length import MAX_DRAFTS, RankTree
 
 
