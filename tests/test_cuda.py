@@ -1,7 +1,5 @@
 """What needs a GPU; skipped without one. Everything else of the suite runs on the CPU."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import fields, replace
 from typing import Any

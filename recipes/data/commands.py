@@ -25,8 +25,6 @@ Two things are split by a hash of their text, one in ten belongs to the test:
 The same arguments give the same lines on every platform and Python >= 3.11, because only `Random.random` is used.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@
 FOLDER holds mbpp.jsonl. Its programs with 8 to 24 lines are taken, in their order.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

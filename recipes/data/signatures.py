@@ -5,8 +5,6 @@
 FOLDER holds mbpp.jsonl. The written file has one `prompt` per line, to train exit heads on (recipes/smollm2/heads-code.yaml).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -11,8 +11,6 @@ They are not written as code, and a small model would waste its capacity on thei
     python recipes/data/stdlib.py [manifest.json]    # the version of Python and the SHA-256 of every file, for the model card
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -7,8 +7,6 @@ prediction adds up AdaDecode's passes, LM heads and exit heads at the median tim
 the prompts. In float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

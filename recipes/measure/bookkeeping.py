@@ -8,8 +8,6 @@ one of the target. lookups: drafting and committing of prompt lookup and lookahe
 embeddings of the drafts, minus the same work of plain decoding.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

@@ -6,8 +6,6 @@ RESULTS: a file of `skipstone bench run`. Its prompts are repeated until there a
 Exit code 1 if a limit is exceeded.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

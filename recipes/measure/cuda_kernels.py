@@ -7,8 +7,6 @@ torch's scaled_dot_product_attention and by two products and a softmax, by numbe
 250 calls inside CUDA graphs, without the host's time.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

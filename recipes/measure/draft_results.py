@@ -7,8 +7,6 @@ choice: share of positions at which both models have the same likeliest token. A
 drafts that Leviathan's rule accepts at temperature 1. The held-out data are recipes/train/nano.yaml's (see nano_results.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ LM-head pass: final norm, LM head, likeliest token, transfer to the host. Test: 
 probability, comparison, transfer to the host. Both alternate; medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from statistics import median

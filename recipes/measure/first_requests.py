@@ -7,8 +7,6 @@ it includes what the first request sets up. Two checkouts are compared by runnin
 and a cache folder (SKIPSTONE_CACHE) each. Prints one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -4,8 +4,6 @@ by the model's own head at the exit (before) and by the exit head (after), and t
     python recipes/measure/heads_results.py FOLDER...     # runs of `skipstone train heads`, or folders of heads
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

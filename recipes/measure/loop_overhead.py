@@ -11,8 +11,6 @@ script alternately with PYTHONPATH=OTHER/src. Prints a table in Markdown and, as
 and the median milliseconds per turn or call over the rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

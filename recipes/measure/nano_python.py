@@ -1,7 +1,5 @@
 """Held-out Python: beginnings of functions, and whether their continuations parse."""
 
-from __future__ import annotations
-
 import ast
 import io
 import random

@@ -7,8 +7,6 @@ paper's loss), the same with the divergence from the last layer (ours), and laye
 to the share of layer passes that dropout skips. Prints a table in Markdown and, as its last line, one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

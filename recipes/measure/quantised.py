@@ -8,8 +8,6 @@ largest sum, the largest difference of stored keys and values as a share of a la
 of the logits after the text, next to the largest logit.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import logging

@@ -3,8 +3,6 @@
 python recipes/measure/search_speed.py
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 

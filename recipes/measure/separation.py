@@ -7,8 +7,6 @@ Prints a table in Markdown and, as its last line, one JSON document. "Nearer tha
 distance below the middle of both means. The picture shows every prompt's means and the distances of all tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import warnings

@@ -7,8 +7,6 @@ and zeros in the down projection. So every step reads and multiplies them, and t
 with tokenizer and generation_config to OUT, and prints the bytes of all weights before and after.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -9,8 +9,6 @@ A draft model learns best from its target's own texts. In a recipe, with folders
 A document is a pair of a prompt, which is not predicted, and its answer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

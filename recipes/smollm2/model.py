@@ -11,8 +11,6 @@ this folder. With access to the hub the original can take its place:
 Needs the packages gguf and pip in addition to this repository's.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 FOLDER holds spec_bench.jsonl. The categories alternate, so that the first questions are of all kinds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

@@ -6,8 +6,6 @@
 The first form counts tokens in answers of `skipstone train heads`, the second in answers of the commands task's training part.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ It needs a Chromium that is there, and playwright (`pip install "skipstone[brows
 SKIPSTONE_PICTURES set to a folder, the pictures of docs/serving.md are written into it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

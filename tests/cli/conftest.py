@@ -1,7 +1,5 @@
 """A checkpoint on disk for the command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

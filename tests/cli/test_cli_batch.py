@@ -1,7 +1,5 @@
 """`skipstone batch`: files in, files out, refusals in one sentence, and a process that is killed with -9."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`skipstone chat`: answers, what is read again, commands, Ctrl-C, pipes and terminals."""
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import json

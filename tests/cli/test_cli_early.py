@@ -1,7 +1,5 @@
 """Bad input on the command line: one sentence, an exit code, and before torch is imported where no model is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`skipstone export`: two formats, the commands for other engines, and refusals in a sentence that leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bench`, `check`, `inspect`, `costs`, `tune` and `demo` as a user types them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

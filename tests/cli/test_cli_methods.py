@@ -1,7 +1,5 @@
 """Methods on the command line, in whatever way they are named; the verbs `methods` and `env`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

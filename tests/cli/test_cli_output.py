@@ -1,7 +1,5 @@
 """`skipstone generate`: what is written where, what the decoding flags do, interruption and pipes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

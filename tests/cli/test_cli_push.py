@@ -1,7 +1,5 @@
 """`skipstone push`: what it prints, and one sentence for every mistake."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

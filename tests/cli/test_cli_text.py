@@ -1,7 +1,5 @@
 """Text that goes in and out of `skipstone generate`, and the comparison with plain decoding."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`skipstone train layerskip`: one line for every mistake, a bar on stderr, the model's folder on stdout."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Programs of others that speak OpenAI's API, against a server of ours: lm-eval, LangChain and LiteLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """llama.cpp itself on exported files, by the server that SKIPSTONE_LLAMA_SERVER names, or an installed `llama-server`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

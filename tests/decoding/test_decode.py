@@ -1,7 +1,5 @@
 """The loop: rows as slots of a server, chunked prefill, where tokens come from, what stops a row, transfers to the host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

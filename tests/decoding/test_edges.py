@@ -1,7 +1,5 @@
 """Edge cases of decoding: ends of rows, odd prompts, neighbours, users' own objects, interruptions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

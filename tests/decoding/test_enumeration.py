@@ -5,8 +5,6 @@ expected law comes from transformers' own forward and processors over every pref
 steps that have room for two drafts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

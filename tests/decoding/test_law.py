@@ -1,7 +1,5 @@
 """Coupled drafting gives the text of plain sampling, and its drafts are accepted as often as theory says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

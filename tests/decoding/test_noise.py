@@ -1,7 +1,5 @@
 """Noise is a pure function of (seed, position, stream), uniform and without visible correlation."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of steps by hand, and their records: committed tokens with their probabilities, and rejected drafts."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

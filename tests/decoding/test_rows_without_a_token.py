@@ -1,7 +1,5 @@
 """Rows without a possible token, because logits are NaN or processors forbid all, fail alone and at the same place."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From logits to distributions: transformers' warpers row by row, processors on a row's own ids, and only where the walk is."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

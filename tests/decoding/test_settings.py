@@ -1,7 +1,5 @@
 """Values that a setting may have by its type, `min_value` and `within`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, Literal

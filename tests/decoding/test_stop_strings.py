@@ -1,7 +1,5 @@
 """Stop strings against transformers' own criterion, on tokenizers of every kind."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random trees through the real loop: whatever is proposed, the text is the target's own, token for token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The acceptance rules in float64: their identity, the exact law of a step, and the walk along a draft in plain Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The warning where drafting cannot have paid, or hardly any draft was accepted."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documents say what is so: their Python runs, their links resolve, their quotations of the code are in the code."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

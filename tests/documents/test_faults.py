@@ -1,7 +1,5 @@
 """The table of faults names tests that exist."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shape of the code: what is public and documented, what tests may import."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """A new method touches three places: its file, a line in the registry, a row of the conformance suite."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """README.md and docs/quick-start.md do what they say, on a tiny model: their Python, their command lines, their tables."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shlex

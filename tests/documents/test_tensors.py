@@ -1,7 +1,5 @@
 """Every tensor that the package creates says its dtype and device, and C is handed memory in one place only."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

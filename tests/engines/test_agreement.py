@@ -1,7 +1,5 @@
 """Verification of a model: its cost in tokens, and that it finds a mistake in only one kind of pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

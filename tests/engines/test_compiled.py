@@ -1,7 +1,5 @@
 """The engine that compiles layers: the eager engine's texts, few graphs, and the types that it runs."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Iterator

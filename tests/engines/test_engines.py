@@ -1,7 +1,5 @@
 """A model's engine and the dtype of its keys and values: chosen by a call, attached, from the environment or automatic."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable

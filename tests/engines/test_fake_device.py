@@ -1,7 +1,5 @@
 """Steps on a pretended CUDA device: no tensor on the wrong device, one wait for the device a step, and the CPU's text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import product

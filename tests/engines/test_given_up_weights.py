@@ -1,7 +1,5 @@
 """Models whose weights were given up for the native engine's copy: their values, what still runs, and the memory saved."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """The KV cache: slots that entries go to, and that growth, moves and the trash lose or leak nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linear layers over few rows: the same products, and only where they are faster."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that are missing, truncated or do not fit: OSError or ValueError, never a half-loaded model."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """A model in a GGUF file is loaded, decoded and refused like one in a folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

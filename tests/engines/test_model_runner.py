@@ -1,7 +1,5 @@
 """Logits at every depth, early exits and trees equal what transformers' own forward gives, in every family."""
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Native bits of a token depend on its text alone, and errors are those of torch's float32."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

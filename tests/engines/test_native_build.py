@@ -1,7 +1,5 @@
 """The native engine's build and loader."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

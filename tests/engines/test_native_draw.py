@@ -1,7 +1,5 @@
 """Tokens that the native engine draws are those of torch's warpers and of the same noise."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

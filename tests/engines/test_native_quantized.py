@@ -1,7 +1,5 @@
 """Quantised weights: their codes, the products computed with them, and refusals."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

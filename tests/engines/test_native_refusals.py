@@ -1,7 +1,5 @@
 """What the native engine cannot do it says in a sentence, and a pass that does not fit writes nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How many threads the native engine takes. torch's threads step back while it decodes, and come back after it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

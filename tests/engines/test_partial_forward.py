@@ -1,7 +1,5 @@
 """Tokens on their way up the layers: finishing gives what a full forward gives, at whatever depth each token waits."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """skipstone's patches on a model's modules: nothing shows outside a pass, copies have their own, `disable` removes them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Adapters of PEFT: those that live in the modules decode exactly, all others are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

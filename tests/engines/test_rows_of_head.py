@@ -1,7 +1,5 @@
 """Logits of some tokens only: those of the whole LM head at their ids, -inf elsewhere, whatever the head does and becomes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Skipped sublayers add nothing to the residual stream, as in the model's own forward with hooks on its sublayers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

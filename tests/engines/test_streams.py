@@ -1,7 +1,5 @@
 """Gemma 3n, whose layers hand on several streams of states (AltUp), share keys and values and have inputs of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Threads that use one model take turns, step by step, and an error in the middle of a step leaves the model usable."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An exported draft is a checkpoint that computes what skipstone drafts from: the first layers, or those that a set leaves."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files hold a target and its draft: the weights that transformers has, under llama.cpp's names, and the tokenizer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of requests in the shape of OpenAI's batch API, and what comes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods that are wrong, each in one way, through the public protocol alone: what `skipstone check` must find."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Byte-level tokenizers that cut texts as well-known families do, and tiny models of the families that llama.cpp reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers

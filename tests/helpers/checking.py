@@ -1,7 +1,5 @@
 """`Checker` with some of its probes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

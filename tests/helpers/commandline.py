@@ -1,7 +1,5 @@
 """What the tests of the command line share: a prompt, a method, and runs of the program in this process."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

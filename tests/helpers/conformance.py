@@ -1,7 +1,5 @@
 """What every method promises, as assertions, and a row for each. A new method is one row of ROWS."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`python -m tests.helpers.dying`: skipstone's command line, in which a model's thread dies at its next turn after SIGUSR1."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """Exact laws by enumeration: a noise that explores every outcome of every draw, each with its weight."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial

@@ -4,8 +4,6 @@ Later layers count for less and the head is sharp, so that drafts by the first h
 rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the family can mix them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

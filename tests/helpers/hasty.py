@@ -1,7 +1,5 @@
 """`python -m tests.helpers.hasty`: skipstone's command line, where replicas come after a second of load, and stay."""
 
-from __future__ import annotations
-
 import functools
 
 from skipstone.cli import main

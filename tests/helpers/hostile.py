@@ -1,7 +1,5 @@
 """Bodies and schemas that nobody sends who means well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

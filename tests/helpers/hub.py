@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub, in memory: the routes that huggingface_hub 2.4 calls to push and to load."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

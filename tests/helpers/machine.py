@@ -1,7 +1,5 @@
 """What the proofs of the machine share: tiny random models, and a decoder run from requests to texts."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Sequence

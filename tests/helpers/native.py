@@ -1,7 +1,5 @@
 """What the tests of the native engine compute with it, and how they compare."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterable

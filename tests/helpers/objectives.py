@@ -1,7 +1,5 @@
 """LayerSkip's loss and its layers by hand: what the training of a model is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

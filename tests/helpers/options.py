@@ -1,7 +1,5 @@
 """Options of `model.generate` that are supported: what each changes, for the tests that ask whether it does so here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Levels for the cells of a product of settings: few run in `make test`, more in `make test-full`, all in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any

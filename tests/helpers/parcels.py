@@ -1,7 +1,5 @@
 """Things that go to the hub, small: a model and a draft model, exit heads, profiles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

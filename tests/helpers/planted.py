@@ -1,7 +1,5 @@
 """The proofs can fail: each of these bugs, planted into the running code, is found by the proof that is there for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Beside every fake tensor a real one on the CPU goes through the same operators, 
 would have said. Tensors on the host stay ordinary ones. Every wait of the host for the device is noted with its place.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

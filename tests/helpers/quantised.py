@@ -1,7 +1,5 @@
 """Tiny models, quantised in code by every back end that is tested here; a test skips itself where the package is missing."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

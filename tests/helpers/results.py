@@ -1,7 +1,5 @@
 """The lines of a run made by hand, and files of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

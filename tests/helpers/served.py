@@ -1,7 +1,5 @@
 """Servers to talk to over a real socket, in a thread of the tests or as a process of their own, and clients that stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """ServerSettings that the proofs of edges, of options and of transformers' own ways decode with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ As on accelerators, what is on different devices cannot be computed with: every 
 tensors without dimensions and for indices on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

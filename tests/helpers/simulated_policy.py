@@ -1,7 +1,5 @@
 """The policy of `auto` in a simulated world."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from skipstone.policy.choose_drafter import LOOKUP, PLAIN, PROBE, RECYCLE, Decision, DrafterState, Policy, StepResult

@@ -4,8 +4,6 @@ The text is given, so a policy changes only the time. Policies see noisy times a
 shapes of the first four machines are measured. Tasks and noise are invented.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

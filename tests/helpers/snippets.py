@@ -1,7 +1,5 @@
 """Reads the documents (code blocks, tables, links); builds the tiny checkpoint that stands in for a reader's model."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What several test files share: references, a tiny tokenizer, a counter of forward passes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Every pair of a covering array's factors meets, and there are few cells."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a failed comparison says: tie or bug, which row, which position, and both texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small tokenizers of every way to write texts as tokens, made without a download."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """What the tests of training share: tiny models, data and trainers, and runs in processes of their own that may be killed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A synthetic method that proposes random trees. Branches may peek at a reference text, so that deep paths are accepted."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import ClassVar

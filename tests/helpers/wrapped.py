@@ -1,7 +1,5 @@
 """Tiny multimodal models, whose text models skipstone decodes. A picture is never shown to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The public API: text and token ids of any dtype in and out, streams, and how a wish becomes a method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What a user gets wrong is a ValueError (an OSError for a missing file) that says what was found and what was expected, raised
 before any layer of the model runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Every private name of transformers, torch and Python that src uses exists. Its use is tested where src uses it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from _thread import RLock

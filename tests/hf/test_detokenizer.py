@@ -1,7 +1,5 @@
 """Tokens to text, piece by piece: compared with what the tokenizer decodes the whole to."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

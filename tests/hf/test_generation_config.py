@@ -1,7 +1,5 @@
 """A model's generation config: broken ones are refused, others replaced and overridden, unusable ones named at the start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """skipstone behind `model.generate`: types, streamers, scores, seeds, defaults, wrappers."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

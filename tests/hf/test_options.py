@@ -1,7 +1,5 @@
 """Every field of transformers' GenerationConfig is refused by name, or changes text and law as it does there."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

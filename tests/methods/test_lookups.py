@@ -1,7 +1,5 @@
 """Drafts without a drafter: what stood in the text before, blocks of guesses, windows and pools of n-grams."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -5,8 +5,6 @@ pair of values meets. `make test` runs a few of these cells, `make test-full` ev
 `make test-all` all cells and the product.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

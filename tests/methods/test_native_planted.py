@@ -1,7 +1,5 @@
 """The proofs can fail on the native engine: mistakes in what is handed to the library, and in the library, are found."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

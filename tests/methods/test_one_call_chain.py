@@ -1,7 +1,5 @@
 """A greedy chain in one native call is the chain that is drafted token by token: tokens, states, keys and values, the text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings that a method refuses, in one sentence and before any work."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafting with the target's own layers in fewer bits: the text stays the target's, drafts are the rounded copy's."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

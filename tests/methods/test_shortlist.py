@@ -1,7 +1,5 @@
 """Drafts that are picked from a part of the vocabulary: what is drafted is on the list, what is written is as without one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

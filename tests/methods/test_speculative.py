@@ -1,7 +1,5 @@
 """Speculative decoding with a draft model: its exact law, its two stores, its schedules, and which pairs it refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

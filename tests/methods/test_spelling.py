@@ -1,7 +1,5 @@
 """Text and JSON name a method, also with older names of settings, for which one warning tells the present name."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What methods have learnt: kept for few settings, and for so many bytes."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 import weakref

@@ -1,7 +1,5 @@
 """torch's default dtype and default device change no text, and loads change no default while a model decodes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Models over several (pretended) devices and offloaded ones write what the whole model writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The promise to every family: its text is transformers' own `generate`'s, for each row alone and unpadded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads by a hub id, with and without a revision, and the sentence where there is nothing to load."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that mix attention with layers whose states have no positions: `generate`'s own texts whatever is drafted."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

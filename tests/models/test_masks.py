@@ -1,7 +1,5 @@
 """Masks: every entry that a query of a pass may see, against the definition."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

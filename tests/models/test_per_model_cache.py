@@ -1,7 +1,5 @@
 """What is made once per model and key."""
 
-from __future__ import annotations
-
 from skipstone.models.per_model_cache import PerModelCache
 
 

@@ -1,7 +1,5 @@
 """Models that a package has quantised write with skipstone what they write without it, or are refused by name."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Models that skipstone does not decode exactly are refused before any forward pass, by what was found and why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace

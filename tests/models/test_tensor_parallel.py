@@ -1,7 +1,5 @@
 """Two processes (gloo) that share a model's weights by transformers' tensor parallelism, against one that has them all."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """After a change of a model's weights the next call uses the current ones, like a deep copy that skipstone has never seen."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

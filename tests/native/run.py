@@ -4,8 +4,6 @@ Each level that this CPU has runs over random models, passes and hostile values 
 levels' results must be the same, those of aarch64 too (on Debian: g++-aarch64-linux-gnu and qemu-user).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

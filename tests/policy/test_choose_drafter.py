@@ -1,7 +1,5 @@
 """Which drafter, how far, or none: decisions that can be worked out by hand."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The bound of the regret budget: of the accounts alone, and of the whole policy against adversarial drafters."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The policy in simulated worlds: as fast as the policy before it, also on held-out workloads and with wrong costs."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

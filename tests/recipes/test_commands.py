@@ -1,7 +1,5 @@
 """The commands grammar: the same on every machine, splits that share no filler and no combination, answers that are right."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

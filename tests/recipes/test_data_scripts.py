@@ -1,7 +1,5 @@
 """The scripts that make documents, requests and shortlists."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

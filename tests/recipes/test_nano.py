@@ -1,7 +1,5 @@
 """The bundled models: that they are what their cards say, do what they were trained for, and that drafts change nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

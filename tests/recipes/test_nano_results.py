@@ -1,7 +1,5 @@
 """How the figures of skipstone-nano are counted: every exit's quality, exact match, what parses, which prompts."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Every plan of recipes/measure can be read, names methods and settings that exist, and labels that differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulator of replicas agrees with queueing theory where that has formulas, and a conversation that stays is read once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import mean

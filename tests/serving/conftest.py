@@ -1,7 +1,5 @@
 """The model that tests of the server share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The HTTP routes over a real socket, with the bundled model: what OpenAI's client, and a rude one, get to see."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """What a body may hold: nulls of OpenAI's clients, valid Unicode, a Content-Type; and the code of a prompt that is too long."""
 
-from __future__ import annotations
-
 import json
 import re
 import typing

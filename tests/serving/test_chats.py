@@ -1,7 +1,5 @@
 """Chats, their templates, tools, /v1/responses and predictions, over a real socket, with the bundled model."""
 
-from __future__ import annotations
-
 import copy
 import http.client
 import itertools

@@ -1,7 +1,5 @@
 """The files of deploy/ against what they speak of. There is no container engine here: nothing of them is started."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

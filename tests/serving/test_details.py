@@ -1,7 +1,5 @@
 """What a step's details say: by hand for drafts made here, and as a page gets them from the bundled model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

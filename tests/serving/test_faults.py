@@ -1,7 +1,5 @@
 """Clients that are slow, greedy, hostile or gone, and what one of them can make the server keep."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

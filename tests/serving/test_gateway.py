@@ -1,7 +1,5 @@
 """Several replicas without a cluster: the gateway, the names of conversations, the places of a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

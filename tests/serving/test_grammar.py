@@ -1,7 +1,5 @@
 """A grammar follows any path, back from drafts too, and under it every method writes the text of plain decoding."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,7 +1,5 @@
 """What is said when the model's thread dies: nobody waits for ever, and /health tells. And of what it dies."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

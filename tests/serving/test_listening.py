@@ -1,7 +1,5 @@
 """The server at its socket: when it says that it is ready, what it says of a busy port, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

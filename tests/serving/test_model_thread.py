@@ -1,7 +1,5 @@
 """Rows that join and leave between steps: texts stay those of `skipstone.generate`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

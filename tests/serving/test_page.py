@@ -1,7 +1,5 @@
 """The playground's files and how they are sent. What the page does in a browser: tests/browser."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

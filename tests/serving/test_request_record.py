@@ -1,7 +1,5 @@
 """Records, log lines and OpenTelemetry spans of requests: the client's figures, and no word of what was said."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The same settings give the same request, whoever asks: Python, HTTP, a line of a batch file or the command line."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import fields, is_dataclass
 from typing import Any

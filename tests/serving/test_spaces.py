@@ -1,7 +1,5 @@
 """Tokens to text: spaces by SentencePiece's rules, bytes of tokens, and what stop strings leave of an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of tools in what a model writes: every form that templates have, in one piece and letter by letter."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A batch of 2,000 lines that is killed three times writes what an undisturbed one writes."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

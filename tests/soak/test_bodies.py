@@ -1,7 +1,5 @@
 """Bodies that a machine made up from our own OpenAPI document, right ones and wrong ones: none of them is a defect."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Many clients at once, for a while: every answer is the right one, and who goes away leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """One client is slow, or the server is killed: what the others see of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

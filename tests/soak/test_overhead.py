@@ -3,8 +3,6 @@
 SKIPSTONE_SOAK_MODEL: a folder or hub id in the place of the bundled model, which is then asked for plain decoding alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, verified before use, kept by step; a full disk; the metrics file after an interruption."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

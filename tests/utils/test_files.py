@@ -1,7 +1,5 @@
 """Writing to a disk: whole or not at all, line by line with nothing lost but a torn line, and by one process at a time."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

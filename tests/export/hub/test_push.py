@@ -1,7 +1,5 @@
 """What is pushed: the files as they are, in one commit, with a card of what was recorded; or nothing, and a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The llama.cpp peer, over a stand-in for llama-cpp-python whose next tokens are known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Plans: what is asked for becomes engines and settings, or one clear sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Costs and a run's counts by hand, and the speed-up that they predict."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

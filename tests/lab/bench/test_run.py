@@ -1,7 +1,5 @@
 """Whole benchmarks on a tiny model: what is written of every prompt, what follows from it, and what a kill leaves."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

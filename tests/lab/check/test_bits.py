@@ -1,7 +1,5 @@
 """A token's logits alone and beside others: every claim of `check` holds, and an engine that breaks one is found out by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`check` passes what is right and finds what is wrong, on a model of a few thousand parameters."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """`check` measures which quantised kernels give a row another sum beside others, and still tells ties from bugs there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What every layer knows, what an exit is expected to bring, and a picture of a text's decisions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

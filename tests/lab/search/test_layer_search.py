@@ -1,7 +1,5 @@
 """`skipstone search`: layer sets judged and decoded with, a file of trials that a search goes on with, the profile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

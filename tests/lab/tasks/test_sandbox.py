@@ -1,7 +1,5 @@
 """What generated code can do: nothing that outlives it, nothing beyond its limits; and what counts as passed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

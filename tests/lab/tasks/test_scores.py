@@ -1,7 +1,5 @@
 """Scores against hand-made answers, against the papers' definitions, and against the references' own solutions."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 tests/helpers/records holds records of our own writing, three of each data set or so, with the keys and types of the real ones.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A table of costs made by hand, and what follows from it by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Costs are measured of any engine, make sense, and are kept; what is kept badly is measured anew."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """AdaDecode beyond the conformance suite: Algorithm 1's schedule, the law, what is learnt, what is refused."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Sequence

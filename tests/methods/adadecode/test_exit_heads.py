@@ -1,7 +1,5 @@
 """Files of exit heads: written whole, read back, refused where they are another model's or damaged."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

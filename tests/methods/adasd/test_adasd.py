@@ -1,7 +1,5 @@
 """AdaSD against the paper's algorithm written out once more, with lists, float64 and transformers' own forward."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

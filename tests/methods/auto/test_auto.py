@@ -1,7 +1,5 @@
 """`auto` says what plain decoding says whatever is decided, is told the truth about its drafters, and decides by it."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of a batch share their draft steps and the regret budget, and their drafts have nearly the best lengths."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

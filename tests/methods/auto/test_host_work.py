@@ -1,7 +1,5 @@
 """When `auto` looks texts up, and how it counts such steps and those in which an engine compiles."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Searches over layer sets: what a set is, what it is worth, and which search finds a good one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

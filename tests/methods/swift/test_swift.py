@@ -1,7 +1,5 @@
 """SWIFT and Draft & Verify beyond the conformance suite: what a layer set computes, trees, what is learnt, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """A batch in one process: its input, its journal, and the server's answers, the same bytes whatever interrupts it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

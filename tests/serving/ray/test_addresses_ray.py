@@ -1,7 +1,5 @@
 """What is said of an address where no cluster answers, by a process that is connected to none."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

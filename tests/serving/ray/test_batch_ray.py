@@ -1,7 +1,5 @@
 """A batch on Ray Data: the answers of one process, line by line, whichever actor dies."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -3,8 +3,6 @@
 One cluster serves all tests. It begins with one replica and has two after the first test that loads it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,7 +1,5 @@
 """From tokens to a training order: packed rows, shares, epochs, the whole way through and the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

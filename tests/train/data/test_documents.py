@@ -1,7 +1,5 @@
 """Documents before they are tokens: collecting, duplicates against a brute-force reference, and the split."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

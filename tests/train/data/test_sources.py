@@ -1,7 +1,5 @@
 """Sources of documents: what is read, in which order, and what is said where something is wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """The small tokenizer: nothing is lost, digits and indentation are tokens, the same text gives the same one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

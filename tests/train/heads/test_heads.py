@@ -1,8 +1,6 @@
 """Training of exit heads: the model's own answers, its states, the divergence; all of it resumable, none of it touching the
 model."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Two processes on the CPU (gloo), as `accelerate launch` starts them, against one process with batches of twice the size."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

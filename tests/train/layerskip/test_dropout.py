@@ -1,7 +1,5 @@
 """Layer dropout: which rows are dropped, and that a batch with dropped rows is its rows run one by one through fewer layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack

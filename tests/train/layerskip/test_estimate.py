@@ -1,7 +1,5 @@
 """What a run would take, before it starts: parameters against transformers' models, activations against what autograd keeps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Perplexity and agreement of every exit against plain loops over the model's own hidden states."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs that begin as another model, or learn from one: continued, adapted, shortened, distilled."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FSDP2 on two processes on the CPU (gloo) against one process, and runs that go on with another number of processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The chunked losses never hold all logits. tests/train/layerskip/test_objective.py compares them with the formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

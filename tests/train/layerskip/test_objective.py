@@ -1,7 +1,5 @@
 """LayerSkip's loss on a model: value and gradients equal a naive reference that holds every logit and runs every row alone."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon and AdamW as one optimiser: who gets which parameter, and that together they do what they do apart."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a recipe may say: every unknown key and impossible value is an error that names it, before any work is done."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

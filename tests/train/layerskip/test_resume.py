@@ -4,8 +4,6 @@ The processes kill themselves by SIGKILL at chosen moments: before a step, and b
 renamed or removed, which is where a save is between two files, before its rename, and in the rotation after it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run from one file, from the recipe to a model that decodes: finished, interrupted, continued, adapted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

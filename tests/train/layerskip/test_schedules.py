@@ -1,7 +1,5 @@
 """LayerSkip's formulas against numbers worked out by hand, the paper's settings, and every setting that must be refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """LayerSkipTrainer used from Python: the logged loss against one by hand, accumulation, collators, precision, refusals."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

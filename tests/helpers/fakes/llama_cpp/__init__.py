@@ -3,8 +3,6 @@ JSON file {"vocabulary": V, "wrong": n, ...}: behind ..., a, b comes (3 a + b + 
 more. Passes that leave a gap, take a place twice, are too wide or too long are errors here, as in the real library.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

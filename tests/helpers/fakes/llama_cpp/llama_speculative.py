@@ -1,7 +1,5 @@
 """llama-cpp-python's prompt lookup, as far as it is used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tables and pictures of layer sets, exit heads, draft models and lossy methods."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures, tables, pages and notes of runs made by hand, and comparisons of two runs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
