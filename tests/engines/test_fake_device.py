@@ -82,7 +82,7 @@ FAST = [
 @pytest.mark.parametrize(("family", "name", "rows", "sampled"), slow_except(FAST, LLAMA + OTHERS, full=[*LLAMA[::3], *OTHERS]))
 def test_a_step_stays_on_the_device_and_waits_for_it_once(family: str, name: str, rows: int, sampled: bool) -> None:
     method = DEVICE_ROWS[name].make(DRAFTS, "coupled" if name in VARIANTS else "standard")
-    models = [families.build(family, layers=4 if name.startswith("swift") else 3) for _ in range(2)]
+    models = [families.build(family, layers=4 if name.startswith(("swift", "self_speculative")) else 3) for _ in range(2)]
     for model in models:
         if hasattr(model.config, "_experts_implementation"):
             model.config._experts_implementation = "batched_mm"  # the other one asks a CUDA build which GPU it is

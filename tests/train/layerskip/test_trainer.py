@@ -158,7 +158,9 @@ class TestUse:
         one = trainer(tmp_path / "kept", save_strategy="steps", save_steps=2)
         one.train()
         before, there = digest(one.model), sorted(path.name for path in (tmp_path / "kept").iterdir())
-        with pytest.raises(ValueError, match=r"holds checkpoint-4 of an earlier run: resume from it .* another output_dir"):
+        with pytest.raises(
+            ValueError, match=r"holds checkpoint-4 of an earlier run: resume from it, or choose another output_dir"
+        ):
             one.train()
         one.train(resume_from_checkpoint=True)
         assert digest(one.model) == before
