@@ -42,7 +42,7 @@ def test_a_dry_run_shows_the_files_and_the_card_and_asks_nobody(hub: Hub, tmp_pa
     assert said.endswith(f"\nREADME.md:\n\n{hub.repos['me/model'].files['README.md'].decode()}"), "the card that comes"
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_a_process_of_its_own_pushes_and_decodes_by_the_environment(hub: Hub, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_TOKEN and HF_HOME as a user sets them, which huggingface_hub reads when it is imported."""
     folder = model_folder(tmp_path / "model")

@@ -234,7 +234,9 @@ def measured(folder: Path, keep: bool, quantize: str = "none", cloned: bool = Fa
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("cloned", [False, True], ids=["mapped", "allocated"])
+@pytest.mark.parametrize(
+    "cloned", [pytest.param(False, id="mapped"), pytest.param(True, id="allocated", marks=pytest.mark.product)]
+)
 def test_weights_are_in_memory_once(large: Path, cloned: bool) -> None:
     found, twice = measured(large, False, cloned=cloned), measured(large, True, cloned=cloned)
     weights = found["panels"]

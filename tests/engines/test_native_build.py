@@ -149,7 +149,9 @@ needs_setuptools = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_setuptools
-@pytest.mark.parametrize("kind", [pytest.param("libraries", marks=needs_compiler), "no compiler", "sources"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("libraries", marks=[needs_compiler, pytest.mark.product]), "no compiler", "sources"]
+)
 def test_wheels_and_source_distributions(kind: str, tmp_path: Path) -> None:
     """A wheel with libraries is for this platform and any Python, one that was made without a compiler for every platform."""
     if kind == "sources":
