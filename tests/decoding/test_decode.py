@@ -60,7 +60,6 @@ def model() -> ModelRunner:
 
 
 def queue() -> list[Request]:
-    """Seven requests with lengths, settings, seeds and ends of their own."""
     penalty: Any = RepetitionPenaltyLogitsProcessor(1.3)
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (5, 14, {}),
@@ -79,9 +78,6 @@ def queue() -> list[Request]:
 
 SETTINGS = (2, 3, 4, 7, 8, 10)
 """Places in METHODS of rows that differ from an earlier one by their settings, or draft like one: slow."""
-"""Places in METHODS of what only has other settings than a row before it, or drafts as another
-row does: `make test-all` serves those, too."""
-
 
 SERVED = [
     pytest.param(llama, method, id=f"llama-{number}-{method.name}", marks=pytest.mark.slow if number in SETTINGS else [])

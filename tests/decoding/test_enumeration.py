@@ -1,9 +1,4 @@
-"""The output law of the composed loop, exactly: every outcome of every draw is explored with its weight (DESIGN section 6 b).
-
-Prefill, drafting, scoring, verification, stopping and commit are the real code on a real Llama (3 tokens, float64). The
-expected law comes from transformers' own forward and processors over every prefix. Four new tokens: one from the prefill, then
-steps that have room for two drafts.
-"""
+"""The output law of the composed loop, exactly: every outcome of every draw is explored with its weight (DESIGN, section 6)."""
 
 from dataclasses import replace
 from typing import Any
@@ -119,7 +114,6 @@ COOL: dict[str, Any] = {"warpers": [TemperatureLogitsWarper(0.5)], "temperature"
 
 
 def short(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
-    """One draft accepted or rejected, and what follows."""
     proves(llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double(), method, new=new, **settings)
 
 

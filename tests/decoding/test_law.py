@@ -19,7 +19,6 @@ def model() -> ModelRunner:
 
 
 def test_coupled_drafting_gives_the_text_of_plain_sampling(model: ModelRunner) -> None:
-    """40 seeds: same seed, same text, with drafts accepted and rejected on the way."""
     asked = [
         Request(prompt(3 + seed % 5, seed), 16, sampling=Sampling(1.3, top_p=0.9, min_p=0.02, seed=seed)) for seed in range(40)
     ]
@@ -36,7 +35,6 @@ def coupled_acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def within(count: int, chances: Tensor) -> bool:
-    """Whether a count of independent events lies within 5 standard deviations of its mean."""
     return abs(count - float(chances.sum())) < 5 * float((chances * (1 - chances)).sum().sqrt())
 
 

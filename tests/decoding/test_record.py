@@ -45,7 +45,6 @@ SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", [SKIP, Trees(nodes=8)], ids=["layerskip", "trees"])
 def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temperature: float, model: ModelRunner) -> None:
-    """The rows end at different steps, some of them on an end token inside a draft."""
     requests = asked(temperature)
     texts, _, _ = decode(Autoregressive(), model, requests)
     for index in range(3):
@@ -182,7 +181,6 @@ def test_origins_and_figures_of_a_trace_made_by_hand() -> None:
 
 
 def stepped(**given: Any) -> Step:
-    """A step of two rows, of which the second may have ended."""
     base: dict[str, Any] = {
         "tokens": [[1, 2, 3], [4]],
         "origin": [["draft", "draft", "recovered"], ["recovered"]],
@@ -212,6 +210,10 @@ def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
     assert stats.tokens_per_second == pytest.approx(12 / 4)
     summary = json.loads(json.dumps(stats.summary()))
     assert (summary["new_tokens"], summary["acceptance_histogram"]) == (12, {"0": 1, "2": 1, "4": 1})
+    total = Stats.total([stats, stats, Stats()])
+    assert (total.tokens, total.accepted, total.turns, dict(total.histogram)) == (20, 12, 4, {2: 2, 0: 2, 4: 2})
+    assert total.seconds == pytest.approx(6.0)
+    assert Stats.from_summary(total.summary()) == total
     assert (Stats().acceptance_rate, Stats().mean_acceptance_length, Stats().tokens_per_second) == (0, 1, 0)
 
 

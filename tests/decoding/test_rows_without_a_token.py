@@ -44,7 +44,6 @@ class Forbid:
 
 
 def written(model: Any, method: Any, engine: str, ids: Tensor = PROMPTS, **options: Any) -> tuple[Any, dict[int, str]]:
-    """The new tokens of every row, and the errors of rows that failed."""
     try:
         return skipstone.generate(model, ids, method, max_new_tokens=NEW, engine=engine, seed=3, **options).new_tokens, {}
     except skipstone.RowError as error:
@@ -52,7 +51,6 @@ def written(model: Any, method: Any, engine: str, ids: Tensor = PROMPTS, **optio
 
 
 def broken(token: int) -> Any:
-    """A model whose states are NaN from a token on."""
     model = families.build("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = float("nan")

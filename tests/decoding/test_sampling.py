@@ -83,7 +83,6 @@ def test_warp_is_transformers_chain_row_by_row(rows: list[Sampling], seed: int, 
 @pytest.mark.parametrize("grain", [None, 8.0, 1.0])
 @pytest.mark.parametrize("spread", [1.0, 3.0, 6.0])
 def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, grain: float | None) -> None:
-    """Rows that keep one token, some, or more than the nucleus holds, with ties and without."""
     rows = [Sampling(1.0, top_p=top_p) for top_p in (0.95, 0.9, 0.5, 0.05)] + [Sampling(0.7), Sampling(0.7, 0, 0.9, 0.1)]
     assert 4 * NUCLEUS <= 3000
     logits = spread * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(int(spread)))
@@ -117,7 +116,6 @@ def test_a_row_with_its_own_warpers_uses_them_until_it_is_released_and_leaves_it
 
 
 def test_processors_run_in_order_on_unpadded_ids_and_path() -> None:
-    """A chain whose order matters, on rows of different lengths, against transformers' own calls."""
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(2))
     prompts = [torch.tensor([3, 4, 3]), torch.tensor([7]), torch.tensor([1, 2, 1, 2, 1])]
     path = torch.tensor([[4, 5], [7, 7], [2, 0]])
@@ -160,8 +158,6 @@ def test_propose_returns_the_distribution_of_the_draft() -> None:
 
 
 class Watching(LogitsProcessor):
-    """Changes nothing that matters and keeps every text it was shown."""
-
     def __init__(self) -> None:
         self.texts: list[tuple[int, ...]] = []
 

@@ -63,14 +63,6 @@ def test_a_character_over_several_tokens_counts() -> None:
     assert "🙂" in words.decode(ids[: met.index(True) + 1])
 
 
-def test_without_the_prompt_only_what_is_written_counts() -> None:
-    words = tokenizer()
-    prompt, written = words("ab")["input_ids"], words("cd")["input_ids"]
-    ours = StopStrings(["bc"], words)
-    assert ours.completed_by_last(torch.tensor(prompt), written[:1])
-    assert not ours.without_prompt().completed_by_last(torch.tensor(prompt), written[:1])
-
-
 def test_no_call_walks_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     words, count = text_tokenizers.llama(), 12
     model, converted, walks = families.build("llama", vocab=len(words)), [], []

@@ -23,7 +23,6 @@ PROCESSORS: tuple[Any, ...] = (RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNG
 
 
 def requests(lengths: tuple[int, ...], tokens: int = 16, **sampling: Any) -> list[Request]:
-    """Rows that end at different times, one seed each."""
     return [
         Request(prompt(length, length), tokens + 3 * row, sampling=Sampling(seed=40 + row, **sampling))
         for row, length in enumerate(lengths)
@@ -31,13 +30,11 @@ def requests(lengths: tuple[int, ...], tokens: int = 16, **sampling: Any) -> lis
 
 
 def references(runner: ModelRunner, asked: list[Request]) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
-    """(what plain decoding says, the same as texts to peek at)."""
     texts, _, _ = decode(Autoregressive(), runner, asked)
     return texts, tuple(reference(request.prompt, text) for request, text in zip(asked, texts, strict=True))
 
 
 def proves(build: Any, asked: list[Request], method: Trees, check: bool = False) -> tuple[Stats, list[Step]]:
-    """Assert equality with plain decoding, and that drafts were accepted and rejected on the way."""
     runner = ModelRunner(build())
     expected, paths = references(runner, asked)
     texts, figures, steps = decode(replace(method, references=paths), runner, asked, check=check)

@@ -29,7 +29,6 @@ def double(rows: Any) -> Tensor:
 
 
 def contextual(rows: list[list[float]]) -> Table:
-    """p that depends on the whole path, order included."""
     return lambda path: rows[sum((place + 1) * (token + 1) for place, token in enumerate(path)) % len(rows)]
 
 
@@ -139,7 +138,6 @@ def assert_given_nodes_are_one_hot(rows: list[list[float]], seed: int) -> None:
 
 @pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot(examples: int) -> None:
-    """`stochastic` False: the token is given (a lookup, say)."""
     tried = given(distributions(4), st.integers(0, 10_000))(assert_given_nodes_are_one_hot)
     settings(max_examples=examples, deadline=None, derandomize=True)(tried)()
 

@@ -31,7 +31,6 @@ class Fixed(Stats):
 
 
 def messages(stats: Stats, monkeypatch: pytest.MonkeyPatch, method: Any = SKIP, warned: bool = False) -> list[str]:
-    """Of the warnings of a call whose steps cost what `stats` says."""
     monkeypatch.setattr(loop, "Stats", lambda: stats)
     monkeypatch.setattr(api, "_warned", warned)
     with warnings.catch_warnings(record=True) as caught:
