@@ -41,13 +41,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(folder: Path, tmp_path: Pa
     output, good = tmp_path / "out.jsonl", request("a", greedy("x"))
     path = write(tmp_path / "bad.jsonl", [good, "{"])
     assert_refused(run("batch", path, output, "--model", folder), "bad.jsonl, line 2: it is no JSON")
-    path = write(tmp_path / "twice.jsonl", [good, good])
-    assert_refused(run("batch", path, output, "--model", folder), "line 2: line 1 has the custom_id 'a', too")
     path = write(tmp_path / "in.jsonl", [good])
     assert_refused(run("batch", path, output, "--method", "layerskip exit_layer=99", "--model", folder), "exit_layer")
     assert_refused(run("batch", path, output, "--address", "localhost:1"), "need --ray")
     assert_refused(run("batch", path, output, "--ray", "--address", "somewhere"), "a Ray address is HOST:PORT or ray://")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "twice.jsonl"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl"]
 
 
 @pytest.mark.slow

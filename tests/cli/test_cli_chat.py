@@ -159,20 +159,16 @@ def test_another_method_reads_the_conversation_once_and_one_that_cannot_be_chang
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
-def test_a_stopped_answer_leaves_what_was_read(endless: Path, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(monkeypatch, 3)
-    result = succeed("chat", endless, *LAYERSKIP, "--max-new-tokens", 60, stdin="hi there, you\nand now?\n/stats\n")
+def test_ctrl_c_stops_the_answer_which_stays_and_not_the_program(
+    endless: Path, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "saved.json"
+    interrupt(monkeypatch, 4)
+    result = succeed("chat", endless, *LAYERSKIP, "--max-new-tokens", 60, stdin=f"hi there\nand now?\n/stats\n/save {file}\n")
     (stopped,) = re.findall(r"Stopped after (\d+) tokens, which stay", result.stderr)
     (known, prompt), first = re.findall(r"(\d+) of (\d+) prompt tokens were known", result.stderr)[0], read[0]
     assert int(known) == first + int(stopped) - 1
-    assert read == [first, int(prompt) - int(known)]
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
-def test_ctrl_c_stops_the_answer_and_not_the_program(endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "saved.json"
-    interrupt(monkeypatch, 4)
-    result = succeed("chat", endless, *LAYERSKIP, "--max-new-tokens", 60, stdin=f"hi there\nand now?\n/save {file}\n")
+    assert read == [first, int(prompt) - int(known)], "what was read and written before is not read again"
     saved = json.loads(file.read_text())
     assert [one["role"] for one in saved] == ["user", "assistant"] * 2
     partial, whole = saved[1]["content"], answered(endless, ["hi there"], most=60)[0]

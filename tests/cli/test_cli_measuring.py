@@ -107,9 +107,10 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     [
         (("bench", "run", "--task", "gsm8k", "--data-dir", "DIR"), "holds no gsm8k_test.jsonl"),
         (("bench", "run", "--allow-code-execution"), "--allow-code-execution has no effect"),
-        (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
         (("bench", "report", "RESULTS", "--pictures", "DIR", "--format", "md"), "--pictures writes pictures and nothing else"),
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
+        (("tune", "FOLDER", "--method", "adasd"), "adasd with these settings changes texts"),
+        (("tune", "FOLDER", "--method", "layerskip exit_layer=99"), "exit_layer"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:
@@ -153,17 +154,11 @@ def test_nothing_is_saved_on_request_and_a_damaged_file_counts_as_none(folder: P
         assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
 
 
-def test_what_is_wrong_is_one_sentence(folder: Path) -> None:
-    assert_refused(run("tune", folder, "--method", "adasd"), "adasd with these settings changes texts")
-    assert_refused(run("tune", folder, "--method", "layerskip exit_layer=99"), "exit_layer")
-
-
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 
 
 @pytest.fixture
 def own(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint with a method of its own, and scenes short enough for it."""
     monkeypatch.setattr(demo, "SCENES", (demo.DemoPrompt("first", "> wake me\n", 24), demo.DemoPrompt("second", "def f(", 16)))
     return variant("generation_config.json", skipstone=DEFAULT, _from_model_config=False)
 

@@ -121,9 +121,6 @@ def test_flags_are_frozen() -> None:
         assert result == {*flags.split(), "--debug"}, verb
 
 
-# the other verbs
-
-
 def test_methods_lists_and_explains_every_method_with_its_settings() -> None:
     listed = {method["name"]: method for method in json.loads(succeed("methods", "--json").stdout)}
     assert list(listed) == list(skipstone.METHODS)

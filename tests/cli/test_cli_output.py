@@ -21,7 +21,6 @@ from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, document, expec
 
 
 def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder: Path) -> None:
-    """Of the prompt's last tokens or within the chat template, if that is said."""
     result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
     assert (result.stdout, result.stderr) == (expected(folder)[1], "")
     found = document("generate", folder, "--prompt", "x" * 40 + PROMPT, "--prompt-tokens", len(PROMPT), *LAYERSKIP)
@@ -113,7 +112,6 @@ def test_sampling_repeats_with_its_seed(folder: Path) -> None:
 
 @pytest.fixture
 def interrupted(hears_ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C before the fifth step."""
     real = skipstone.stream
 
     def impatient(*arguments: Any, **options: Any) -> Any:
@@ -141,22 +139,11 @@ def test_interrupted_it_prints_what_there_is_and_exits_with_130(folder: Path) ->
     assert found["tokens"] == tokens[: len(found["tokens"])]
 
 
-def _start(*arguments: Any) -> subprocess.Popen[bytes]:
-    command, pipe = [sys.executable, "-m", "skipstone", *map(str, arguments)], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-@pytest.mark.slow
-def test_text_goes_through_pipes_untouched(folder: Path) -> None:
-    process = _start("generate", folder, *LAYERSKIP, "--max-new-tokens", 24, "--stats")
-    out, err = process.communicate(PROMPT.encode(), timeout=120)
-    assert (process.returncode, out.decode()) == (0, expected(folder)[1])
-    assert b"tokens/s" in err
-
-
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error_message(folder: Path) -> None:
-    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--ignore-eos")
+    options = (*LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", "100000", "--ignore-eos")
+    command, pipe = [sys.executable, "-m", "skipstone", "generate", str(folder), *options], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(5)

@@ -50,7 +50,6 @@ def test_what_is_told_begins_a_line_of_its_own(folder: Path, flag: str) -> None:
 
 
 def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path) -> None:
-    """The document holds the model's name, which no ASCII terminal can show."""
     named = tmp_path / "modèle 🙂"
     named.symlink_to(folder)
     arguments = ["generate", str(named), "--prompt", "x", *map(str, SHORT), "--json"]

@@ -39,7 +39,6 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def text(count: int, stop: int | None = None) -> list[int]:
-    """What the stand-in's model writes behind the prompt."""
     found, model = list(PROMPT), SimpleNamespace(vocabulary=V, wrong=1000)
     while len(found) < len(PROMPT) + count and (stop is None or found[-1] != stop):
         found.append(following(model, found))
@@ -81,19 +80,18 @@ def test_a_long_prompt_goes_in_parts(peer: Make, monkeypatch: pytest.MonkeyPatch
     assert found.tokens == text(9)
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "another vocabulary": ({"vocabulary": 96}, r"F32.gguf has 96 tokens, the model 97$"),
-    "no file": ({"file": "nothing.gguf"}, r"llama-cpp: llama.cpp cannot load nothing.gguf$"),
-    "no Python": ({"python": "/nowhere"}, r"llama-cpp: python=/nowhere: No such file"),
-    "too many drafts": ({"num_draft_tokens": 512}, "num_draft_tokens must be at most 511, found 512"),
-    "a foreign draft model": ({"drafts": {"vocabulary": 96}}, r"draft-F16.gguf has 96 tokens, .*model-F32.gguf has 97$"),
-    "no room": ({"room": False}, r"llama.cpp has no room for 4096 tokens of"),
-}
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"vocabulary": 96}, r"F32.gguf has 96 tokens, the model 97$"),
+    ({"file": "nothing.gguf"}, r"llama-cpp: llama.cpp cannot load nothing.gguf$"),
+    ({"python": "/nowhere"}, r"llama-cpp: python=/nowhere: No such file"),
+    ({"num_draft_tokens": 512}, "num_draft_tokens must be at most 511, found 512"),
+    ({"drafts": {"vocabulary": 96}}, r"draft-F16.gguf has 96 tokens, .*model-F32.gguf has 97$"),
+    ({"room": False}, r"llama.cpp has no room for 4096 tokens of"),
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_cannot_be_is_said_in_one_sentence(peer: Make, mistake: str) -> None:
-    settings, said = MISTAKES[mistake]
+@pytest.mark.parametrize(("settings", "said"), MISTAKES)
+def test_what_cannot_be_is_said_in_one_sentence(peer: Make, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         peer(**settings).check(families.cached("llama"))
 

@@ -116,7 +116,6 @@ def test_early_exit_of_transformers_is_refused_where_the_family_does_not_slice_i
 
 
 def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, monkeypatch):
-    """For the text, and what drafts and trees need beside it; of others nothing is compiled."""
     asked, engine = [], ModelRunner(llama).engine
     monkeypatch.setattr(measure, "measure", lambda *_, **__: None)
     monkeypatch.setattr(engine, "warm_up", lambda rows, slots, kv_dtype: asked.append((rows, slots, kv_dtype)), raising=False)

@@ -40,7 +40,6 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer, and a file of prompts with references."""
     place = tmp_path_factory.mktemp("bench")
     model = families.build("llama", max_position_embeddings=128)
     model.config.eos_token_id = model.generation_config.eos_token_id = 5
@@ -122,7 +121,6 @@ def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: P
 def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two samples of three prompts."""
     asked: list[tuple[str, int, int]] = []
     real = prompts.measure
 
@@ -148,9 +146,6 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
                 seed, length = 1000 * line["index"] + sample, line["prompt_tokens"][sample * turns + turn]
                 expected += [(name, seed, length) for name in order[first:] + order[:first]]
     assert asked == expected
-    for line in lines:
-        for row in line["rows"].values():
-            assert row["calls"] == len(row["texts"]) == len(row["digests"]) == len(line["prompt_tokens"])
     assert any(row["digests"][0] != row["digests"][-1] for line in lines for row in line["rows"].values())
 
 
@@ -207,7 +202,6 @@ class Stopped(BaseException):
 def test_stopped_again_and_again_it_measures_every_prompt_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first line, while settings are chosen, and between prompts."""
     real, timed, out = RunFile.add, running.measure, tmp_path / "results.jsonl"
     left = [0]
 
@@ -293,7 +287,6 @@ def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pyte
 
 
 def test_a_run_measures_the_answers_of_what_it_reports(folder: Path, tmp_path: Path) -> None:
-    """One line a task that has answers, in every format of the report; a task without says so."""
     asked = [{"prompt": "abc" * n, "reference": " the stop"} for n in (1, 2)]
     for name, records in (("mine", asked), ("bare", [{"prompt": "ab"}, {"turns": ["a", "b"], "reference": "c"}])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

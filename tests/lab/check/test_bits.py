@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def broken(runner: ModelRunner) -> set[str]:
-    """The claims that do not hold, in short."""
     return {short(title) for title, claim in BatchInvarianceCheck(runner, TEXTS).claims() if claim().fault is not None}
 
 
@@ -32,8 +31,6 @@ def short(title: str) -> str:
 
 
 class BitsOnly(Checker):
-    """The probes of bits alone."""
-
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         return self._bits()
 
@@ -55,7 +52,6 @@ def test_every_claim_holds_on_the_native_engine(name: str, dtype: torch.dtype) -
         found = claim()
         assert found.fault is None, title
         assert found.logits > 50 * 97, "so many logits of a vocabulary of 97"
-    assert claims[0][0] == "the same bits alone and in passes of 2, 3, 4, 8, 16, 33 and 64 rows"
     assert claims[0][1]().logits == 7 * 80 * 97
 
 

@@ -50,6 +50,7 @@ def assert_right(report: CheckReport) -> None:
     [
         LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
         LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
+        broken(),  # that the bugs are built on
     ],
     ids=str,
 )
@@ -62,11 +63,6 @@ def test_a_lossy_method_is_found_out() -> None:
     assert not report.passed
     assert report.findings[0].bugs == [], "plain decoding is right"
     assert report.findings[1].bugs
-
-
-@pytest.mark.slow
-def test_what_the_bugs_are_built_on_is_right() -> None:
-    assert_right(checked(broken()))
 
 
 FOUND_BY = {

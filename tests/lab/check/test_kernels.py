@@ -30,8 +30,6 @@ class Alone(nn.Linear):
 
 
 class Beside(Alone):
-    """A kernel that has another loop for more than one row."""
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + (APART if input.shape[1] > 1 else 0.0)
 
@@ -63,8 +61,6 @@ def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
     assert found["torchao Beside"].largest == pytest.approx(APART, rel=0.01)
     assert found["torchao Alone"].largest == 0.0
     assert found["torchao Beside"].sums == ROWS * len(WIDTHS) * (64 + 32 + 32 + 64 + 128 + 128 + 64)
-    assert str(found["torchao Alone"]) == "the same sums in all 21 layers"
-    assert str(found["torchao Beside"]).startswith("other sums in 7 of 7 layers, by up to 0.001 (")
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

@@ -102,13 +102,10 @@ STEPS = [
 ]
 
 
-def test_what_was_won_is_tokens_less_time_in_plain_steps() -> None:
+def test_what_was_won_is_tokens_less_time_in_plain_steps(tmp_path: Path) -> None:
     """A plain step takes 10 ms: 0, then 5 - 2 more, then 1 - 1.7 more, then nothing, four steps at once among it."""
     assert decisions.cumulative_gain(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
     lines, _ = decisions.figure(STEPS).axes
     assert [label.get_text() for label in lines.get_yticklabels()] == ["plain", "lookup", "probe"]
-
-
-def test_it_is_written(tmp_path: Path) -> None:
     decisions.save(STEPS, tmp_path / "decisions.png")
     assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")

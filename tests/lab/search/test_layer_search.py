@@ -33,7 +33,6 @@ class Clock:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model whose speeds are made up: the more sublayers are left out, the faster."""
     monkeypatch.setattr(layer_search, "time", Clock())
     monkeypatch.setattr(
         layer_search, "_decoded", lambda model, settings, skip: (1 + len(skip.attention) + len(skip.mlp) / 2, 0.5)
@@ -93,7 +92,6 @@ def test_the_best_set_is_that_of_the_best_mean_not_the_luckiest() -> None:
 
 
 def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verb on a real model, decoding and timing included; then a text with what it found."""
     monkeypatch.setattr(layer_search, "PER_DECODE", 1)
     monkeypatch.setattr(layer_search, "time", Clock())  # as many trials on every machine
     folder, out = tmp_path / "model", tmp_path / "found.json"

@@ -85,7 +85,6 @@ def plan(**more):
 
 
 def quickly(*shape, **more):
-    """Measured on fewer and shorter contexts."""
     return CALIBRATE(*shape, **{**more, "sequences": 32, "length": 48})
 
 

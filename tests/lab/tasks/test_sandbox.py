@@ -18,7 +18,6 @@ NAMED = f"import ctypes, os\nctypes.CDLL(None).prctl(15, b'{MARK}')\n"
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
 def limits(request: pytest.FixtureRequest) -> SandboxLimits:
-    """Time enough for a busy machine."""
     if request.param and not run("pass").isolated:
         pytest.skip("this system allows no namespaces")
     return SandboxLimits(seconds=20, memory_mb=256, disk_mb=1, processes=8, namespaces=request.param)
@@ -35,7 +34,6 @@ def short(limits: SandboxLimits) -> SandboxLimits:
 
 
 def marked() -> int:
-    """Running processes whose name is the mark."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -76,7 +74,6 @@ def test_a_program_passes_when_it_runs_to_its_last_line(program: str, passed: bo
 
 
 def assert_ended(program: str, reason: str, limits: SandboxLimits) -> None:
-    """The program is ended for this reason, within its time, and nothing of it lives on."""
     start = time.monotonic()
     outcome = run(NAMED + program, limits)
     assert not outcome.passed

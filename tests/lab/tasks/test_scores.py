@@ -56,7 +56,6 @@ def test_rouge_is_that_of_bigrams_and_longest_common_subsequences() -> None:
 
 @pytest.mark.parametrize(("samples", "passed"), [(5, 0), (5, 2), (5, 5)])
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(samples: int, passed: int) -> None:
-    """By enumeration of all draws of k samples."""
     for k in range(1, samples + 1):
         draws = list(itertools.combinations([1] * passed + [0] * (samples - passed), k))
         assert scores.pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))

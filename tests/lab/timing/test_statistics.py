@@ -8,7 +8,6 @@ from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, rate, repe
 
 
 def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> IntervalEstimate:
-    """The paired ratio of two pooled rates."""
     return (rate(tokens, seconds, **more) / rate(base_tokens, base_seconds, **more)).estimate()
 
 

@@ -36,7 +36,6 @@ def group_of(path: Path, found: list[dict[str, Any]]) -> MeasurementGroup:
 
 
 def cells_of(table: tables.Table) -> dict[str, dict[str, str]]:
-    """Name of a row -> column -> cell."""
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from skipstone.decoding.draft import Step
-from skipstone.decoding.stats import Stats
 from skipstone.lab.bench.report import compare, report, tables
 from skipstone.lab.bench.report.aggregate import groups
 from tests.helpers.results import lines, written
@@ -50,17 +48,6 @@ def test_figures_by_hand(results: Path) -> None:
     assert own["equal"] == {"autoregressive": 2, "hf-generate": 2}
     assert own["scores"] == {"exact_match": pytest.approx(1 / 3)}
     assert group.figures("hf-early-exit", group.lines) is None
-
-
-def test_statistics_of_several_calls_are_pooled() -> None:
-    calls = [Stats(), Stats(), Stats()]
-    for one, accepted in zip(calls, (0, 4, 4), strict=True):
-        origin = ["draft"] * accepted + ["bonus"]
-        one.add(Step([[5] * (accepted + 1)], [origin], [4], [4], [accepted], [0], seconds_draft=0.5))
-    total = Stats.total(calls)
-    assert (total.tokens, total.accepted, total.draft_steps, total.turns, total.seconds_draft) == (11, 8, 12, 3, 1.5)
-    assert dict(total.histogram) == {0: 1, 4: 2}
-    assert Stats.from_summary(total.summary()) == total
 
 
 def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
