@@ -86,6 +86,9 @@ class Place:
         lines = self.http.post(path, json={**body, "stream": True}).text.splitlines()
         return [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
 
+    def choices(self, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+        return [choice for chunk in self.chunks(body, path) for choice in chunk["choices"]]
+
     def counted(self, name: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
@@ -197,6 +200,16 @@ def with_template(folder: Path) -> Path:
     shutil.copytree(NANO, path, ignore=shutil.ignore_patterns("heads"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
+
+
+def without_run(value: Any) -> Any:
+    """An answer without the parts that belong to one run of a server: ids, times, and what was cached or drafted."""
+    if isinstance(value, list):
+        return [without_run(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    run = ("id", "created", "created_at", "cached_tokens", "input_tokens_details", "prompt_tokens_details")
+    return {name: without_run(inner) for name, inner in value.items() if name not in (*run, "completion_tokens_details")}
 
 
 @contextmanager

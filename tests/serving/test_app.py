@@ -149,6 +149,7 @@ def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
         ({"prompt": "a", "temperature": "hot"}, "temperature: "),
         ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "digit"),
         ({"prompt": "a", "max_tokens": 10**6}, "tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 needs echo"),
         ({"prompt": "a" * 300_000}, "characters"),
         ({"prompt": [10**6]}, "out of range"),
         ({"prompt": "a", "stop": [""]}, "stop"),
@@ -368,21 +369,10 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_the_model(nano: InThread
     assert info["text_offset"] == [len("".join(texts[:place])) for place in range(len(ids) + 1)]
 
 
-def test_the_answer_begins_with_its_prompt_and_goes_on_as_without(nano: InThread) -> None:
-    body = {"prompt": [TEXT, "import os\n"], "n": 2, "max_tokens": 12, "temperature": 0}
-    plain = nano.http.post("/v1/completions", json=body).json()["choices"]
-    for more in ({}, {"logprobs": 0}):
-        echoed = nano.http.post("/v1/completions", json={**body, **more, "echo": True}).json()["choices"]
-        prompts = [text for text in body["prompt"] for _ in range(2)]
-        assert [one["text"] for one in echoed] == [text + one["text"] for text, one in zip(prompts, plain, strict=True)]
-    assert nano.at_work() == 0
-
-
 MARKED = "é x 你好 😀\n"
 
 
 def test_offsets_are_places_in_the_text(nano: InThread, loaded: Any) -> None:
-    """Of a token that goes on with a character: the character's."""
     tokenizer = loaded[1]
     ids = tokenizer(MARKED)["input_ids"]
     assert ids[0] in tokenizer.all_special_ids
@@ -406,20 +396,20 @@ def test_a_character_that_the_prompt_begins_and_the_answer_ends_is_whole(nano: I
         echoed = {**body, "echo": True, "logprobs": 0}
         choice = nano.http.post("/v1/completions", json=echoed).json()["choices"][0]
         assert choice["text"] == tokenizer.decode([*begin, first, token], skip_special_tokens=True)
-        assert "".join(chunk["text"] for chunk in streamed(nano, echoed)) == choice["text"]
+        assert "".join(chunk["text"] for chunk in nano.choices(echoed)) == choice["text"]
         assert choice["logprobs"]["text_offset"][-1] == place
 
 
-def streamed(nano: InThread, body: dict[str, Any]) -> list[dict[str, Any]]:
-    return [choice for chunk in nano.chunks(body) for choice in chunk["choices"]]
-
-
 @pytest.mark.parametrize("new", [0, 9])
-def test_a_stream_tells_the_prompt_first_and_comes_to_the_same(nano: InThread, new: int) -> None:
-    body = {"prompt": [TEXT, "import os\n"], "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 1}
-    whole = nano.http.post("/v1/completions", json=body).json()["choices"]
-    chunks = streamed(nano, body)
-    for index, prompt in enumerate(body["prompt"]):
+def test_an_echo_is_the_prompt_and_what_is_written_without_it_streamed_too(nano: InThread, new: int) -> None:
+    prompts = [TEXT, "import os\n"]
+    body: dict[str, Any] = {"prompt": prompts, "n": 2, "max_tokens": new, "temperature": 0, "logprobs": 1}
+    plain = [one["text"] for one in post(nano, **body).json()["choices"]] if new else [""] * 4
+    body["echo"] = True
+    whole = post(nano, **body).json()["choices"]
+    assert [one["text"] for one in whole] == [prompts[place // 2] + text for place, text in enumerate(plain)]
+    chunks = nano.choices(body)
+    for index, prompt in enumerate(text for text in prompts for _ in range(2)):
         own = [chunk for chunk in chunks if chunk["index"] == index]
         assert own[0]["text"] == prompt
         assert "".join(chunk["text"] for chunk in own) == whole[index]["text"]
@@ -445,6 +435,3 @@ def test_of_no_new_tokens_there_is_the_prompt(nano: InThread, loaded: Any) -> No
     info = post(nano, **body).json()["choices"][0]["logprobs"]
     assert (info["token_logprobs"][0], len(info["tokens"])) == (None, 2)
     assert nano.at_work() == 0
-    answer = nano.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
-    assert answer.status_code == 400
-    assert "max_tokens=0 needs echo" in refusal(answer)

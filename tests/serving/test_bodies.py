@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 import skipstone
-from tests.helpers.served import InThread, in_thread, refusal, with_template
+from tests.helpers.served import InThread, in_thread, refusal, with_template, without_run
 
 openai = pytest.importorskip("openai")
 from openai.types import completion_create_params as texts  # noqa: E402
@@ -42,20 +42,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
         yield running
 
 
-def without_ids(value: Any) -> Any:
-    if isinstance(value, list):
-        return [without_ids(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    moment = ("id", "created", "created_at", "input_tokens_details", "prompt_tokens_details")
-    return {name: without_ids(inner) for name, inner in value.items() if name not in moment}
-
-
 @pytest.mark.parametrize("url", PARAMS)
 def test_null_is_the_same_as_leaving_a_field_out(served: InThread, url: str) -> None:
     names = sorted({one for kind in PARAMS[url] for one in nullable(kind)})
     assert "temperature" in names
-    same = without_ids(served.http.post(url, json=BODIES[url]).json())
+    same = without_run(served.http.post(url, json=BODIES[url]).json())
     for name in names:
         response = served.http.post(url, json={**BODIES[url], name: None})
         if (url, name) == ("/v1/completions", "prompt"):
@@ -63,7 +54,7 @@ def test_null_is_the_same_as_leaving_a_field_out(served: InThread, url: str) -> 
         elif name in BODIES[url]:  # the text may have other tokens without these
             assert response.status_code == 200
         else:
-            assert without_ids(response.json()) == same, name
+            assert without_run(response.json()) == same, name
 
 
 def test_null_is_absent_in_streams(served: InThread) -> None:
@@ -180,11 +171,8 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(served: In
         assert "128" in refusal(response)
 
 
-UNREADABLE = {b"": "no body", b'{"prompt": "\xff"}': "UTF-8", b"[" * 100_000: "deep"}
-
-
 def test_a_body_that_cannot_be_read_is_told_why(served: InThread) -> None:
-    for content, cause in UNREADABLE.items():
+    for content, cause in ((b"", "no body"), (b'{"prompt": "\xff"}', "UTF-8"), (b"[" * 100_000, "deep")):
         response = served.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert response.status_code == 400
         assert cause in refusal(response)

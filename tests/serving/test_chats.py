@@ -285,7 +285,6 @@ FORMATS = {
     "items": (written("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}"), AS_OBJECT),
     "concatenated": (written("{{ call['function']['name'] + '\\n' + call['function']['arguments'] }}"), AS_TEXT),
     "printed": (written("{{ call.function.arguments }}"), AS_TEXT),
-    "joined with ~": (written("{{ call.function.name ~ call.function.arguments }}"), AS_TEXT),
     "a text or an object": (
         written(
             "{% if call.function.arguments is string %}{{ call.function.arguments }}"
@@ -319,8 +318,6 @@ CHAT = [
 ]
 FAILURES = {
     "TypeError": "{{ messages + 1 }}",
-    "ZeroDivisionError": "{{ 1 // (messages | length - 1) }}",
-    "UndefinedError": "{{ messages[0].nothing.more }}",
     "refused on purpose": "{{ raise_exception('refused on purpose') }}",
     "RecursionError": "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
     "OverflowError": "{{ 'a' * 10 ** 30 }}",

@@ -125,7 +125,6 @@ def test_the_services_of_compose_fit_each_other() -> None:
 
 
 def exported_labels(loaded: Any) -> dict[str, set[str]]:
-    """Every sample of /metrics after a request -> its labels."""
     with without_socket(Server(lambda: loaded, ServerSettings(max_num_seqs=2, drain_seconds=5))) as client:
         body = {"prompt": "def add(a, b):\n    return a + b\n" * 3, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         for method in ("auto", {"method": "layerskip", "exit_layer": 6}):

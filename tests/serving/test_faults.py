@@ -125,6 +125,9 @@ def test_hostile_schemas_end_and_stall_nobody(nano: InThread) -> None:
     other, answers = asyncio.run(scenario())
     result = {name: answer.status_code for name, answer in zip(SCHEMAS, answers, strict=True)}
     assert result == {name: 400 if name in REFUSED else 200 for name in SCHEMAS}
+    endless = dict(zip(SCHEMAS, answers, strict=True))
+    for name in ("an intersection of patterns", "many patterns of names"):
+        assert "the schema takes more than 2 s of a processor" in refusal(endless[name])
     assert max(other.gaps) < LONGEST / 4
     nano.until_idle(LONGEST)
 

@@ -66,7 +66,6 @@ def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(
 
 
 def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threading.Event) -> None:
-    """Whatever the moment: a request that was taken ends."""
     raw = families.build("llama", max_position_embeddings=8192)
     for count in (1, 2, 5, 20, 60):
         deadly.clear()
@@ -101,8 +100,6 @@ CUDA = "CUDA error: an illegal memory access was encountered"
 def jobs_of_a_failing_device(
     monkeypatch: pytest.MonkeyPatch, *errors: Exception | None
 ) -> tuple[ModelThread, list[RequestEnd]]:
-    """What requests of one token each come to, asked for one after the other, where the step of each raises an error, or
-    none."""
     own, left, over, ended = DecodingLoop.step, list(errors), threading.Semaphore(0), list[RequestEnd]()
 
     def step(decoder: DecodingLoop) -> Step:
@@ -149,7 +146,6 @@ def test_a_device_that_fails_twice_in_a_row_ends_the_thread_and_no_other_error(
 
 @pytest.mark.slow
 def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() -> None:
-    """Though it may drain for long, and somebody has sent half a request and says no more."""
     served, body = Process("--drain-timeout", "600", module="tests.helpers.dying"), {**LONG, "stream": True}
     try:
         served.start()

@@ -45,7 +45,6 @@ def answers(url: str) -> bool:
 
 
 def streamed(url: str, body: dict[str, Any], begun: threading.Event, path: str = "/v1/completions", **more: Any) -> list[str]:
-    """The data of a stream's events. begun: is set when the first one has come."""
     result = []
     with httpx.stream("POST", f"{url}{path}", json={**body, "stream": True}, timeout=SLOW, **more) as response:
         assert response.status_code == 200
@@ -63,8 +62,7 @@ def clients() -> Iterator[ThreadPoolExecutor]:
 
 
 def served_by(load: Any, drain: float, scenario: Callable[[str], Any], clients: ThreadPoolExecutor) -> Any:
-    """What a scenario that runs in a thread comes to. It ends the server by a signal. The server has the main thread, as
-    signals go there."""
+    """Run a scenario in a thread. It ends the server by a signal, which goes to the main thread."""
     server = Server(load, ServerSettings(max_num_seqs=2, drain_seconds=drain))
 
     def guarded(url: str) -> Any:

@@ -80,7 +80,6 @@ def write_all(model_thread: ModelThread, heard: Heard, *requests: PendingRequest
 
 
 def assert_written(raw: Any, heard: Heard, *requests: PendingRequest) -> None:
-    """Every text is whole, and that of `skipstone.generate`."""
     for pending in requests:
         assert heard.ended[pending].reason == LENGTH
         assert heard.tokens[pending] == written(raw, pending.method, pending.request.prompt, pending.request.max_new_tokens)
@@ -140,7 +139,6 @@ def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_coll
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
-    """Requests with ever new settings: as many groups as are allowed, and the memory of the others is freed."""
     heard, groups = Heard(), weakref.WeakSet[Any]()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)
     for count in range(1, 2 * MAX_BATCH_GROUPS):
@@ -153,7 +151,6 @@ def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
 
 
 def held_bytes(group: BatchGroup) -> int:
-    """What a group's stores hold, as these say it."""
     return sum(store.bytes() + store.state_histories.bytes() for _, store in group.loop.session.stores)
 
 
@@ -308,7 +305,6 @@ def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) 
 
 
 def group_texts(group: BatchGroup, *requests: PendingRequest) -> list[list[int]]:
-    """The tokens of requests that a group writes together."""
     texts: dict[PendingRequest, list[int]] = {pending: [] for pending in requests}
     group.send = lambda pending, event: texts[pending].extend(event.tokens) if isinstance(event, StepOutput) else None
     for pending in requests:

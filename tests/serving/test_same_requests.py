@@ -54,7 +54,6 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def described(value: Any) -> Any:
-    """A value with all that is in it, to be compared with others."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, StopStrings):
@@ -96,7 +95,6 @@ def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: 
 
 
 def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -> None:
-    """Ask for one text by Python, HTTP, a batch and the command line, in this order."""
     model, words = families.build("llama"), tokenizer()
     model.generation_config = GenerationConfig(**{"eos_token_id": 1, "pad_token_id": 0, **own})
     options, body, flags = ASKED[asked]
@@ -123,7 +121,6 @@ def test_a_model_s_own_settings_count_in_all_ways(own: str, seen: list[Request],
 
 
 def same(seen: list[Request], count: int = 4, *, is_greedy: bool = False) -> Any:
-    """So many requests, all of them alike. Returns the first."""
     result = [described(one) for one in seen]
     if is_greedy:  # the command line draws a seed, and nothing is drawn with it
         for one in result:

@@ -33,13 +33,8 @@ def server(pieces: Any) -> Iterator[InThread]:
 
 @pytest.fixture
 def worlds(pieces: Any) -> dict[str, Any]:
-    """A body whose answer is " world" in each of three tokens."""
     token = pieces.convert_tokens_to_ids("▁world")
     return {"max_tokens": 3, "temperature": 0, "logit_bias": {str(token): 100}}
-
-
-def streamed(server: InThread, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    return [choice for chunk in server.chunks(body, path) for choice in chunk["choices"]]
 
 
 def test_a_completion_keeps_its_first_space(server: InThread, worlds: dict[str, Any]) -> None:
@@ -47,7 +42,7 @@ def test_a_completion_keeps_its_first_space(server: InThread, worlds: dict[str, 
         body = {"prompt": "Hello", **worlds, **more}
         choices = server.http.post("/v1/completions", json=body).json()["choices"]
         assert [one["text"] for one in choices] == [begin + " world world world"] * more.get("n", 1)
-        chunks = streamed(server, "/v1/completions", body)
+        chunks = server.choices(body, "/v1/completions")
         for choice in choices:
             own = [one["text"] for one in chunks if one["index"] == choice["index"]]
             assert "".join(own) == choice["text"]
@@ -59,7 +54,7 @@ def test_a_chat_keeps_its_first_space_and_tells_it(server: InThread, worlds: dic
     body = {"messages": [{"role": "user", "content": "Hello"}], **worlds, "logprobs": True, "top_logprobs": 3}
     choice = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert choice["message"]["content"] == " world world world"
-    assert "".join(one["delta"].get("content") or "" for one in streamed(server, "/v1/chat/completions", body)) == (
+    assert "".join(one["delta"].get("content") or "" for one in server.choices(body, "/v1/chat/completions")) == (
         " world world world"
     )
     for one in choice["logprobs"]["content"]:

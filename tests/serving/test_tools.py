@@ -15,7 +15,6 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}'
 
 
 def read(text: str, size: int | None = None) -> tuple[str, list[tuple[str, str]]]:
-    """What is shown of a text that comes in pieces of a size, and the calls."""
     calls, size = ToolCallParser(NAMES), size or max(len(text), 1)
     shown = "".join(calls.add(text[place : place + size]) for place in range(0, len(text), size)) + calls.rest()
     return shown, [(one.name, one.arguments) for one in calls.found]

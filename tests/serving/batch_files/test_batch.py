@@ -18,7 +18,7 @@ from skipstone.serving.batch_files.journal import Journal, count_errors, expect_
 from skipstone.serving.batch_files.request_lines import RequestFile
 from skipstone.serving.scheduler import Scheduler
 from tests.helpers.batches import CHATS, RESPONSES, greedy, many, read, request, texts, write
-from tests.helpers.served import in_thread, with_template
+from tests.helpers.served import in_thread, with_template, without_run
 
 TURNS = [{"role": "user", "content": "add two numbers"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -72,16 +72,6 @@ def answer(loaded: LoadedModel, folder: Path, requests: list[Any], name: str = "
     return output
 
 
-def moment(value: Any) -> Any:
-    """The same without what belongs to one run of a server."""
-    if isinstance(value, list):
-        return [moment(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    run = ("id", "created", "created_at", "prompt_tokens_details", "completion_tokens_details", "cached_tokens")
-    return {key: moment(inner) for key, inner in value.items() if key not in run}
-
-
 def test_answers_are_those_of_the_server(chats: LoadedModel, tmp_path: Path) -> None:
     result = read(answer(chats, tmp_path, KINDS))
     assert [one["custom_id"] for one in result] == [one["custom_id"] for one in KINDS]
@@ -89,7 +79,7 @@ def test_answers_are_those_of_the_server(chats: LoadedModel, tmp_path: Path) -> 
         for asked, one in zip(KINDS, result, strict=True):
             expected = served.http.post(asked["url"], json=asked["body"])
             assert expected.status_code == one["response"]["status_code"] == 200, one
-            assert moment(one["response"]["body"]) == moment(expected.json())
+            assert without_run(one["response"]["body"]) == without_run(expected.json())
             assert one["error"] is None
     called = result[6]["response"]["body"]["choices"][0]["message"]["tool_calls"]
     assert called[0]["id"].startswith("call_")
@@ -164,7 +154,6 @@ def test_a_model_whose_thread_dies_ends_the_run_which_goes_on_to_the_same_bytes(
 def test_a_step_that_fails_for_one_line_fails_no_other(
     nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step of several texts is ended by one of them: each is asked once more by itself."""
     requests, step = [request(f"r{place}", greedy(f"def f{place}(")) for place in range(6)], Scheduler._run_step
     poison = nano.tokenizer(requests[3]["body"]["prompt"])["input_ids"]
 
