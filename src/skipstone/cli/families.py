@@ -4,7 +4,7 @@ import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.options import AS_JSON, argument, option
-from skipstone.utils.settings_files import did_you_mean
+from skipstone.utils.spelling import did_you_mean
 
 COLUMNS = ("type", "support", "engines", "why not")
 SUPPORT = ("tested", "derived", "refused")

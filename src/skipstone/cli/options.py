@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skipstone.cli import terminal
-from skipstone.utils.settings_files import did_you_mean
+from skipstone.utils.spelling import did_you_mean
 
 
 def option(

@@ -11,7 +11,6 @@ import typer
 from skipstone.cli.files import expect_folder
 from skipstone.cli.model_options import DEVICE, DTYPES, expect_model
 from skipstone.cli.options import AS_JSON, OptionGroup, argument, option, takes_groups
-from skipstone.utils.settings_files import mapping
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
 SHAPES, PRESETS = ("1B", "8B", "70B"), ("quick", "paper")  # those of skipstone.train, which would import torch
@@ -105,6 +104,8 @@ def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_rec
         if not file.is_file():
             raise FileNotFoundError(2, missing, str(file))
         if is_recipe:
+            from skipstone.utils.settings_files import mapping
+
             mapping(file)
     expect_folder(data_dir)
     if absent := [name for name in PACKAGES if find_spec(name) is None]:

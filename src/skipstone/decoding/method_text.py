@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipstone.decoding.settings import LAYERS, METHODS, parse_value
-from skipstone.utils.settings_files import did_you_mean
+from skipstone.utils.spelling import did_you_mean
 
 
 class MethodMissing(ValueError):

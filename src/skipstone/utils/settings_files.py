@@ -1,13 +1,13 @@
 """Settings in YAML and JSON files. A setting that is unknown, given twice or of the wrong type is an error."""
 
 import json
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from skipstone.utils.spelling import did_you_mean
 
 
 class SettingsPart(BaseModel):
@@ -75,10 +75,3 @@ def first_fault(error: ValidationError) -> str:
     said = first["msg"].removeprefix("Value error, ")
     found = "" if first["type"] == "value_error" else f" (found {first.get('input')!r:.80})"  # our own sentences say it
     return f"{where}: {said}{found}".removeprefix(": ")
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A clause with the known word most similar to an unknown one; empty if none is similar."""
-    plain = {word.lower().replace("_", "-"): word for word in known}
-    close = get_close_matches(str(name).lower().replace("_", "-"), plain, n=1, cutoff=0.65)
-    return f" (did you mean {plain[close[0]]!r}?)" if close else ""

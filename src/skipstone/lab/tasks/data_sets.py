@@ -12,7 +12,7 @@ from skipstone.lab.tasks import scores
 from skipstone.lab.tasks.sandbox import run
 from skipstone.lab.tasks.task import DatasetLocation, Record, ScoreRule, Task
 from skipstone.utils.records import HubRecords
-from skipstone.utils.settings_files import did_you_mean
+from skipstone.utils.spelling import did_you_mean
 
 SELF = "self"  # the prompts of this package
 BEGINNING = 32  # words of a story in the prompt

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from skipstone.utils.settings_files import did_you_mean
+from skipstone.utils.spelling import did_you_mean
 
 
 @dataclass(frozen=True)
