@@ -27,7 +27,6 @@ FIRST = DraftLayers(tuple(range(EXIT)), 4, drafts=5)
 
 
 def exported(model: PreTrainedModel, keeps: DraftLayers, folder: Path) -> PreTrainedModel:
-    """A draft, written by skipstone and read by transformers alone."""
     write_draft(ModelRunner(model, "eager"), support.tokenizer(), keeps, folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=model.config._attn_implementation)
 
@@ -69,7 +68,6 @@ def test_its_logits_are_those_of_the_early_exit(name: str, tied: bool, tmp_path:
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
 @torch.no_grad()
 def test_it_is_the_model_that_was_built_short(name: str, tmp_path: Path) -> None:
-    """The reference of the conformance suite: a config of EXIT layers from the start, and the weights copied into it."""
     expected = conformance.truncated(name)
     found = exported(families.cached(name), FIRST, tmp_path / "draft")
     assert found.state_dict().keys() == expected.state_dict().keys()
@@ -189,14 +187,6 @@ def test_a_set_of_layers_that_are_never_empty_is_refused(tmp_path: Path) -> None
         torch.testing.assert_close(exported(model, FIRST, tmp_path / "draft")(IDS).logits, early(model, EXIT), rtol=0, atol=0)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    model = families.build("llama")
-    runner = ModelRunner(model, "eager")
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(ValueError, match="the weights are quantised"):
-        write_draft(runner, support.tokenizer(), FIRST, tmp_path / "draft")
-
-
 @pytest.mark.parametrize("fault", ["windows", "weights"])
 def test_an_export_that_computes_something_else_is_not_written(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,8 +211,13 @@ def test_an_export_that_computes_something_else_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_left_alone_and_quantised_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
+    model = families.build("llama")
     with pytest.raises(FileExistsError, match="overwrites nothing"):
-        exported(families.cached("llama"), FIRST, tmp_path)
+        exported(model, FIRST, tmp_path)
     assert (tmp_path / "notes").read_text() == "mine"
+    runner = ModelRunner(model, "eager")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError, match="the weights are quantised"):
+        write_draft(runner, support.tokenizer(), FIRST, tmp_path / "draft")

@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from skipstone import ExitHeads
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import DraftLayers, write_draft
 from skipstone.methods.adadecode.heads import new_card
+from skipstone.methods.auto import saved_profile
 from skipstone.methods.drafting.layer_sets import save_profile
-from tests.helpers.machine import llama
+from tests.helpers.machine import llama, prompt
 from tests.helpers.support import tokenizer
 
 OWN = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
@@ -57,6 +59,17 @@ def profile_file(path: Path) -> Path:
     """A layer set without the attention of layer 2 and the MLP of layer 3."""
     save_profile(path, target().model, {"speed": 1.25, "trials": 7}, [2], [3], "me/target")
     return path
+
+
+def tuned_file(cache: Path, about: dict[str, Any]) -> Path:
+    """What `auto` has learnt of the target, as `skipstone tune` keeps it in a cache."""
+    from skipstone.lab.search.tune import tune
+
+    model = target()
+    *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKIPSTONE_CACHE", str(cache))
+        return saved_profile.save_profile(model, found.policy, found.identities, about)
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -12,16 +12,14 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 import skipstone
-from skipstone.lab.search.tune import tune
 from skipstone.methods.adadecode.heads import load_heads
-from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.methods.drafting.layer_sets import load_profile
 from skipstone.models import fetching
 from skipstone.models.fetching import HubName, hub_name
 from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt
-from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
+from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target, tuned_file
 from tests.helpers.settings import QUIET
 
 pytestmark = QUIET
@@ -108,11 +106,7 @@ def test_a_layer_set_by_its_hub_id(method: str, hub: Hub, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile that `auto` has learnt of the target, with the name of a machine that is not this one."""
-    model = target()
-    *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SKIPSTONE_CACHE", str(tmp_path_factory.mktemp("tuned")))
-        path = save_profile(model, found.policy, found.identities, {})
+    path = tuned_file(tmp_path_factory.mktemp("tuned"), {})
     held = json.loads(path.read_text())
     held["key"]["node"] = "elsewhere"
     path.write_text(json.dumps(held))
@@ -161,7 +155,6 @@ FILES = {"heads": "exit_heads.json", "layer set": "profile.json", "tuned": "tune
 
 
 def refusal(what: str, name: str) -> str:
-    """One sentence of moderate length."""
     with pytest.raises(OSError) as caught:
         LOADS[what](name)
     message = str(caught.value)

@@ -17,11 +17,9 @@ import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import DraftLayers, write_draft
 from skipstone.export.hub.card import MARK
-from skipstone.methods.auto.saved_profile import save_profile
 from skipstone.utils.files import read_lines
 from tests.helpers.hub import Hub, Repo
-from tests.helpers.machine import prompt
-from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
+from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target, tuned_file
 from tests.helpers.support import tokenizer
 from tests.helpers.training import recipe
 
@@ -33,17 +31,6 @@ def pushed(repo: Repo) -> dict[str, bytes]:
 
 def card(repo: Repo) -> str:
     return repo.files["README.md"].decode()
-
-
-def tuned_file(folder: Path) -> Path:
-    """What `auto` has learnt of the target, as `skipstone tune` keeps it."""
-    from skipstone.lab.search.tune import tune
-
-    model = target()
-    *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SKIPSTONE_CACHE", str(folder / "cache"))
-        return save_profile(model, found.policy, found.identities, {"speed_up": 1.5})
 
 
 MADE: dict[str, Callable[[Path], Path]] = {
@@ -124,28 +111,19 @@ def test_a_run_tells_its_recipe_its_data_and_its_last_figures(hub: Hub, tmp_path
     assert "## Training" not in card(hub.repos["me/other"]), "that run is another one's"
 
 
-def test_heads_tell_their_figures_and_their_model(hub: Hub, tmp_path: Path) -> None:
-    before = {"divergence": 0.5, "agreement": 0.25}
-    figures = {"before": before, "divergence": 0.125, "agreement": 0.75, "sure": 0.5, "right": 1.0}
-    training = {"epochs": 3, "prompts": ["a", "b"], "mixed_precision": None, "model_revision": "c" * 40}
-    folder = heads_folder(tmp_path / "heads", name="org/base", metrics={"2": figures}, training=training)
-    skipstone.push(folder, "me/heads")
-    said = card(hub.repos["me/heads"])
-    assert "| 2 | 0.5 -> 0.125 | 0.25 -> 0.75 | 0.5 | 1 |" in said
-    assert "| base model | org/base |" in said
-    assert f"| revision of the base model | {'c' * 40} |" in said
-    assert f"| fingerprint of the model | {target().fingerprint} |" in said
-    assert "| prompts | a, b |" in said
-    assert "base_model:" not in said, "no card names a repository that may be a folder"
-
-
 def test_a_base_model_of_the_hub_is_linked_with_its_licence(hub: Hub, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "base")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# mine\n")
+    figures = {"before": {"divergence": 0.5, "agreement": 0.25}, "divergence": 0.125, "agreement": 0.75}
+    heads = heads_folder(tmp_path / "heads", name="org/base", metrics={"2": figures | {"sure": 0.5, "right": 1.0}})
+    skipstone.push(heads, "me/early-heads")
+    said = card(hub.repos["me/early-heads"])
+    assert "| 2 | 0.5 -> 0.125 | 0.25 -> 0.75 | 0.5 | 1 |" in said
+    assert f"| fingerprint of the model | {target().fingerprint} |" in said
+    assert "base_model:" not in said, "no card names a repository that may be a folder"
     skipstone.push(folder, "org/base")
     assert hub.repos["org/base"].files["README.md"] == (folder / "README.md").read_bytes(), "a user's own card"
     skipstone.load("org/base")
-    heads = heads_folder(tmp_path / "heads", name="org/base")
     skipstone.push(heads, "me/heads")
     assert "base_model: org/base" in card(hub.repos["me/heads"])
     assert "\nlicense:" not in card(hub.repos["me/heads"]), "its card does not lie here"
@@ -171,7 +149,7 @@ def test_a_draft_tells_which_layers_of_which_model_it_is(hub: Hub, tmp_path: Pat
 
 
 def test_a_tuned_profile_leaves_without_the_name_of_the_machine(hub: Hub, tmp_path: Path) -> None:
-    path = tuned_file(tmp_path)
+    path = tuned_file(tmp_path / "cache", {"speed_up": 1.5})
     here = json.loads(path.read_text())
     skipstone.push(path, "me/tuned")
     there = json.loads(hub.repos["me/tuned"].files["tune.json"])
