@@ -15,7 +15,7 @@ from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 
 pytestmark = QUIET
-NEW = 12
+NEW, IDS = 12, torch.tensor([[1, 2, 3]])
 METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 QV = ["q_proj", "v_proj"]
 INSIDE: dict[str, peft.PeftConfig] = {
@@ -99,8 +99,11 @@ def test_an_adapter_outside_the_modules_is_refused_by_name(adapter: str) -> None
     model = adapted(config)
     for attempt in (
         lambda: ModelRunner(model),
-        lambda: skipstone.generate(model, torch.tensor([[1, 2, 3]]), METHOD, max_new_tokens=2),
+        lambda: skipstone.generate(model, IDS, METHOD, max_new_tokens=2),
         lambda: skipstone.enable(model, METHOD),
     ):
         with pytest.raises(ValueError, match=words):
             attempt()
+    if adapter.endswith("tuning"):
+        with pytest.raises(ValueError, match=words):
+            model.generate(input_ids=IDS, custom_generate=skipstone.custom_generate(METHOD), max_new_tokens=2)

@@ -1,7 +1,6 @@
 """Every private name of transformers, torch and Python that src uses exists. Its use is tested where src uses it."""
 
 import ast
-import functools
 from _thread import RLock
 from pathlib import Path
 from typing import Any
@@ -31,53 +30,32 @@ SET_LATER = {"_pad_token_tensor", "_eos_token_tensor", "_hf_hook"}
 """By `model.generate`, and by accelerate where it places a module."""
 
 
-@functools.cache
-def trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))]
+REPLACED = {"_attn_implementation", "_load_from_checkpoint", "_modules"}
+"""Defined by src in the place of transformers' or torch's own."""
 
 
-def own_names() -> set[str]:
-    """Private names that src defines itself: functions, classes, module and class variables, attributes of self.
-    Not those that it defines in the place of transformers' own."""
-    names: set[str] = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+def foreign_names() -> set[str]:
+    """Private names that src looks up on any object: by attribute, by getattr, in a dictionary. Not those that it defines."""
+    used, own = set[str](), set[str]()
+    for node in (node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         match node:
-            case (
-                ast.FunctionDef(name=name)
-                | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name)
-                | ast.AnnAssign(target=ast.Name(id=name))
-            ):
-                names.add(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.Assign(targets=targets):
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
-            case _:
-                pass
-    return names - {"_attn_implementation", "_load_from_checkpoint", "_modules"}
-
-
-def used_names() -> set[str]:
-    """Private names that src looks up on any object: by attribute, by getattr, in a dictionary."""
-    names: set[str] = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
-        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                own.add(name)
             case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):
                 pass  # documented, for all its underscore
-            case ast.Attribute(attr=name):
-                names.add(name)
+            case ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name))):
+                used.add(name)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                names.add(name)
-            case ast.Subscript(slice=ast.Constant(value=str(name))):
-                names.add(name)
+                used.add(name)
             case _:
                 pass
-    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+    return {name for name in used - (own - REPLACED) if name.startswith("_") and not name.startswith("__")}
 
 
 def test_this_file_names_every_private_name_that_src_uses_and_they_exist() -> None:
-    assert used_names() - own_names() == SET_LATER.union(*(names for _, names in PRIVATE))
+    assert foreign_names() == SET_LATER.union(*(names for _, names in PRIVATE))
     assert not [name for owner, names in PRIVATE for name in names if not hasattr(owner, name)]
     overridden = ("training_step", "set_initial_training_values", "_get_output_dir", "_save_checkpoint")
     assert all(hasattr(transformers.Trainer, name) for name in overridden), "by LayerSkipTrainer"

@@ -113,7 +113,6 @@ def test_words_are_not_held_back_by_a_clean_up(name: str) -> None:
 
 
 def test_all_who_write_a_text_behind_a_prompt_write_its_first_space(capsys: pytest.CaptureFixture[str]) -> None:
-    """`generate`, the command line and a conversation, with a tiny model whose tokenizer is Llama 2's."""
     tokenizer, plain = TOKENIZERS["llama-2"](), resolve("autoregressive")
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     model: Any = families.build("llama", vocab=len(tokenizer), eos_token_id=2)

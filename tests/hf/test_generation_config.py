@@ -114,14 +114,8 @@ def test_a_batch_does_not_begin_with_them(tmp_path: Path) -> None:
 
 def test_a_replacement_keeps_the_ids_and_the_method_of_the_model() -> None:
     model = families.build("llama")
-    fields = {
-        "eos_token_id": [1, 5],
-        "pad_token_id": 0,
-        "temperature": 0.5,
-        "do_sample": True,
-        "skipstone": {"method": "jacobi"},
-    }
-    model.generation_config = GenerationConfig(**fields)
+    ids: dict[str, Any] = {"eos_token_id": [1, 5], "pad_token_id": 0}
+    model.generation_config = GenerationConfig(temperature=0.5, do_sample=True, skipstone={"method": "jacobi"}, **ids)
     replace_defaults(model, {}, {})
     own: Any = model.generation_config
     assert (own.eos_token_id, own.pad_token_id, own.temperature, own.do_sample) == ([1, 5], 0, None, None)
@@ -143,7 +137,6 @@ def test_an_override_that_does_not_exist_is_refused_with_what_was_meant() -> Non
 
 
 def test_stop_strings_of_the_model_work_in_a_server() -> None:
-    """The text is that of `skipstone.generate`, the string included."""
     model, words = skipstone.load(None)
     options: dict[str, Any] = {"tokenizer": words, "max_new_tokens": 20}
     free: Any = skipstone.generate(model, "def add(a, b):", "autoregressive", **options)

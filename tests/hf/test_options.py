@@ -79,6 +79,13 @@ def test_every_field_of_the_installed_transformers_is_in_the_table_and_has_a_cas
     assert set(supported) == {name for name, reason in FIELDS.items() if reason is None}
 
 
+@contextmanager
+def own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "generation_config", config)
+        yield
+
+
 def call_with(route: str, model: PreTrainedModel, name: str) -> None:
     """Decode with a refused field set in one of the places where it can be set."""
     prompt, config = families.prompts(1)[0][None], copy.deepcopy(model.generation_config)
@@ -88,8 +95,7 @@ def call_with(route: str, model: PreTrainedModel, name: str) -> None:
     elif route == "generation_config":
         skipstone.generate(model, prompt, SKIP, generation_config=config, max_new_tokens=4)
     elif route == "the model's own":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model, "generation_config", config)
+        with own_config(model, config):
             skipstone.generate(model, prompt, SKIP, max_new_tokens=4)
     else:
         model.generate(prompt, generation_config=config, custom_generate=skipstone.custom_generate(SKIP), max_new_tokens=4)
@@ -127,18 +133,6 @@ def test_an_unknown_field_of_transformers_is_refused_and_a_note_of_the_model_is_
         refuse_fields({"top_h": 0.5})
 
 
-# how fast a tiny model runs is no matter here
-
-
-@contextmanager
-def own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    before, model.generation_config = model.generation_config, config
-    try:
-        yield
-    finally:
-        model.generation_config = before
-
-
 @functools.cache
 def said_without(base: tuple[tuple[str, Any], ...], lengths: tuple[int, ...]) -> list[list[int]]:
     return [alone(families.cached("llama"), prompt, **dict(base)) for prompt in prompts_of(lengths)]
@@ -168,7 +162,6 @@ def test_a_field_changes_the_text_as_in_transformers_on_every_route(name: str, m
 
 @pytest.mark.parametrize("name", LAW)
 def test_a_field_changes_the_law_as_in_transformers(name: str, model: PreTrainedModel) -> None:
-    """The distribution the first tokens are drawn from is transformers' own."""
     prompt = families.prompts(1)[0]
     options = {**SAMPLING, **LAW[name], "max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     theirs = model.generate(prompt[None], **options).scores[0].softmax(-1)
