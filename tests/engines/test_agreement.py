@@ -55,7 +55,6 @@ def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name
 
 @pytest.mark.parametrize("damage", [None, '{"family": {"x": 1}}', "[]", "no JSON"])
 def test_what_was_verified_is_kept_on_the_disk(damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process does not verify the family again. A damaged file is made anew."""
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(recognition, "_KNOWN", {})
     ModelRunner(families.build("llama", vocab=53), "eager")

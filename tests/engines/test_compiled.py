@@ -113,7 +113,6 @@ def test_a_graph_is_compiled_when_its_shape_is_first_met() -> None:
 
 
 def test_passes_that_compile_are_counted() -> None:
-    """tests/test_cuda.py: those that record, too."""
     model = families.build("llama")
     engine, runner, counted = engine_of(model), ModelRunner(model, "compiled"), list[int]()
     for width in (3, 3, 4, 5, 5):
@@ -193,7 +192,6 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
 
 @pytest.mark.slow
 def test_new_weights_are_read_and_old_graphs_freed() -> None:
-    """In place, and in the place of the old ones."""
     model: Any = families.build("llama")
     layer, other = model.model.layers[1], families.build("llama", seed=5)
 
@@ -216,7 +214,6 @@ def test_new_weights_are_read_and_old_graphs_freed() -> None:
 
 @pytest.mark.slow
 def test_inductor_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles C++ for half a minute."""
     monkeypatch.setenv(BACKEND_VARIABLE, "inductor")
     model, prompts = families.build("llama"), families.prompts(3)
     for method in map(method_of, ("autoregressive", "layerskip")):

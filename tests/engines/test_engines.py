@@ -44,14 +44,12 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native engine runs every model."""
     monkeypatch.setattr(choice, "why_not", lambda *_: None)
     monkeypatch.setattr(choice, "NativeEngine", Native)
 
 
 @pytest.fixture
 def unable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native engine runs no model."""
     monkeypatch.setattr(choice, "why_not", lambda *_: REASON)
 
 

@@ -95,7 +95,6 @@ def test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(
 
 @torch.inference_mode()
 def poison(store: KVCache, dice: torch.Generator) -> None:
-    """NaN in the trash, large numbers in every slot that holds nothing committed."""
     for buffer in (*store.keys, *store.values):
         if buffer is not None:
             buffer[:, :, store.trash] = float("nan")
@@ -159,7 +158,6 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", slow_except((METHODS[0], METHODS[2], METHODS[-1]), METHODS), ids=lambda method: method.name)
 def test_no_step_copies_a_cache(method: Method) -> None:
-    """After a long prompt, nothing that a step makes is as large as the keys of one layer and row."""
     runner, request = ModelRunner(llama(hidden=256)), Request(prompt(300), 12)
     decoder = start(peeking(method, runner, [request]), runner, [request])
     decoder.step()

@@ -108,7 +108,6 @@ def texts(name: str, engine: str) -> Output:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_graphs_computed_so_write_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mistake in either, the texts are others."""
     as_on_a_gpu(monkeypatch)
     expected = texts(name, "eager").new_tokens
     assert expected is not None

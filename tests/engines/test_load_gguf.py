@@ -97,7 +97,6 @@ def test_a_file_that_is_cut_off_is_said_to_be(share: float, path: Path) -> None:
 
 @pytest.mark.parametrize("packed", slow_except([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
-    """Unpacked weights are plain: every engine runs them."""
     path = written(tmp_path / "tiny.gguf", families.cached("llama"), packed)
     ids = torch.tensor([[5, 17, 3, 60, 22]])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()

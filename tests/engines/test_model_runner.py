@@ -68,7 +68,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def wrong(changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes of a family's facts; reaches by their names."""
     facts = {key: value for key, value in changes.items() if key != "reaches"}
     if "reaches" in changes:
         facts["reaches"] = tuple("full" if one == AttentionReach() else "sliding" for one in changes["reaches"])
@@ -97,7 +96,6 @@ def test_a_wrong_fact_is_noticed_and_refused_with_the_measured_difference(
 
 @pytest.mark.parametrize("name", slow_except(NAMES[::3], NAMES))
 def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
-    """Rows of different lengths, and invalid nodes."""
     model, nodes, dice = families.cached(name), 24, random.Random(3)
     prompts = families.prompts(3)
     decoder = start(Autoregressive(), ModelRunner(model), [Request(prompt, 40) for prompt in prompts])

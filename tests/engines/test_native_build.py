@@ -48,12 +48,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def built(folder: Path, *names: str) -> list[Path]:
-    """Build the folder's sources beside them."""
     return build.build(names, folder, ["-O0"], csrc=folder / "csrc")
 
 
 def found(folder: Path, requested: str | None = None) -> library.LibrarySearchResult:
-    """The library that this machine's CPU loads from a folder."""
     return library.find(folder, library.features(), requested)
 
 

@@ -92,7 +92,6 @@ def test_the_largest_logits_are_those_of_a_sort(count: int) -> None:
 
 @pytest.mark.parametrize("row", [Sampling(1.0, 10), Sampling(1.0, 0, 0.5)], ids=["top-k", "top-p"])
 def test_what_the_engine_leaves_to_its_caller(row: Sampling) -> None:
-    """A tie of the last token that is kept and the first one that is not, and rows that have no distribution."""
     noise, position = Noise(torch.tensor([1, 2])), torch.tensor([3, 4])
     ordinary = torch.linspace(0, 9, 300)[None].repeat(2, 1)
     before = drawn(ordinary, [row, row], noise, position).tolist()
@@ -107,7 +106,6 @@ def test_what_the_engine_leaves_to_its_caller(row: Sampling) -> None:
 
 @pytest.mark.parametrize("wish", [{"top_k": 12, "top_p": 0.9}, {"top_p": 0.9}], ids=["top-k", "top-p"])
 def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
-    """Rows that sample draw through the engine; where it leaves one, the draw is that of the distribution."""
     asked: list[bool] = []
     draw = engine().engine.draw
     assert draw is not None
@@ -133,7 +131,6 @@ def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
-    """Beside a greedy row, a large top-k and a row with a warper of its own, which the engine leaves to torch."""
     own = Sampling(1.0, seed=3)
     others = [Sampling(0.0), Sampling(1.0, 150), Sampling(1.0, warpers=[TypicalLogitsWarper(0.9)]), Sampling(0.8, 5), None]
     draw, path = engine().engine.draw, torch.empty(2, 0, dtype=torch.long)

@@ -26,7 +26,6 @@ Found = np.ndarray
 
 
 def libraries() -> list[Any]:
-    """The libraries of all levels that this CPU has."""
     found = [library.find(build.HERE, library.features(), name).library for name in levels()]
     return [declare(one) for one in found if one is not None]
 

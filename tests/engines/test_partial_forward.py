@@ -87,7 +87,6 @@ def test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(build: Any, a
 @pytest.mark.parametrize("build", MODELS)
 @torch.inference_mode()
 def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> None:
-    """Ragged random trees with invalid nodes, rows of different lengths, a dead row; half of the way up, then to the top."""
     dice = random.Random(1)
     for _ in range(4):
         b = bench(build())
@@ -125,7 +124,6 @@ class Counted(ModelRunner):
 
 @torch.inference_mode()
 def test_every_token_goes_through_every_layer_once_and_restart_repeats_all() -> None:
-    """Drafting at depth 2 and scoring the rest costs what one full pass costs; the ablation pays the draft again."""
     b = bench(llama())
     counted: Any = Counted(b.runner.model)
     b.session.view.model = counted

@@ -34,13 +34,11 @@ LISTS = {
 
 
 def states(model: Any, rows: int = 3) -> Tensor:
-    """[rows, 2, d'], as the LM head reads them."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, 2, model.get_output_embeddings().weight.shape[1], generator=generator).to(model.dtype)
 
 
 def assert_rows(runner: ModelRunner, exactly: bool = False, head: Any = None) -> None:
-    """Of every list, twice: when its rows are copied, and from the copy."""
     normed = states(runner.model).to(runner.dtype)
     whole = runner.project(normed, head)
     share = 1e-4 if runner.model.dtype == torch.float32 else 2e-2

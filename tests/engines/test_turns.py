@@ -55,7 +55,6 @@ def fresh(epsilon: float) -> Any:
 
 
 def plain_text(epsilon: float, tokens: int) -> list[list[int]]:
-    """What transformers makes of IDS."""
     return fresh(epsilon).generate(IDS, max_new_tokens=tokens, do_sample=False)[:, IDS.shape[1] :].tolist()
 
 
@@ -78,7 +77,6 @@ def test_a_thread_that_releases_the_lock_goes_behind_those_that_wait() -> None:
 
 @round_robin(engine=ENGINES, other=["layerskip", "swift", "adadecode", "speculative", "prompt_lookup", "auto"])
 def test_threads_on_one_model_get_the_texts_that_they_get_alone(engine: str, other: str) -> None:
-    """Methods share the model, its engine's buffers, and what they learn of it; a draft model writes texts of its own."""
     model = families.build("llama")
     methods = [ROWS[name].method("llama", 4, "standard") for name in ("autoregressive", "layerskip", other)]
     second = getattr(methods[-1], "draft_model", None) or model
@@ -111,7 +109,6 @@ def test_a_paused_stream_blocks_nobody(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_streamer_that_nobody_reads_to_its_end_disturbs_no_later_call(engine: str) -> None:
-    """As in a notebook: `enable`, stream in a thread, stop reading, and call `generate` again."""
     model: Any = skipstone.enable(families.build("llama"), "layerskip exit_layer=2", engine=engine)
     expected = model.generate(IDS, max_new_tokens=100)
     streamer = TextIteratorStreamer(tokenizer())

@@ -57,7 +57,6 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 def assert_unchanged(call: Callable[[], Any]) -> None:
-    """A call returns the same under every change."""
     expected = call()
     for change, context in CHANGES.items():
         with context():
@@ -65,7 +64,6 @@ def assert_unchanged(call: Callable[[], Any]) -> None:
 
 
 def texts(model: Any, method: Any, engine: str, **options: Any) -> list[list[int]]:
-    """A greedy text and a sampled one."""
     common = {"max_new_tokens": 12, "seed": 3, "engine": engine, **options}
     found = [skipstone.generate(model, PROMPT, method, **common, **more) for more in ({"do_sample": False}, SAMPLED)]
     return [one.new_tokens[0] for one in found if one.new_tokens]
@@ -76,20 +74,13 @@ def usual(family: str, name: str, engine: str) -> list[list[int]]:
     return texts(families.build(family), ROWS[name].method(family, 4, "standard"), engine)
 
 
-OTHERS = {
-    "phimoe": "layerskip",
-    "gemma3n_text": "layerskip",
-    "xglm": "prompt_lookup",
-    "ministral3": "layerskip",
-    "qwen3_next": "layerskip",
-}
+OTHERS = {"xglm": "prompt_lookup", **dict.fromkeys(("phimoe", "gemma3n_text", "ministral3", "qwen3_next"), "layerskip")}
 """Types with modules that create tensors without a device or a dtype."""
 CELLS = [*(("llama", *pair) for pair in product(METHODS, ENGINES)), *((*pair, "eager") for pair in OTHERS.items())]
 
 
 @pytest.mark.parametrize(("family", "name", "engine"), slow_except([cell for cell in CELLS if cell[1] in FAST][:4], CELLS))
 def test_defaults_change_no_text(family: str, name: str, engine: str) -> None:
-    """Each change meets the first use of a model, too: its family is derived and its engine made under the changed default."""
     expected, method = usual(family, name, engine), ROWS[name].method(family, 4, "standard")
     for change in ("bfloat16", "meta context") if name in FAST and family == "llama" else CHANGES:
         model = families.build(family)
@@ -100,7 +91,6 @@ def test_defaults_change_no_text(family: str, name: str, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_changed_default_between_two_calls_changes_no_text(engine: str) -> None:
-    """Buffers that were made before are used after: store, rotary tables, a prompt of several hundred tokens."""
     model, options = families.build("llama"), {"max_new_tokens": 4, "engine": engine, "do_sample": False}
     assert_unchanged(lambda: skipstone.generate(model, PROMPT.repeat(20), "autoregressive", **options).new_tokens)
 
@@ -134,7 +124,6 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["square", "low_rank"])
 def test_trained_heads_see_no_changed_default(tmp_path: Path, kind: Any, engine: str) -> None:
-    """They are read from their files in the first call of a model."""
     heads = ExitHeads(new_card(ModelRunner(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
     with torch.no_grad():
         for number, weight in enumerate(heads.parameters()):

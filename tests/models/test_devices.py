@@ -13,7 +13,6 @@ import torch
 
 import skipstone
 from skipstone.cli import main
-from skipstone.engines.eager.patches import ForwardPatch
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.methods import METHODS
@@ -38,7 +37,6 @@ EVERY = [*METHODS, "layerskip, some tokens", "adasd, some tokens"]
 
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The pretended devices, and weights on them."""
     monkeypatch.setattr(unsupported, "KNOWN_TENSORS", (*unsupported.KNOWN_TENSORS, There))
     with pretended_devices():
         yield
@@ -58,7 +56,6 @@ def device_map(model: Any, places: list[str]) -> dict[str, str]:
 
 
 def spread(name: str, where: str) -> Any:
-    """A family's model over several pretended devices."""
     model = families.build(name)
     model.config._experts_implementation = "eager"  # another one is chosen by the type of the device
     main_device, places = PLACES[where]
@@ -168,21 +165,6 @@ def test_the_native_engine_says_why_it_does_not_run_such_a_model(tmp_path: Path)
     with pytest.raises(ValueError, match="engine='native' cannot run this model"):
         ModelRunner(model, "native")
     assert ModelRunner(model, "eager").engine.detail.endswith("cpu, weights on cpu and offloaded")
-
-
-def test_disable_leaves_accelerates_hooks_where_they_were(tmp_path: Path) -> None:
-    model, ids = offloaded(tmp_path), families.prompts(1)[0][None]
-
-    def forwards() -> dict[str, Any]:
-        return {name: module.__dict__.get("forward") for name, module in model.named_modules() if name}
-
-    before = forwards()
-    skipstone.enable(model, "self_speculative skip_attention=1 skip_mlp=2", engine="eager")
-    text = model.generate(ids, max_new_tokens=FEW, do_sample=False)
-    assert any(isinstance(one, ForwardPatch) for one in forwards().values())
-    skipstone.disable(model)
-    assert forwards() == before
-    assert torch.equal(model.generate(ids, max_new_tokens=FEW, do_sample=False), text)
 
 
 def test_the_command_line_takes_a_device_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,6 @@ SCALED = ("llama", "gemma2", "cohere")
 
 
 def sampled(model: PreTrainedModel, prompt: Tensor, seed: int, temperature: float, new: int) -> list[int]:
-    """Plain sampling by transformers' own forward with our noise."""
     ids, noise = prompt[None], Noise(torch.tensor([seed]))
     for _ in range(new):
         with torch.no_grad():
@@ -143,16 +142,12 @@ QUICK = ("deepseek_v3", "gpt_oss")
 """Types in which something is unlike all others."""
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER))
-def test_a_further_type_is_derived_and_verified(name: str) -> None:
+@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER, full=()))
+def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
     runner = ModelRunner(families.cached(name), "eager")
     assert len(runner.reaches) == runner.depth == len(runner.family.rotary)
     mixed = len(set(runner.reaches)) == 2
     assert mixed == (len({*layer_types(runner.config)} - {*RECURRENT}) == 2 or name == "gpt_neo")
-
-
-@pytest.mark.parametrize("name", slow_except(QUICK, families.FURTHER, full=()))
-def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
     out = greedy(families.cached(name), rows=2)
     assert out.stats is not None
     assert out.stats.drafted > 0

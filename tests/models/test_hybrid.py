@@ -63,7 +63,6 @@ CELLS = [
 
 @pytest.mark.parametrize(("name", "method"), slow_except([("lfm2", method) for method in FAST], CELLS))
 def test_the_text_is_that_of_generate(name: str, method: str) -> None:
-    """One row, whose prompt is read in chunks, and three rows."""
     prompts, expected = texts_of(name, 3 if name in MAIN else 2)
     for rows, options in ((1, {"prefill_chunk_size": 4}), (3, {})):
         out = support.decode(families.cached(name), prompts[:rows], METHOD[method](name), max_new_tokens=NEW, **options)
@@ -87,7 +86,6 @@ def test_a_sampled_text_does_not_depend_on_what_was_drafted(name: str) -> None:
 
 
 def rolled_back(name: str) -> None:
-    """Many steps with rejections leave states that equal those of the committed text."""
     runner, requests = ModelRunner(families.cached(name)), [Request(prompt, 20) for prompt in texts_of(name)[0]]
     with torch.inference_mode():
         _, stats, _ = decode(METHOD["layerskip"](name), runner, requests, check=True)
@@ -95,7 +93,6 @@ def rolled_back(name: str) -> None:
 
 
 def verified(name: str) -> None:
-    """The verification of a model finds no difference."""
     assert support.differing_place(families.cached(name)) is None
 
 
@@ -156,7 +153,6 @@ def test_a_base_that_lags_is_moved_and_says_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_a_base_never_lags_far_behind() -> None:
-    """Whatever is rejected, a history holds a bounded number of tokens."""
     model, store = ModelRunner(families.cached("lfm2")), KVCache(1, 4, 400)
     ids = torch.randint(1, 97, (1, 400), generator=torch.Generator().manual_seed(1))
     longest = 0

@@ -67,7 +67,6 @@ def random_parents(dice: random.Random, rows: int, width: int) -> list[list[int]
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_scoring_pass_sees_what_the_definition_says(shape: str, window: int | None) -> None:
-    """Ragged rows, dead rows and invalid nodes: every entry of the mask against the definition, and every slot written."""
     dice = random.Random(f"{shape} {window}")
     seen_both = set()
     for _ in range(25):

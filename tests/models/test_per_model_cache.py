@@ -14,13 +14,10 @@ def test_a_value_is_made_once_per_model_and_key_and_again_where_it_holds_no_long
     assert memo.get(other, "a", lambda: [3]) == [3]
     assert memo.get(one, "a", lambda: [4], holds=lambda value: value == [2]) == [4]
     assert memo.known(one) == {"a": [4]}
-
-
-def test_of_more_values_than_may_be_kept_the_one_asked_for_longest_ago_goes() -> None:
-    memo, model = PerModelCache[int](max_values=2), Model()
+    few = PerModelCache[int](max_values=2)
     for key in (1, 2, 1, 3):
-        memo.get(model, key, lambda key=key: 10 * key)
-    assert memo.known(model) == {1: 10, 3: 30}
+        few.get(one, key, lambda key=key: 10 * key)
+    assert few.known(one) == {1: 10, 3: 30}, "the value that was used longest ago goes"
 
 
 def test_of_values_that_take_more_bytes_than_allowed_the_oldest_go_and_the_last_one_stays() -> None:

@@ -39,7 +39,6 @@ def method_of(name: str) -> Any:
 
 @functools.cache
 def expected(name: str) -> list[int]:
-    """What the quantised model writes by itself."""
     ids = prompt(LENGTH, seed=1)[None]
     return quantised.build(name).generate(ids, max_new_tokens=NEW, do_sample=False)[0, LENGTH:].tolist()
 
@@ -69,7 +68,6 @@ def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> N
 @pytest.mark.skipif(library.missing() is not None, reason="no native engine")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_native_engine_says_why_and_the_fingerprint_is_of_the_quantised_weights(name: str) -> None:
-    """Kernels that repack their weights when they first run have done so."""
     model = quantised.build(name)
     (kernel,) = quantised_checkpoints.kernels(model)
     words = f"is quantised ({kernel}), and the native engine reads plain weights only"

@@ -93,7 +93,6 @@ def rank(number: int, port: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both processes."""
     folder, port = save(families.build("llama"), tmp_path_factory.mktemp("two")), free_port()
     assert in_processes(rank, (0, port, folder), (1, port, folder), timeout=60) == [0, 0]
     return [json.loads((folder / f"{number}.json").read_text()) for number in (0, 1)]
@@ -184,16 +183,8 @@ def test_torchrun_starts_the_command_and_one_text_is_printed(tmp_path: Path, cap
     model, logs = save(families.build("llama"), tmp_path / "model"), tmp_path / "logs"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--log-dir", str(logs), "--redirects", "3"]  # the output of each process goes to files of its own
-    generate = [
-        "generate",
-        str(model),
-        "--prompt",
-        "ab the stop",
-        "--max-new-tokens",
-        "8",
-        "--method",
-        "layerskip exit_layer=2",
-    ]
+    generate = ["generate", str(model), "--prompt", "ab the stop"]
+    generate += ["--max-new-tokens", "8", "--method", "layerskip exit_layer=2"]
     command = [*torchrun, "-m", "skipstone", *generate, "--stats", "--tp", "auto"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,6 @@ def own_logits(model: Any) -> Tensor:
 
 
 def assert_current(model: Any, change: Change, engine: str | None = None, quantize: str | None = None) -> None:
-    """Copies from before a change are not used behind it."""
     before, _ = logits(model, engine, quantize), fingerprint(model)
     change(model)
     after, fresh = logits(model, engine, quantize), copy.deepcopy(model)
@@ -261,7 +260,6 @@ OF_MODULES: dict[str, tuple[str, Change]] = {
 @NATIVE_ONLY
 @pytest.mark.parametrize("number", OF_MODULES)
 def test_numbers_that_a_family_computes_with_are_the_modules_own(number: str) -> None:
-    """Modules of another kind run on the eager engine."""
     name, change = OF_MODULES[number]
     model = families.build(name)
     before = logits(model, "native")
