@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector skips everything that is imported by now, and runs less often: it took an eighth of the time."""
+    """The garbage collector skips everything that is imported by now, and runs less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

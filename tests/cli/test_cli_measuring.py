@@ -74,6 +74,7 @@ def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypa
     assert json.loads(result.stdout)["method"]["exit_layer"] == 1
 
 
+@pytest.mark.slow
 def test_costs_are_shown_and_measured_once(folder: Path) -> None:
     first = document("costs", folder, "--batch", 1, "--batch", 2)
     assert [table["batch"] for table in first["batches"]] == [1, 2]
@@ -86,6 +87,7 @@ def test_costs_are_shown_and_measured_once(folder: Path) -> None:
     assert document("costs", folder, "--batch", 1, "--again")["fresh"]
 
 
+@pytest.mark.slow
 def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:
     shown = succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html").stdout
     assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3", "4"]
@@ -193,6 +195,7 @@ def test_what_cannot_be_shown_is_refused_and_texts_that_differ_are_called_differ
     assert document("demo", own)["scenes"][1]["identical"] is False
 
 
+@pytest.mark.slow
 def test_without_a_model_the_bundled_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SCENES", demo.SCENES[:1])
     result = document("demo")

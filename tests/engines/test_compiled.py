@@ -60,7 +60,7 @@ CELLS = [
     for index, (family, name) in enumerate(product(FAMILIES, METHODS))
     for way in ((0, 1) if family == "llama" else (index % 2,))
 ]
-FAST = [("llama", name, index % 2) for index, name in enumerate(("autoregressive", "swift", "adadecode", "layerskip"))]
+FAST = [("llama", name, index % 2) for index, name in enumerate(("swift", "layerskip"))]
 TREE_WITH_SINKS = [cell for cell in CELLS if cell[:2] == ("gpt_oss", "recycle")]
 
 

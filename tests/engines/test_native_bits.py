@@ -145,6 +145,7 @@ def test_ties_go_to_even_numbers_and_a_nan_stays_one() -> None:
 
 
 @round_robin(name=FAMILIES, seed=range(3))
+@pytest.mark.slow
 def test_errors_are_those_of_float32(name: str, seed: int) -> None:
     model, vocab = shaped(name, seed)
     model = model.to(DTYPES[seed])

@@ -98,6 +98,7 @@ def test_our_own_loader_reads_the_same_model(name: str, tmp_path: Path) -> None:
 
 
 @round_robin(rule=RULES, begins=[False, True])
+@pytest.mark.slow
 def test_the_tokenizer_is_in_the_file(rule: str, begins: bool, tmp_path: Path) -> None:
     model, tokenizer = plain("llama"), byte_level(rule, begins)
     folder = tmp_path / "pair"

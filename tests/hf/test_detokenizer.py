@@ -52,7 +52,7 @@ def pieces(detokenizer: Detokenizer, tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("special", [False, True], ids=["", "special"])
 @pytest.mark.parametrize("name", ["nano", *TOKENIZERS])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_the_pieces_are_what_the_tokenizer_decodes_the_whole_to(name: str, special: bool, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(name)

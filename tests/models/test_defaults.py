@@ -99,6 +99,7 @@ def test_a_changed_default_between_two_calls_changes_no_text(engine: str) -> Non
 @pytest.mark.parametrize(
     "options", [{"bad_words_ids": [[5], [6, 7]], "typical_p": 0.9}, {"min_new_tokens": 4, "eos_token_id": [5, 6]}]
 )
+@pytest.mark.slow
 def test_processors_of_transformers_see_no_changed_default(engine: str, options: dict[str, Any]) -> None:
     model = families.build("llama")
     assert_unchanged(lambda: texts(model, LayerSkip(2, 4), engine, **options))
@@ -123,6 +124,7 @@ def test_text_prompts_and_enabled_models_see_no_changed_default() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["square", "low_rank"])
+@pytest.mark.slow
 def test_trained_heads_see_no_changed_default(tmp_path: Path, kind: Any, engine: str) -> None:
     heads = ExitHeads(new_card(ModelRunner(families.build("llama")), (2,), kind, 4 if kind == "low_rank" else None))
     with torch.no_grad():

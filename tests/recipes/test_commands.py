@@ -17,6 +17,8 @@ import pytest
 from recipes.data import commands
 from recipes.data.commands import NORMALISED, Example, Speaker, exact_match, examples, grammar, score
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(commands.__file__)
 # Of the first 100 training examples of seed 0. It changes with the tables and with nothing else, least of all with the machine.
 DIGEST = "07d69588f8c04b6d2beeb9e39f70ee8b3ffc87bed09210ba2c984e9a3782dfd9"

@@ -22,6 +22,8 @@ from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip.arguments import read
 from tests.helpers.pairwise import slow_except
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
 MOST_BYTES = 24_000_000
 MOST_BYTES_OF_HEADS = 1_000_000

@@ -20,6 +20,8 @@ from skipstone.train.layerskip.arguments import read
 from skipstone.train.layerskip.run import run
 from tests.helpers.training import recipe
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "recipes" / "measure" / "nano_results.py"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from recipes.measure.scaling import MOST_TURNS, Fleet, Service, Simulation, Workload, rate_for
 
+pytestmark = pytest.mark.slow
+
 ALIKE = Service({1: 1.0, 64: 64.0}, 1e9)
 """A token a second for every text, however many there are: rows are then servers of their own."""
 ALONE = Workload(rate=1.0, turns=1.0, first=0.0, more=0.0, written=1.0, pause=0.0)

@@ -403,6 +403,7 @@ def check_random(write: OutputText, count: int, methods: list[str], coupled: lis
 
 
 @pytest.mark.usefixtures("untried")
+@pytest.mark.slow
 def test_random_schemas_give_one_text_whatever_drafts(write: OutputText) -> None:
     check_random(write, 5, ["recycle", "layerskip exit_layer=6"], COUPLED[:1])
 

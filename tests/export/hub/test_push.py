@@ -23,6 +23,8 @@ from tests.helpers.parcels import draft_folder, everything, heads_folder, model_
 from tests.helpers.support import tokenizer
 from tests.helpers.training import recipe
 
+pytestmark = pytest.mark.slow
+
 
 def pushed(repo: Repo) -> dict[str, bytes]:
     """The files of the main branch beside the card and what the hub itself makes."""

@@ -11,6 +11,8 @@ from skipstone.lab.timing import measure
 from skipstone.lab.timing.measure import MethodBackend, options_for
 from tests.helpers import families, support
 
+pytestmark = pytest.mark.slow
+
 ENGINES = [
     HFGenerate(),
     HFGenerateStatic(),

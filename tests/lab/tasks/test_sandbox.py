@@ -12,6 +12,8 @@ import pytest
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.sandbox import SandboxLimits, run
 
+pytestmark = pytest.mark.slow
+
 MARK = f"mark-{os.getpid()}"  # at most 15 letters; another one for every worker of pytest
 NAMED = f"import ctypes, os\nctypes.CDLL(None).prctl(15, b'{MARK}')\n"
 

@@ -63,7 +63,8 @@ class Dice:
         self.kinds: list[str] = []
 
     def decide(self, policy: Policy, matches: Sequence[int] = (), can_replay: bool = True) -> Decision:
-        kind = self.dice.choice([PLAIN, PROBE, *policy.drafters] + [LOOKUP] * any(matches))
+        kinds = [PLAIN, PROBE, *policy.drafters] + [LOOKUP] * any(matches)
+        kind = min(kinds, key=lambda kind: (self.kinds.count(kind), self.dice.random()))  # each as often as any other
         self.kinds.append(kind)
         thresholds = tuple(sorted(self.dice.random() ** 3 for _ in range(self.dice.randrange(6))))
         chances = [self.dice.random() * 0.6 for _ in range(3)]

@@ -37,6 +37,7 @@ def pieces(text: str) -> list[str]:
 @example("  \n\t \r\n 12 ١٢ Ⅷ é e\u0301 \U0001f600\U0001f468\u200d\U0001f469 \x00\ufeff")
 @example(" ,")
 @example("don 't . , !")  # what clean_up_tokenization_spaces would change
+@pytest.mark.slow
 def test_nothing_is_lost(text: str) -> None:
     assert TOKENIZER.decode(bare(text)) == text
     assert TOKENIZER.decode(bare(text, split_special_tokens=True)) == text
