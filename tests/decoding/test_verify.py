@@ -281,7 +281,7 @@ def test_leviathan_treats_every_row_as_it_would_alone() -> None:
 
 
 def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
-    """p = q accepts everything that may be accepted: the walk ends at the barred node, whose place is drawn from p."""
+    """p = q accepts every node but the barred one. The walk ends there and draws a token from p."""
     q = torch.full((1, 3, 4), 0.25, dtype=torch.double)
     draft = Draft(torch.tensor([[0, 1, 2]]), torch.ones(1, 3, dtype=torch.bool), None, q=q)
     draft.candidate = torch.tensor([[True, False, True]])

@@ -53,7 +53,7 @@ def method_of(method: str, family: str = "llama") -> Any:
 
 
 FURTHER = ["gpt_oss", "deepseek_v3", "phimoe"]
-"""Sinks of attention, latent keys and values, experts whose router computes much: next to the usual families."""
+"""Sinks of attention, latent keys and values, and experts with a large router: next to the usual families."""
 FAMILIES, WAYS = [*families.NAMES, *FURTHER], ((3, SAMPLING[0]), (1, SAMPLING[1]))
 CELLS = [
     (family, name, way)

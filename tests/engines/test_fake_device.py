@@ -69,7 +69,7 @@ def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool,
 
 
 IN_LISTS = {"falcon": 2, "falcon_new": 2}
-"""Families whose modelling code in transformers indexes with lists, [-1] and [-2], which a GPU waits for: how often a layer."""
+"""Transformers indexes with lists ([-1], [-2]) in these families. A GPU waits for that: how often in each layer."""
 LLAMA = [("llama", *cell) for cell in product([*METHODS, *VARIANTS], (4, 1), (False, True))]
 OTHERS = [(family, "early_exit", 4, False) for family in families.NAMES if family != "llama"]
 FAST = [*(("llama", "layerskip", 4, True), ("llama", "swift", 1, False), ("llama", "recycle", 4, False))]

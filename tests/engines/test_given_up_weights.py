@@ -1,4 +1,4 @@
-"""Models whose weights were given up for the native engine's copy: their values, what still runs, and the memory saved."""
+"""Models that gave up their weights for the native engine's copy: their values, what still runs, and the memory saved."""
 
 import copy
 import gc

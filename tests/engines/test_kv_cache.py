@@ -20,7 +20,7 @@ from tests.helpers.trees import Trees, reference
 
 
 def filled() -> KVCache:
-    """A store whose first 20 slots hold random numbers, in two of three layers."""
+    """A store with random numbers in the first 20 slots of two of three layers."""
     store, slots = KVCache(2, 3, 600), torch.arange(20).expand(2, -1)
     store.reserve(20)
     view = store.view(Pass(slots, slots, None, slice(0, 2), 20, 0))

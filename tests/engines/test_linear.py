@@ -55,7 +55,7 @@ def test_it_pays_for_plain_float32_linears_with_mkl_only(monkeypatch: pytest.Mon
         pass
 
     class Odd(torch.Tensor):
-        """As torchao's, which keeps nn.Linear and whose tensors call themselves float32."""
+        """Like a weight of torchao: the module stays nn.Linear, and the dtype says float32."""
 
     plain, others = nn.Linear(3, 3), [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double(), Own(3, 3), nn.ReLU()]
     packed = nn.Linear(3, 3)

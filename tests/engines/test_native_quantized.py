@@ -122,7 +122,7 @@ def assert_near(found: Found, expected: Found) -> None:
 
 
 def largest(outputs: int, inputs: int) -> tuple[Found, Found]:
-    """Weights and inputs whose codes are the largest ones, of one sign or of both: sums must not overflow."""
+    """Weights and inputs with the largest codes, of one sign or of both: sums must not overflow."""
     signs = np.where(np.arange(inputs) % 2, np.float32(127), np.float32(-127))
     weights = np.stack([np.abs(signs), signs] * outputs)[:outputs]
     return weights, np.stack([np.abs(signs), -np.abs(signs), signs])

@@ -26,7 +26,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @dataclass
 class Bench:
-    """A session whose prompts are in the store, and transformers' own forward over any continuation."""
+    """A session with its prompts in the store, and transformers' own forward over any continuation."""
 
     runner: ModelRunner
     session: Session

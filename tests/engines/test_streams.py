@@ -1,4 +1,4 @@
-"""Gemma 3n, whose layers hand on several streams of states (AltUp), share keys and values and have inputs of their own."""
+"""Gemma 3n: its layers pass on several streams of states (AltUp), share keys and values, and have inputs of their own."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -323,7 +323,7 @@ async def goes_away(port: int, body: dict[str, Any], after: str, seconds: float)
 
 
 async def begin(served: Place, http: httpx.AsyncClient, body: dict[str, Any], *counts: int) -> list[list[asyncio.Task[Heard]]]:
-    """Groups of so many questions, all the same, each of which the server has taken before the next one begins."""
+    """Groups of so many equal questions. The server takes each group before the next one begins."""
     groups: list[list[asyncio.Task[Heard]]] = []
     for count in counts:
         groups.append([asyncio.create_task(hear(http, body)) for _ in range(count)])

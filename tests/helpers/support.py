@@ -51,7 +51,7 @@ def margin(model: PreTrainedModel, prompt: Tensor, **options: Any) -> tuple[list
 def without_ties(
     model: PreTrainedModel, prompts: Iterable[Tensor], rows: int, **options: Any
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """The first prompts [T] whose greedy references are no near-ties, and the new tokens of the model's own `generate`."""
+    """The first prompts [T] without near-ties in their greedy texts, and the new tokens of the model's own `generate`."""
     texts = ((prompt, *margin(model, prompt, **options)) for prompt in prompts)
     found = list(itertools.islice(((prompt, tokens) for prompt, tokens, smallest in texts if smallest >= TIE), rows))
     assert len(found) == rows, "too many near-ties among the references"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:
 
 
 def forgetful(model: Any) -> Any:
-    """A copy whose tokens follow from the last one, because attention says a twentieth: it soon repeats itself."""
+    """A copy with a twentieth of the attention. The last token decides the next one, so it soon repeats itself."""
     other = copy.deepcopy(model)
     runner = ModelRunner(other)
     for layer in runner.layers:

@@ -178,7 +178,7 @@ def a_request(dice: random.Random, vocab: int) -> Request:
 
 
 def a_method(dice: random.Random, references: tuple[tuple[int, ...], ...]) -> Method:
-    """One whose text is that of plain sampling with the same seed."""
+    """A method that gives the text of plain sampling with the same seed."""
     if dice.random() < 0.5:
         return Trees(dice.randint(1, 20), dice.random(), dice.random(), dice.choice([0.0, 0.2]), dice.randrange(99), references)
     return a_layerskip(dice, "coupled")

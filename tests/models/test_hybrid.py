@@ -1,4 +1,4 @@
-"""Models that mix attention with layers whose states have no positions: `generate`'s own texts whatever is drafted."""
+"""Models that mix attention with recurrent layers give the texts of `generate`, with any draft."""
 
 import functools
 from collections.abc import Callable

@@ -17,6 +17,6 @@ def loaded() -> Any:
 
 @pytest.fixture(scope="session")
 def nano(loaded: Any) -> Iterator[InThread]:
-    """A server of it, whose requests say all that a test depends on."""
+    """A server of it. Its requests name every setting that a test depends on."""
     with in_thread(lambda: loaded, max_num_seqs=4, max_waiting=64, drain_seconds=5) as running:
         yield running

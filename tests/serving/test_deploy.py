@@ -37,7 +37,7 @@ def parsed(path: str) -> Any:
 
 
 def rest(word: str) -> list[str]:
-    """What follows every instruction of a kind in the Dockerfile, whose lines may be continued."""
+    """The arguments of every instruction of a kind in the Dockerfile. Its lines may be continued."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [line.split(None, 1)[1] for line in text.splitlines() if line.split(None, 1)[:1] == [word]]
 

@@ -398,7 +398,7 @@ def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any
 
 
 def test_biases_and_penalties_by_hand() -> None:
-    """The prompt is 1, 2: of what was written, 3 twice, 4 and 5 once."""
+    """The prompt is 1, 2. Generated are 3 twice, and 4 and 5 once."""
     ids, scores = torch.tensor([[1, 2, 5, 3, 3, 4]]), torch.zeros(1, 6)
     assert Bias({2: 1.5, 0: -100.0})(ids, scores).tolist() == [[-100.0, 0.0, 1.5, 0.0, 0.0, 0.0]]
     assert Penalty(2, 0.5, 0.25)(ids, scores).tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, -0.75]]

@@ -119,7 +119,7 @@ class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
 class OutputOptions(OptionGroup, panel="Output"):
     """What is printed. ValueError for options that would be ignored."""
 
-    compare: bool = option(False, "Decode plainly too, in turn; compare speed and text.", "--compare")
+    compare: bool = option(False, "Decode plainly as well; compare speed and text.", "--compare")
     repeat: int = option(1, "With --compare: runs of each.", min=1)
     as_json: bool = option(False, "Print one JSON document instead of the text.", "--json")
     stats: bool = option(False, "Print figures of the run on stderr.", "--stats")

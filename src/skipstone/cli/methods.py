@@ -16,9 +16,7 @@ from skipstone.decoding.method_text import expect_method
 TEXT = {True: "exact", False: "lossy"}  # whether a method keeps it
 
 
-def methods(
-    name: str | None = argument("The method whose settings are to be explained.", None, metavar="NAME"), as_json: bool = AS_JSON
-) -> None:
+def methods(name: str | None = argument("The method to explain.", None, metavar="NAME"), as_json: bool = AS_JSON) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
     if name is not None:
         expect_method(name, known_methods())

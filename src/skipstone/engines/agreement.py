@@ -25,7 +25,7 @@ from skipstone.models.trace import PREFIX, Trace, shrunk_windows
 # Largest allowed difference, as a share of a layer's change of a token:
 EXACT = 1e-3  # in float32 and float64
 ROUNDED = 0.05  # in half precision, after the rounding of the whole state is subtracted
-# Through quantised kernels, some of which round a token by its neighbours. All of them stay below 0.019 on tiny Llamas and
+# Through quantised kernels. Some round a token by its neighbours. All of them stay below 0.019 on tiny Llamas and
 # Mistrals; bitsandbytes (8 bit, bfloat16) reaches 0.056 if two channels are up to 30 times the others. Phases or a window that
 # are wrong by one token differ by at least 0.48.
 QUANTISED = 0.15

@@ -91,7 +91,7 @@ def test_an_engine_whose_rows_depend_on_something_is_found_out(mistake: str, mon
 @pytest.mark.slow
 def test_without_a_promise_a_difference_is_said_and_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = checked("eager", monkeypatch)
-    assert finding.name == "the bits of a token beside others, of which eager promises nothing"
+    assert finding.name == "bits of a token in a batch (eager does not promise them)"
     assert not finding.bugs
     assert finding.tested == 3 * 80 * 97
     assert 0 < float(finding.note.removeprefix("they differ by up to ").partition(";")[0]) < 1e-2

@@ -91,7 +91,7 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A task of a plan on a model, whose lines go into a file."""
+    """A task of a plan on a model, and the file of its lines."""
 
     subject: BenchModel
     number: int  # the task's index in the plan; the same task may occur twice

@@ -271,7 +271,7 @@ class Checker:
         bits = BatchInvarianceCheck(ModelRunner(self.model), self.prompts)
         if not bits.promised:
             name = bits.runner.engine.name
-            title = f"the bits of a token beside others, of which {name} promises nothing"
+            title = f"bits of a token in a batch ({name} does not promise them)"
             return [(title, partial(self.logits, bits.difference, is_promise=False))]
         return [(title, partial(self.logits, claim, is_promise=True)) for title, claim in bits.claims()]
 

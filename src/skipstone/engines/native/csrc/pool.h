@@ -3,8 +3,8 @@
 // Between jobs a worker spins for a while and then sleeps until a job needs it. Inside a job a barrier spins, then yields, because two
 // threads on one core must not use up each other's time slices. If a worker was last seen on the caller's core, the caller moves it to
 // another core. While the caller runs, the worker would get no time there. If another process holds a core, every barrier waits for
-// the end of its time slice. Therefore a caller that waited long runs its next jobs alone, for as long as it waited. Each further long
-// wait doubles that time, so that trials cost little.
+// the end of its time slice. A caller that waited long therefore runs its next jobs alone. It does so
+// for the same time as it waited. Each further long wait doubles that time, so that trials cost little.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
