@@ -74,7 +74,7 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
         def heard(told: RequestEvents, steps: MethodSteps, ended: list[PendingRequest] = ended) -> None:
             ended += [pending for pending, event in told if isinstance(event, RequestEnd) and event.reason == FAILED]
 
-        model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 10_000), heard)
+        model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(1, 4096, 10_000_000), heard)
         taken: list[PendingRequest] = []
         refused: RequestError | None = None
         while refused is None:
