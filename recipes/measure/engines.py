@@ -1,6 +1,6 @@
 """Speed of the engines compared with transformers and llama.cpp: end to end, in one run, alternating prompt by prompt.
 
-    python recipes/measure/engines.py [MODEL] [--dtype float32] [--quantize int8] [--rounds 5] [--new 128] [--most-prompts 8]
+    python recipes/measure/engines.py [MODEL] [--dtype float32] [--quantize int8] [--rounds 5] [--new 128] [--max-prompts 8]
         [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
 
 Prints tokens per second (including the prefill, all prompts together, medians over rounds) of transformers' `generate`, of
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--method", action="append", default=[])
     parser.add_argument("--llama-cpp")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--most-prompts", type=int, default=8)
+    parser.add_argument("--max-prompts", type=int, default=8)
     parser.add_argument("--without", nargs="*", default=[], choices=["transformers", "eager"])
     return parser.parse_args()
 
@@ -96,7 +96,7 @@ def main() -> None:
         texts = [task.ask(row)[0] for row in task.records(None)[::5]]
     else:
         texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines() if line.strip()]
-    prompts = [tokenizer.encode(text) for text in texts[: args.most_prompts]]
+    prompts = [tokenizer.encode(text) for text in texts[: args.max_prompts]]
 
     def generate_with_transformers(ids: list[int], new: int) -> Answer:
         prompt, began = torch.tensor([ids]), time.perf_counter()

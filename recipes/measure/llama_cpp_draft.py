@@ -1,6 +1,6 @@
 """Speed of llama.cpp's speculative decoding with an exported draft, compared with its plain decoding and with skipstone.
 
-    python recipes/measure/llama_cpp_draft.py LLAMA-SERVER [--rounds 5] [--new 128] [--most-prompts 8]
+    python recipes/measure/llama_cpp_draft.py LLAMA-SERVER [--rounds 5] [--new 128] [--max-prompts 8]
 
 LLAMA-SERVER: the program `llama-server`, with the flags of llama.cpp's releases of 2026. The bundled model is exported in
 float32 (`skipstone export skipstone-nano ... --to gguf` and `--to draft`), and every prompt is decoded greedily by
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("server")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--most-prompts", type=int, default=8)
+    parser.add_argument("--max-prompts", type=int, default=8)
     args = parser.parse_args()
     model, tokenizer = skipstone.load(dtype=torch.float32)
     runner, defaults = ModelRunner(model), model.generation_config
@@ -162,7 +162,7 @@ def main() -> None:
         rows["skipstone, plain"] = Row(skipstone_decoder(model, "autoregressive"))
         rows["skipstone, the draft as a model"] = Row(skipstone_decoder(model, separate))
         rows["skipstone, LayerSkip"] = Row(skipstone_decoder(model, fixed_flags))
-        prompts = prompts_without_end(rows["skipstone, plain"].call, tokenizer, end, args.new, args.most_prompts)
+        prompts = prompts_without_end(rows["skipstone, plain"].call, tokenizer, end, args.new, args.max_prompts)
         measure(rows, prompts, args.rounds, args.new)
     report(rows, len(prompts), args)
 

@@ -36,7 +36,7 @@ WARM = 3.0
 """Mean lengths of a conversation before requests count. Until then replicas keep too little."""
 CHOICES = 2
 """Replicas that the router compares, as in `skipstone serve --ray`."""
-MOST_TURNS = 16
+MAX_TURNS = 16
 """Maximum per conversation; more would not fit into a small model's context."""
 LONG, SHORT = 1200, 64
 """Tokens of the prompts that measure reading."""
@@ -75,7 +75,7 @@ class Service:
 class Workload:
     """The conversations of all clients.
 
-    rate: new conversations per second. turns: mean number of turns, geometrically distributed up to MOST_TURNS. first, more:
+    rate: new conversations per second. turns: mean number of turns, geometrically distributed up to MAX_TURNS. first, more:
     tokens of the user's first and of each further text. written: mean tokens of an answer, exponentially distributed. pause:
     mean seconds between an answer and the next turn, likewise.
     """
@@ -305,14 +305,14 @@ class Simulation:
 def turns_of(draw: random.Random, load: Workload) -> int:
     """Draw the number of turns of a new conversation."""
     turns = 1
-    while turns < MOST_TURNS and draw.random() > 1 / load.turns:
+    while turns < MAX_TURNS and draw.random() > 1 / load.turns:
         turns += 1
     return turns
 
 
 def rate_for(load: float, replicas: int, rows: int, service: Service, work: Workload) -> float:
     """New conversations per second that keep the replicas busy for a share `load` of the time, if no prompt is reused."""
-    comes = [(1 - 1 / work.turns) ** turn for turn in range(MOST_TURNS)]  # the probability that a conversation has this turn
+    comes = [(1 - 1 / work.turns) ** turn for turn in range(MAX_TURNS)]  # the probability that a conversation has this turn
     prompts = sum(share * (work.first + turn * (work.more + work.written)) for turn, share in enumerate(comes))
     alone = prompts / service.reading + sum(comes) * work.written / service.writing
     return load * replicas * rows * service.speed(rows) / alone

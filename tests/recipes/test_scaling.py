@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from recipes.measure.scaling import MOST_TURNS, Fleet, Service, Simulation, Workload, rate_for
+from recipes.measure.scaling import MAX_TURNS, Fleet, Service, Simulation, Workload, rate_for
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,8 @@ def test_speeds_between_measured_numbers_lie_on_a_line() -> None:
 def test_the_rate_of_a_load_is_where_a_replica_without_any_reuse_is_full() -> None:
     service, work = Service({1: 100.0, 8: 400.0}, 1000.0), Workload(1.0, turns=2.0, first=100.0, more=20.0, written=30.0)
     # the second turn comes with probability 1/2, the third with 1/4: prompts of 100, 150, 200, ...
-    prompts = sum(0.5**turn * (100 + 50 * turn) for turn in range(MOST_TURNS))
-    turns = sum(0.5**turn for turn in range(MOST_TURNS))
+    prompts = sum(0.5**turn * (100 + 50 * turn) for turn in range(MAX_TURNS))
+    turns = sum(0.5**turn for turn in range(MAX_TURNS))
     seconds = prompts / 1000 + turns * 30 / 100
     assert rate_for(0.5, 3, 8, service, work) == pytest.approx(0.5 * 3 * 4 / seconds)
 

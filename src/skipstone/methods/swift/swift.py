@@ -33,7 +33,7 @@ from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.swift.auto_candidate import SwiftChainDrafter
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.settings import SwiftSettings
-from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
+from skipstone.methods.swift.tree import MAX_LEAVES, RANKS, with_leaves
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 Window = deque[tuple[int, Tensor]]
@@ -76,7 +76,7 @@ class SwiftDrafter(SkippingDrafter):
         max_drafts = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
         super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)
-        self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MOST_LEAVES), method.context_window))
+        self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MAX_LEAVES), method.context_window))
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, each with the target's own choice
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]

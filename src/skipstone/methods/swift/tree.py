@@ -8,7 +8,7 @@ from skipstone.engines import host_transfer
 
 CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))  # (confidence, number of tokens of a place above it, with the chain's own)
 RANKS = 10  # number of tokens of a place with less confidence
-MOST_LEAVES = 57  # maximum number of runners-up in a tree
+MAX_LEAVES = 57  # maximum number of runners-up in a tree
 
 
 def offered(confidence: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def chances(confidence: Tensor, ranks: int) -> Tensor:
     )
 
 
-def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, max_leaves: int = MOST_LEAVES) -> Draft:
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, max_leaves: int = MAX_LEAVES) -> Draft:
     """A tree of a chain (nodes 0 to n - 1) and its at most `max_leaves` likeliest runners-up.
 
     ranked: [B, n, k] int64, the best tokens of every place, the chain's own first. real: [B, n, k] bool, tokens that can be
