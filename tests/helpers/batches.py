@@ -1,9 +1,18 @@
 """Files of requests in the shape of OpenAI's batch API, and what comes of them."""
 
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+
+import skipstone
+from skipstone.assets import BUNDLED
+from skipstone.serving.batch_files.batch import BatchSettings
+from skipstone.serving.batch_files.journal import journal_of
+from skipstone.serving.settings import ServerSettings
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 WORDS = ("add", "read", "parse", "merge", "sort", "load", "find", "split", "count", "write", "scale")
@@ -40,3 +49,22 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def texts(path: Path) -> dict[str, str]:
     return {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in read(path)}
+
+
+@lru_cache
+def _load(model: Path | None) -> Any:
+    return skipstone.load(model, keep_weights=False)
+
+
+def batch_settings(
+    model: Path | None = None, method: Any = None, *, max_num_seqs: int = 3, name: str = BUNDLED
+) -> BatchSettings:
+    """Settings whose `load` loads a model once in a process."""
+    server = ServerSettings(name, method, max_num_seqs, max_waiting=1 << 30, drain_seconds=0.0)
+    return BatchSettings(partial(_load, model), server, {"model": name})
+
+
+def journal_answers(output: Path) -> dict[int, dict[str, Any]]:
+    """The answers in an output's journal, which nobody writes, by the numbers of their requests."""
+    with closing(sqlite3.connect(journal_of(output))) as database:
+        return {number: json.loads(line) for number, line in database.execute("SELECT number, line FROM answers")}

@@ -14,8 +14,9 @@ from skipstone.cli.model_options import GenerationModelOptions, read_overrides
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config
-from skipstone.serving.batch_files.batch import ModelSettings
 from tests.helpers import families
+from tests.helpers.batches import greedy, request, write
+from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.served import in_thread
 from tests.helpers.support import tokenizer
 
@@ -94,7 +95,6 @@ def test_a_file_that_transformers_refuses_is_ignored_or_corrected_by_a_flag(tmp_
     for model in (
         GenerationModelOptions(folder, generation_config={}).load()[0],
         GenerationModelOptions(folder, **corrected).load()[0],
-        ModelSettings(folder, generation_config={}).load().model,
     ):
         assert (model.generation_config.eos_token_id, model.generation_config.num_return_sequences) == (5, None)
     (tmp_path / "nano" / "generation_config.json").write_text("{")
@@ -104,12 +104,9 @@ def test_a_file_that_transformers_refuses_is_ignored_or_corrected_by_a_flag(tmp_
 @pytest.mark.slow
 def test_a_batch_does_not_begin_with_them(tmp_path: Path) -> None:
     folder = str(nano(tmp_path, '{"eos_token_id": 0, "num_beams": 4}'))
-    with pytest.raises(ValueError, match="num_beams=4"):
-        ModelSettings(folder).load()
-    loaded = ModelSettings(folder, overrides={"num_beams": None}).load()
-    assert loaded.model.generation_config.num_beams is None
-    assert ModelSettings(folder, generation_config={"top_k": 3}).load().model.generation_config.top_k == 3
-    assert ModelSettings(generation_config={}).journal_settings() != ModelSettings().journal_settings(), "another run"
+    requests, output = write(tmp_path / "in.jsonl", [request("a", greedy("x", 2))]), tmp_path / "out.jsonl"
+    assert_refused(run("batch", requests, output, "--model", folder), "num_beams=4")
+    succeed("batch", requests, output, "--model", folder, "--override-generation-config", '{"num_beams": null}')
 
 
 def test_a_replacement_keeps_the_ids_and_the_method_of_the_model() -> None:

@@ -87,7 +87,7 @@ def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: 
         request = ChatBody.model_validate(body) if "chat" in url else CompletionBody.model_validate(body)
         _, updates = await server.answer(request)
         await read_all(updates)
-        answer = await answer_line(server, RequestLine("a", "POST", url, body))
+        answer = await answer_line(server, RequestLine(custom_id="a", method="POST", url=url, body=body))
         assert answer["response"]["status_code"] == 200, answer
         await server.stop()
 

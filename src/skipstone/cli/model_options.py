@@ -2,9 +2,9 @@
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from skipstone.assets import BUNDLED
 from skipstone.cli.options import OptionGroup, argument, option
@@ -97,6 +97,11 @@ class ModelOptions(OptionGroup):
     def name(self) -> str:
         """What messages and documents call the model."""
         return self.model or BUNDLED
+
+    def with_absolute_path(self) -> Self:
+        """For processes that have another working directory."""
+        is_path = self.model is not None and Path(self.model).exists()
+        return replace(self, model=str(Path(self.model or "").resolve())) if is_path else self
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
         """The model and its tokenizer. arguments: further ones of `skipstone.load`."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -122,8 +122,7 @@ def _serve_replicas(
     from skipstone.serving.ray.cluster import NodeShare, weight_bytes
     from skipstone.serving.ray.serve import Endpoint, ReplicaSettings, listen
 
-    if model.model is not None and os.path.exists(model.model):
-        model = replace(model, model=os.path.abspath(model.model))  # replicas have another working directory
+    model = model.with_absolute_path()
     default_gpus = int(model.device.startswith("cuda"))
     gpus = default_gpus if replicas.gpus_per_replica is None else replicas.gpus_per_replica
     share = NodeShare(replicas.cpus_per_replica or 1, gpus, weight_bytes(model.model))

@@ -76,17 +76,21 @@ class Server:
         self.started = int(time.time())
 
     async def start(self) -> None:
-        """Load the model, and begin to take requests."""
-        self._loop = asyncio.get_running_loop()
+        """As `load`. An error is only logged, and `health` reports it."""
         try:
-            await self._loop.run_in_executor(self._text_thread, self._begin)
-        except Exception as error:  # /health and the log report it
+            await self.load()
+        except Exception as error:
             if self.state == "stopping":
                 return
             self.state, self.failure = "failed", error
             logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
             self.failed()
-            return
+
+    async def load(self) -> None:
+        """Load the model, and begin to take requests. ValueError if method, limits or generation config do not fit the model,
+        and what the constructor's `load` raises."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(self._text_thread, self._begin)
         gc.collect()
         gc.freeze()  # a full collection would walk over all that was loaded, in the middle of a text
         if self.state == "loading":

@@ -1,4 +1,4 @@
-"""A batch on Ray Data: the answers of one process, line by line, whichever actor dies."""
+"""A batch on Ray: the answers of one process, line by line, whichever actor dies."""
 
 import os
 import secrets
@@ -11,11 +11,10 @@ import pytest
 
 from skipstone.assets import DRAFTS
 from skipstone.serving.batch_files import batch, ray_batch
-from skipstone.serving.batch_files.batch import ModelSettings
 from skipstone.serving.batch_files.journal import Journal, is_error, journal_of
 from skipstone.serving.batch_files.ray_batch import WORKER_DIED, RayOptions, Worker
 from skipstone.serving.batch_files.request_lines import RequestFile
-from tests.helpers.batches import greedy, many, read, request, write
+from tests.helpers.batches import batch_settings, greedy, many, read, request, write
 from tests.helpers.commandline import assert_refused, run
 
 pytestmark = pytest.mark.ray
@@ -23,7 +22,7 @@ ray = pytest.importorskip("ray")
 
 MODEL = str(DRAFTS["nano-draft"])
 """Two layers, which an actor has soon."""
-CHOSEN = ModelSettings(MODEL, max_num_seqs=2, method="autoregressive")
+CHOSEN = batch_settings(Path(MODEL), "autoregressive", max_num_seqs=2)
 COUNT = 24
 
 
@@ -48,25 +47,25 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> RequestFile:
 def alone(lines: RequestFile, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The output of one process."""
     output = tmp_path_factory.mktemp("alone") / "out.jsonl"
-    assert batch.run(CHOSEN.load(), output, lines, lambda *_: None) == 2
+    assert batch.run(CHOSEN, output, lines, lambda *_: None) == 2
     return output.read_bytes()
 
 
 def killing(signal_file: Path) -> type[Worker]:
-    """An actor's class: the first actor that begins a fourth task is killed, as by kill -9, in the middle of it."""
+    """An actor's class: the first actor that begins an eighth request is killed, as by kill -9, in the middle of it."""
 
     class Killed(Worker):
         calls = 0
 
-        def __call__(self, given: dict[str, Any]) -> dict[str, list[Any]]:
+        async def answer(self, line: Any) -> Any:
             type(self).calls += 1
-            if type(self).calls >= 4:
+            if type(self).calls >= 8:
                 try:
                     signal_file.touch(exist_ok=False)
                     os.kill(os.getpid(), signal.SIGKILL)
                 except FileExistsError:
                     pass
-            return super().__call__(given)
+            return await super().answer(line)
 
     return Killed
 
@@ -81,9 +80,6 @@ def test_two_actors_answer_as_one_process_does_though_one_is_killed_and_its_line
         kept.extend(index for index, _ in several)
         return add(self, *several)
 
-    monkeypatch.setattr(
-        ray_batch, "REQUESTS_PER_ROW", 1
-    )  # 13 tasks: one of two actors begins a fourth one, whichever is faster
     monkeypatch.setattr(ray_batch, "Worker", killing(killed))
     monkeypatch.setattr(Journal, "add", counted)
     assert ray_batch.run(CHOSEN, RayOptions(actors=2), output, lines, lambda *done: told.append(done)) == 2
@@ -99,19 +95,10 @@ def poisoned() -> type[Worker]:
     """An actor's class: one request ends it, whatever is beside."""
 
     class Poisoned(Worker):
-        def __init__(self, **given: Any) -> None:
-            from skipstone.serving.batch_files import batch as alike
-            from skipstone.serving.batch_files import ray_batch as here
-
-            answer_line = here.answer_line
-
-            async def deadly(server: Any, line: Any) -> Any:
-                if line.custom_id == "request-7":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return await answer_line(server, line)
-
-            here.answer_line = alike.answer_line = deadly
-            super().__init__(**given)
+        async def answer(self, line: Any) -> Any:
+            if line.custom_id == "request-7":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await super().answer(line)
 
     return Poisoned
 
@@ -146,7 +133,7 @@ def test_one_process_goes_on_with_what_a_cluster_has_begun(
         ray_batch.run(CHOSEN, RayOptions(actors=1), output, lines, stop)
     assert not output.exists()
     told: list[tuple[int, int]] = []
-    assert batch.run(CHOSEN.load(), output, lines, lambda *done: told.append(done)) == 2
+    assert batch.run(CHOSEN, output, lines, lambda *done: told.append(done)) == 2
     assert told[0][0] > 8
     assert output.read_bytes() == alone
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from skipstone.serving.api_schemas import ChatBody, CompletionBody, refuse_surrogates
+from skipstone.serving.api_schemas import ChatBody, CompletionBody
 from skipstone.serving.batch_files.journal import SUCCESS, OutputLine
 from skipstone.serving.batch_files.request_lines import ID_DIGITS, RequestLine
 from skipstone.serving.errors import RequestError, error_body, invalid_body
@@ -40,13 +40,13 @@ async def answer_line(server: Server, line: RequestLine) -> OutputLine:
             raise ModelThreadError(str(error)) from error
         status, body = refusal.status, error_body(refusal)
     response = {"status_code": status, "request_id": f"req_{line.digest[:ID_DIGITS]}", "body": body}
-    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
+    return line.output(response)
 
 
 def is_worth_retrying(answer: OutputLine) -> bool:
-    """Whether an answer has an error that another request may have caused, because both were in one step."""
-    status = answer["response"]["status_code"]
-    return status >= 500 or status == 429
+    """Whether an answer has an error that another request may have caused, because both were in one step or process."""
+    response = answer["response"]
+    return response is None or response["status_code"] >= 500 or response["status_code"] == 429
 
 
 async def _answer(server: Server, line: RequestLine) -> dict[str, Any]:
@@ -68,15 +68,11 @@ async def _answer(server: Server, line: RequestLine) -> dict[str, Any]:
 
 
 def _parse_body(line: RequestLine) -> CompletionBody | ChatBody | ResponseBody:
-    try:
-        refuse_surrogates([line.method, line.url])
-    except ValueError as error:
-        raise RequestError(400, f"method or url: {error}") from None
     kind = BODIES.get(line.url) if isinstance(line.url, str) else None
     if kind is None:
-        raise RequestError(404, f"there is no {str(line.url)[:100]} in a batch, but {', '.join(BODIES)}")
+        raise RequestError(404, f"there is no {ascii(line.url)[:100]} in a batch, but {', '.join(BODIES)}")
     if line.method != "POST":
-        raise RequestError(405, f"{str(line.method)[:100]} is not what {line.url} takes")
+        raise RequestError(405, f"{ascii(line.method)[:100]} is not what {line.url} takes")
     if not isinstance(line.body, dict):
         raise RequestError(400, "the body is no JSON object")
     if refused := [name for name in SERVER_FIELDS if line.body.get(name)]:

@@ -1,19 +1,21 @@
 """The journal of a batch: every answer is on the disk before the run goes on, and at the end it becomes one ordered file.
 
-The journal lies next to the output. Its first line holds the settings of the run, and every further line an answer. A run that
-was killed continues it. The output appears all at once, and then the journal is removed.
+The journal is an SQLite database next to the output, with the settings of the run and the answers. A run that was killed
+continues it. The output appears all at once, and then the journal is removed.
 """
 
 import json
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from skipstone.serving.batch_files.request_lines import RequestFile
-from skipstone.utils.files import LineFile, json_line, plain, publish
+from skipstone.utils.files import json_line, plain, publish
 
-KIND, VERSION = "skipstone-batch", 1
-"""In the first line of a journal."""
+VERSION = 2
+"""Of the journal's tables."""
 SUCCESS = 200
 """The status of a request that was answered."""
 
@@ -49,112 +51,82 @@ def count_errors(output: Path, requests: RequestFile) -> int | None:
     ValueError if the file is not the output of these requests."""
     if not output.exists():
         return None
-    ids, num_errors = list[Any](), 0
-    with output.open("rb") as file:
-        for raw in file:
-            answer = _parse_object(raw)
-            ids.append(answer.get("id"))
-            num_errors += is_error(answer)
-    if ids != [requests[index].id for index in range(len(requests))]:
+    try:
+        with output.open("rb") as file:
+            found = [(answer["id"], is_error(answer)) for answer in map(json.loads, file)]
+    except (ValueError, TypeError, LookupError):
+        found = []
+    if [id_ for id_, _ in found] != [requests[index].id for index in range(len(requests))]:
         raise ValueError(f"{output} is not the output of {requests.path}, and is never overwritten: give another file")
     journal_of(output).unlink(missing_ok=True)
-    return num_errors
-
-
-def _parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
-    try:
-        value = json.loads(raw)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return sum(failed for _, failed in found)
 
 
 class Journal:
     """The answers of a run so far, open for writing. `with` closes it.
 
-    output: the file that they become. requests: the input. settings: of the run. They are compared with those of the journal,
-    if neither is None. ValueError if the journal belongs to another run, is damaged or is being written."""
+    output: the file that they become. requests: the input. settings: of the run. Those that the journal has as well must be the
+    same. ValueError if the journal belongs to another run, is damaged or is being written."""
 
     def __init__(self, output: Path, requests: RequestFile, settings: Mapping[str, Any]) -> None:
-        self.output, self.requests = output, requests
-        self.num_errors = 0
-        self._is_ours = False
-        self._offsets: dict[int, int] = {}  # number of a request -> bytes before its answer
-        path = journal_of(output)
-        self._file = LineFile(path)
+        self.output, self.requests, self.path = output, requests, journal_of(output)
+        with self._explained_errors():
+            self._database = sqlite3.connect(self.path, timeout=0, check_same_thread=False)
+            try:
+                self._begin(plain({"version": VERSION, "input": requests.digest, **settings}))
+            except BaseException:
+                self._database.close()
+                raise
+
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
         try:
-            head = {"kind": KIND, "version": VERSION, "input": requests.digest, "about": plain(dict(settings))}
-            if self._read(head):
-                self._file.go_on()
-            else:
-                self._file.begin(head, self._not_a_journal)
-            self._is_ours = True
-        except BaseException:
-            self.close()
-            raise
-        self._end = path.stat().st_size
+            yield
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise ValueError(f"{self.path} is being written by another run") from error
+            raise OSError(f"{self.path} is no journal of a batch, or cannot be written, and stays as it is: {error}") from error
 
-    @property
-    def _not_a_journal(self) -> str:
-        return f"{self._file.path} is no journal of a batch, and is not overwritten: give another output"
-
-    def _read(self, head: dict[str, Any]) -> bool:
-        """Read the answers. False if not even the first line is complete."""
-        offset = number = 0
-        with self._file.path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n"):
-                    return number > 1
-                line = _parse_object(raw)
-                if number == 1:
-                    self._check_head(line, head)
-                elif line.get("index") not in range(len(self.requests)) or not isinstance(line.get("answer"), dict):
-                    raise ValueError(f"{self._file.path}, line {number} is damaged")
-                else:
-                    self._note(line["index"], offset, line["answer"])
-                offset += len(raw)
-        return number > 0
-
-    def _check_head(self, line: Any, head: dict[str, Any]) -> None:
-        """ValueError if a journal's first line is that of another run."""
-        path = self._file.path
-        if line.get("kind") != KIND:
-            raise ValueError(self._not_a_journal)
-        if line.get("version") != VERSION:
-            raise ValueError(f"{path} is of version {line.get('version')}, this skipstone reads version {VERSION}")
-        if line["input"] != head["input"]:
-            raise ValueError(f"{path} is of another input than {self.requests.path}: give another output")
-        there, here = line["about"], head["about"]
-        for key in sorted(there.keys() & here.keys()):
-            if None not in (there[key], here[key]) and there[key] != here[key]:
-                difference = f"{there[key]!r:.100} there, {here[key]!r:.100} here"
-                raise ValueError(f"{path} is of another run: {key} is {difference}; give another output, or the same settings")
-
-    def _note(self, index: int, offset: int, answer: OutputLine) -> None:
-        if index not in self._offsets:
-            self._offsets[index] = offset
-            self.num_errors += is_error(answer)
+    def _begin(self, settings: dict[str, Any]) -> None:
+        """Take the journal for this run, and read what it has."""
+        execute = self._database.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("BEGIN EXCLUSIVE")
+        execute("CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT)")
+        execute("CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, line BLOB, is_error INTEGER)")
+        there = {name: json.loads(value) for name, value in execute("SELECT name, value FROM settings")}
+        for name in sorted(there.keys() & settings.keys()):
+            if there[name] != settings[name]:
+                difference = f"{there[name]!r:.100} there, {settings[name]!r:.100} here"
+                raise ValueError(
+                    f"{self.path} is of another run: {name} is {difference}; give another output, or the same {name}"
+                )
+        if not there:
+            rows = [(name, json.dumps(value)) for name, value in settings.items()]
+            self._database.executemany("INSERT INTO settings VALUES (?, ?)", rows)
+        answers: dict[int, bool] = dict(execute("SELECT number, is_error FROM answers"))
+        self._done, self.num_errors = set(answers), sum(answers.values())
+        self._database.commit()
 
     @property
     def num_done(self) -> int:
         """Number of requests with an answer."""
-        return len(self._offsets)
+        return len(self._done)
 
     @property
     def missing(self) -> list[int]:
         """Numbers of the requests without an answer."""
-        return [index for index in range(len(self.requests)) if index not in self._offsets]
+        return [index for index in range(len(self.requests)) if index not in self._done]
 
     def add(self, *answers: tuple[int, OutputLine]) -> int:
         """Write answers, each with the number of its request, to the disk. The first answer to a request is kept. Returns the
         number of new ones."""
-        new = dict(one for one in answers if one[0] not in self._offsets)
-        lines = [{"index": index, "answer": answer} for index, answer in new.items()]
-        self._file.add(*lines)
-        for line in lines:
-            self._note(line["index"], self._end, line["answer"])
-            self._end += len(json_line(line).encode())
+        new = {index: answer for index, answer in answers if index not in self._done}
+        rows = [(index, json_line(answer).encode(), is_error(answer)) for index, answer in new.items()]
+        with self._explained_errors(), self._database:
+            self._database.executemany("INSERT INTO answers VALUES (?, ?, ?)", rows)
+        self._done |= new.keys()
+        self.num_errors += sum(failed for _, _, failed in rows)
         return len(new)
 
     def finish(self) -> None:
@@ -162,25 +134,21 @@ class Journal:
         its place."""
         hidden = self.output.with_name(f".{self.output.name}")
         try:
-            with self._file.path.open("rb") as journal, hidden.open("wb") as file:
-                for index in range(len(self.requests)):
-                    journal.seek(self._offsets[index])
-                    file.write(json_line(json.loads(journal.readline())["answer"]).encode())
+            with hidden.open("wb") as file:
+                file.writelines(line for (line,) in self._database.execute("SELECT line FROM answers ORDER BY number"))
             if self.output.exists():
-                raise ValueError(f"{self.output} has come meanwhile, and stays: the answers are in {self._file.path}")
+                raise ValueError(f"{self.output} has come meanwhile, and stays: the answers are in {self.path}")
             publish(hidden, self.output)
         finally:
             hidden.unlink(missing_ok=True)
-        self._file.path.unlink()
-
-    def close(self) -> None:
-        """Let others write. A journal without an answer is removed."""
-        if self._is_ours and not self._offsets:
-            self._file.path.unlink(missing_ok=True)
-        self._file.close()
+        self._database.close()
+        self.path.unlink()
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Let others write. A journal without an answer is removed."""
+        self._database.close()
+        if not self._done:
+            self.path.unlink(missing_ok=True)

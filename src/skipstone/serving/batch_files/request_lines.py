@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from skipstone.utils.files import digest
 
-KEYS = ("custom_id", "method", "url", "body")
-"""The keys of a line, all of them required."""
 ID_DIGITS = 24
 """Hexadecimal digits of the ids that are made for a line."""
 SEED_DIGITS = 15
@@ -19,11 +18,12 @@ BOM = b"\xef\xbb\xbf"
 """The byte order mark with which some editors begin a UTF-8 file."""
 
 
-@dataclass(frozen=True)
-class RequestLine:
+class RequestLine(BaseModel):
     """One request. custom_id: identifies its answer. method, url: of HTTP. body: of the request, of any JSON type."""
 
-    custom_id: str
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    custom_id: str = Field(min_length=1)
     method: Any
     url: Any
     body: Any
@@ -43,27 +43,21 @@ class RequestLine:
         """The seed if its body has none."""
         return int(self.digest[:SEED_DIGITS], 16)
 
+    def output(self, response: dict[str, Any] | None, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Its line in the output."""
+        return {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
+
 
 def parse_line(raw: bytes) -> RequestLine:
     """The request of a line. ValueError with the mistake."""
     try:
-        value = json.loads(raw.decode())
-    except UnicodeDecodeError:
-        raise ValueError("it is no UTF-8") from None
+        return RequestLine.model_validate(json.loads(raw.decode()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "".join(f"{part}: " for part in first["loc"])
+        raise ValueError(f"{name}{first['msg']}; a line is an object of {', '.join(RequestLine.model_fields)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    if missing := [key for key in KEYS if key not in value]:
-        raise ValueError(f"{missing[0]} is missing; a line has {', '.join(KEYS)}")
-    if unknown := [key for key in value if key not in KEYS]:
-        raise ValueError(f"there is no {unknown[0][:40]!r}; a line has {', '.join(KEYS)}")
-    name = value["custom_id"]
-    if not isinstance(name, str) or not name:
-        raise ValueError("custom_id must be a text that is not empty")
-    if any(0xD800 <= ord(character) < 0xE000 for character in name):
-        raise ValueError("custom_id is no valid Unicode")
-    return RequestLine(**value)
 
 
 class RequestFile:
@@ -103,11 +97,8 @@ class RequestFile:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def raw(self, index: int) -> bytes:
-        """A request as it stands in the file. index: its number, from 0."""
+    def __getitem__(self, index: int) -> RequestLine:
+        """index: number of the request, from 0."""
         with self.path.open("rb") as file:
             file.seek(self._offsets[index])
-            return file.readline()
-
-    def __getitem__(self, index: int) -> RequestLine:
-        return parse_line(self.raw(index))
+            return parse_line(file.readline())
