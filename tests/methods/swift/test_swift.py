@@ -18,7 +18,7 @@ from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
 from skipstone.methods.drafting.replay import replay_hidden_states
-from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
+from skipstone.methods.swift.tree import MAX_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from tests.helpers import families
@@ -86,7 +86,7 @@ def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     assert (tree.draft_steps.tolist(), tree.levels) == ([3], 3)
     ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
     ragged = chain(ranked[:, :, 0].tolist(), None, [[True] * 9, [True] * 2 + [False] * 7])
-    assert with_leaves(ragged, ranked, torch.ones_like(ranked, dtype=torch.bool)).valid.sum(1).tolist() == [9 + MOST_LEAVES, 20]
+    assert with_leaves(ragged, ranked, torch.ones_like(ranked, dtype=torch.bool)).valid.sum(1).tolist() == [9 + MAX_LEAVES, 20]
 
 
 def test_the_likeliest_runners_up_are_kept() -> None:
