@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Not in the process that only hands out tests: importing torch takes a second. The native engine would measure how many
     threads are fastest, and costs that were kept for one number of threads are measured anew for another."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until all tests are imported, which makes hardly any garbage
         import torch
 
         torch.set_num_threads(1)
@@ -38,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector skips everything that is imported by now, and runs less often."""
-    gc.collect()
+    """From here on there is garbage. The collector skips everything that is imported by now, and runs less often."""
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -32,13 +32,14 @@ from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, run, su
 
 RUN_ALL = """
 import contextlib, io, json, sys
+from typer.main import get_command
 from skipstone.cli import app
-results = []
+program, results = get_command(app), []
 for arguments in json.loads(sys.argv[1]):
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            app(arguments)
+            program(arguments)
         except SystemExit as exit:
             code = exit.code
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]

@@ -98,7 +98,7 @@ def completed(verdict: Verdict, chooser: Chooser, table: Table, total: int) -> t
     return tuple(tokens)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(distributions(6), st.integers(1, 3))
 def test_leviathan_on_a_drawn_chain_has_the_exact_law(rows: list[list[float]], width: int) -> None:
     vocab, target, drafter = len(rows[0]), contextual(rows[:3]), contextual(rows[3:])

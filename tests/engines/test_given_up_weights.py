@@ -181,7 +181,7 @@ def test_load_gives_up_what_it_is_told_to() -> None:
     assert is_packed(model)
     assert not is_packed(skipstone.load(engine="eager", keep_weights=False)[0]), "eager needs them"
     assert fingerprint(model) == fingerprint(plain)
-    for method in ("layerskip", "adadecode", "speculative"):
+    for method in ("layerskip", "speculative"):
         assert torch.equal(decode(plain, method), decode(model, method)), method
     draft = draft_model_for(None, ModelRunner(plain))
     assert is_packed(draft.model), "a draft model that was named is nobody's but ours"

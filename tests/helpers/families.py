@@ -4,6 +4,7 @@ Later layers count for less and the head is sharp, so that drafts by the first h
 rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the family can mix them.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -190,6 +191,17 @@ _OUTPUT_NORMS = {
 
 def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overrides: Any) -> PreTrainedModel:
     """A fresh model in eval mode, float32. overrides: config fields, `attn_implementation` among them."""
+    if overrides:
+        return _build(name, layers, seed, vocab, overrides)
+    return copy.deepcopy(_untouched(name, layers, seed, vocab))  # in half the time
+
+
+@functools.cache
+def _untouched(name: str, layers: int, seed: int, vocab: int) -> PreTrainedModel:
+    return _build(name, layers, seed, vocab, {})
+
+
+def _build(name: str, layers: int, seed: int, vocab: int, overrides: dict[str, Any]) -> PreTrainedModel:
     if name in _FURTHER:
         kind, settings = name, _further(name, layers)
     else:

@@ -64,11 +64,10 @@ def spread(names: Sequence[str], methods: Sequence[str]) -> list[tuple[Any, ...]
 
 
 def few(cells: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Cells with every family, and with every method at every value of every setting; of variants not at every draft length."""
+    """Cells with every family, and with every method greedily and sampled, with and without processors, on both engines."""
 
     def pairs(cell: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        own = ((cell[1], place, value) for place, value in enumerate(cell[2:]) if place != 1 or cell[1] in MAIN)
-        return {cell[:1], *own}
+        return {cell[:1], *((cell[1], place, value) for place, value in enumerate(cell[4:]))}
 
     chosen, missing = [], set[tuple[Any, ...]]().union(*map(pairs, cells))
     while missing:
@@ -79,7 +78,9 @@ def few(cells: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 CELLS, FURTHER = spread(families.NAMES, LOSSLESS), spread(families.FURTHER, MAIN)
 FAST, FAST_FURTHER = few(CELLS), FURTHER[:: 5 * len(MAIN) + 1]
-FULL = [*(cell for place, cell in enumerate(CELLS) if cell[1] in MAIN or place % 3 == 0), *FURTHER[::9]]
+GROUPS = [[cell for cell in FURTHER if cell[0] == family] for family in families.FURTHER]
+FULL = [cell for place, cell in enumerate(CELLS) if cell[1] in MAIN or place % 7 == 0]
+FULL += [cells[place % len(cells)] for place, cells in enumerate(GROUPS)]
 
 
 def assert_conforms(method: str, family: str, rows: int, drafts: int, sampled: bool, processed: bool, new: int = NEW) -> None:

@@ -99,7 +99,7 @@ def plain(runner: ModelRunner, asked: list[Request]) -> list[list[int]]:
     return decode(Autoregressive(), runner, asked)[0]
 
 
-@round_robin(name=METHODS, engine=ENGINES, rows=(2, 1))
+@round_robin(name=slow_except(("layerskip", "swift", "adadecode"), METHODS), engine=ENGINES, rows=(2, 1))
 def test_greedy_drafts_are_on_the_list_and_texts_stay(
     name: str, engine: str, rows: int, model: Any, draft: Any, listed: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_greedy_drafts_are_on_the_list_and_texts_stay(
         assert texts_and_drafts(everything, runner, asked)[:2] == (expected, free)
 
 
-@round_robin(name=slow_except(("layerskip", "speculative", "adadecode"), METHODS), engine=ENGINES)
+@round_robin(name=slow_except(("layerskip", "speculative"), METHODS), engine=ENGINES)
 def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, model: Any, draft: Any, listed: str) -> None:
     runner = ModelRunner(model, engine)
     for warped in ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}):
@@ -183,10 +183,7 @@ class Watching:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    slow_except(
-        [("layerskip", "standard"), ("swift", "standard"), ("speculative", "coupled")],
-        itertools.product(METHODS, ("standard", "coupled")),
-    ),
+    slow_except([("swift", "standard"), ("speculative", "coupled")], itertools.product(METHODS, ("standard", "coupled"))),
 )
 def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: Any, draft: Any, listed: str) -> None:
     """No draft goes on there, and processors see no text that they have forbidden."""

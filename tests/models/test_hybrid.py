@@ -53,7 +53,7 @@ def texts_of(name: str, rows: int = 3) -> tuple[list[Tensor], list[list[int]]]:
     return support.without_ties(families.cached(name), prompts, rows, max_new_tokens=NEW)
 
 
-FAST = ("autoregressive", "prompt_lookup", "layerskip", "layerskip that scores anew", "speculative with a hybrid")
+FAST = ("prompt_lookup", "layerskip", "speculative with a hybrid")
 OTHERS = [name for name in families.HYBRIDS if name not in MAIN]
 CELLS = [
     *((name, method) for name in MAIN for method in METHOD),

@@ -155,7 +155,7 @@ class Adversary:
         )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10_000), st.sampled_from([2.0, 5.0, 20.0]))
 def test_no_drafter_of_the_policy_can_lose_more_than_the_budget_allows(seed: int, expensive: float) -> None:
     """Charged time stays within the bound at every step, over all requests and over each. Not charged in full are one stall in

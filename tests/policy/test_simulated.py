@@ -37,7 +37,7 @@ def ratio(name: str, everything: bool) -> float:
     return fmean(rates) / fmean(TODAY[f"{name}: {'everything' if everything else 'chains only'}"]["rates"])
 
 
-@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
+@pytest.mark.parametrize("everything", slow_except([True], [True, False]), ids=["everything", "chains only"])
 @pytest.mark.parametrize("name", slow_except(QUICK, WORKS, full=()))
 def test_no_workload_is_much_slower_than_with_the_policy_before(name: str, everything: bool) -> None:
     assert ratio(name, everything) >= 0.90
@@ -72,7 +72,7 @@ DEADLOCKED = ("chat, nano", "edit, 8B on a GPU", "break-even, nano")
 """The policy before decoded plainly for ever here if it believed drafting to be three times too expensive."""
 
 
-@pytest.mark.parametrize("known", [0, pytest.param(1, marks=pytest.mark.slow), 30])
+@pytest.mark.parametrize("known", slow_except([0], [0, 1, 30]))
 def test_no_deadlock_if_all_costs_are_believed_to_be_three_times_too_high(known: int) -> None:
     pairs = [(later_rate(SHORT[name], 0, False, "all", 3.0, known), right_rate(name, 0, False)) for name in DEADLOCKED]
     assert fmean(wrong / right for wrong, right in pairs) >= 0.95
@@ -92,7 +92,7 @@ def test_wrong_costs_are_unlearnt(kind: str, factor: float, known: int, everythi
     assert fmean(found) >= 0.97
 
 
-@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
+@pytest.mark.parametrize("everything", slow_except([True], [True, False]), ids=["everything", "chains only"])
 def test_where_nothing_pays_it_decodes_plainly(everything: bool) -> None:
     """In a second run, too: decisions depend on nothing but what the policy observes."""
     work = held_out(3000)["nothing pays, laptop"]

@@ -25,7 +25,7 @@ from skipstone.serving.server import Server, read_all
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import families
 from tests.helpers.options import LAW, TEXT
-from tests.helpers.pairwise import round_robin
+from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.support import tokenizer
 
 PROMPT = "abcxstop theabcab"
@@ -114,7 +114,7 @@ def test_all_ways_build_the_same_request(own: str, asked: str, seen: list[Reques
     same(seen, is_greedy="temperature" not in ASKED[asked][0])
 
 
-@pytest.mark.parametrize("own", [name for name in OWN if name not in ("nothing", "several ends")])
+@pytest.mark.parametrize("own", slow_except([*OWN][3::2], [name for name in OWN if name not in ("nothing", "several ends")]))
 def test_a_model_s_own_settings_count_in_all_ways(own: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     all_ways(monkeypatch, OWN[own], "greedy")
     same(seen, is_greedy=True)

@@ -35,11 +35,12 @@ from tests.helpers.objectives import (
     naive,
     objective,
 )
+from tests.helpers.pairwise import slow_except
 
 MODELS = [(name, tied) for name in HEADS for tied in (False, True) if not tied or name in ("llama", "gemma2", "gpt2")]
 
 
-@pytest.mark.parametrize(("name", "tied"), MODELS[::2] + [pytest.param(*one, marks=pytest.mark.slow) for one in MODELS[1::2]])
+@pytest.mark.parametrize(("name", "tied"), slow_except(MODELS[::4], MODELS))
 def test_loss_and_all_gradients_equal_a_naive_reference(name: str, tied: bool) -> None:
     model, batch = build(name, tied), inputs()
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
