@@ -64,7 +64,7 @@ def test_clients_that_go_away_at_any_moment_leave_no_row_taken(nano: InThread) -
 
 
 def test_a_client_that_reads_nothing_holds_nobody_up_and_gives_its_row_back(nano: InThread) -> None:
-    slow = slow_reader(nano.port, {**TEXT, "max_tokens": 250, "stream_speculative": True})
+    slow = slow_reader(nano.port, {**TEXT, "max_tokens": 120, "stream_speculative": True})
     try:
         other = run(nano.url)
         assert len(other.arrived) > 1

@@ -92,7 +92,7 @@ def test_the_same_input_gives_the_same_bytes(chats: BatchSettings, tmp_path: Pat
 
 
 def test_greedy_texts_are_those_of_generate_and_a_line_without_a_seed_has_its_own(nano: BatchSettings, tmp_path: Path) -> None:
-    requests, (model, tokenizer) = many(12), nano.load()
+    requests, (model, tokenizer) = many(8), nano.load()
     written = texts(answer(nano, tmp_path, requests))
     for one in requests:
         body = one["body"]
