@@ -17,14 +17,12 @@ from skipstone.train.data.sources import Source
 SHINGLE = 8  # consecutive words of a shingle, the unit that documents are compared by
 MIN_WORDS = 50  # shorter documents are compared as a whole only: they have too few shingles
 NEAR = 0.8  # Jaccard similarity of the sets of shingles from which documents are near duplicates
-BANDS = 32
-"""Bands of a MinHash signature. Two documents of similarity J share none with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at
-J = .5."""
-BAND_ROWS = 4  # entries of the signature in a band
-LIKELY = 0.6  # share of equal signature entries from which candidates are compared exactly: 5.6 standard deviations below NEAR
+SKETCH = 64  # smallest hashes of a document's shingles, by which candidates are found
+LIKELY = 0.5
+"""Share of a sketch that a candidate's sketch has, too. Two documents of similarity NEAR share at least .8 of it on average: 6
+standard deviations above LIKELY."""
 
 Hashes = NDArray[np.uint64]
-Signature = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,8 @@ def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], dict[str
     """The documents that equal no earlier one, nor nearly, in their order, and source -> {documents, exact, near, kept}.
 
     Equal: the same words, whatever the whitespace. Nearly: a Jaccard similarity of at least NEAR between the sets of
-    SHINGLE-word shingles, of two documents of MIN_WORDS words or more. Candidates come from MinHash signatures and locality
-    sensitive hashing (Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3), and are compared exactly.
+    SHINGLE-word shingles, of two documents of MIN_WORDS words or more. Candidates share much of their
+    sketches, the smallest hashes (Broder, On the resemblance and containment of documents, 1997), and are compared exactly.
     """
     seen: set[bytes] = set()
     near = _NearDuplicates()
@@ -106,63 +104,29 @@ def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], dict[str
     return kept, report
 
 
-class _WordHashes(dict[str, int]):
-    """Word -> 64 bits, the same in every process."""
-
-    def __missing__(self, word: str) -> int:
-        self[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "big")
-        return self[word]
-
-
 class _NearDuplicates:
-    """The documents so far, found again by the bands of their signatures."""
+    """The documents so far, found again by their sketches: the SKETCH smallest hashes of their shingles."""
 
     def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        self._multipliers = rng.integers(1, 2**32, (BANDS * BAND_ROWS, 1), dtype=np.uint32) | np.uint32(1)
-        self._powers = [np.uint64(power) for power in rng.integers(1, 2**64, SHINGLE, dtype=np.uint64) | np.uint64(1)]
-        self._words = _WordHashes()
         self._shingles: list[Hashes] = []
-        self._signatures: list[Signature] = []
-        self._buckets: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+        self._holders: defaultdict[int, list[int]] = defaultdict(list)  # hash of a sketch -> documents
 
     def contains(self, words: list[str]) -> bool:
         """Whether an earlier document is nearly the same. If none is, store this one."""
         if len(words) < MIN_WORDS:
             return False
-        shingles = self._hashed(words)
-        signature = self._signature(shingles)
-        bands = [(band, row.tobytes()) for band, row in enumerate(signature.reshape(BANDS, BAND_ROWS))]
-        candidates = {index for band in bands for index in self._buckets.get(band, ())}
-        likely = [index for index in candidates if (self._signatures[index] == signature).mean() >= LIKELY]
+        texts = (" ".join(words[first : first + SHINGLE]) for first in range(len(words) - SHINGLE + 1))
+        hashes = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+        shingles = np.unique(np.frombuffer(hashes, np.uint64))
+        sketch = shingles[:SKETCH].tolist()
+        shared = Counter(index for code in sketch for index in self._holders.get(code, ()))
+        likely = [index for index, count in shared.items() if count >= LIKELY * len(sketch)]
         if any(jaccard(shingles, self._shingles[index]) >= NEAR for index in likely):
             return True
-        for band in bands:
-            self._buckets[band].append(len(self._shingles))
+        for code in sketch:
+            self._holders[code].append(len(self._shingles))
         self._shingles.append(shingles)
-        self._signatures.append(signature)
         return False
-
-    def _hashed(self, words: list[str]) -> Hashes:
-        """The set of the document's shingles, as sorted hashes."""
-        codes = np.fromiter(map(self._words.__getitem__, words), np.uint64, len(words))
-        count = len(words) - SHINGLE + 1
-        mixed = np.zeros(count, np.uint64)
-        for offset, power in enumerate(self._powers):
-            mixed += codes[offset : offset + count] * power
-        mixed ^= mixed >> np.uint64(29)  # a sum of products is linear, which multiplying again would not hide
-        mixed *= self._powers[0]
-        mixed ^= mixed >> np.uint64(32)
-        mixed.sort()  # np.unique is ten times slower
-        return mixed[np.concatenate(([True], mixed[1:] != mixed[:-1]))]
-
-    def _signature(self, shingles: Hashes) -> Signature:
-        """[BANDS * BAND_ROWS]: the smallest value of every hash function over the shingles, of which 32 bits do."""
-        short = shingles.astype(np.uint32)
-        smallest = np.full(len(self._multipliers), np.iinfo(np.uint32).max, np.uint32)
-        for start in range(0, len(short), 4096):  # parts that fit the processor's cache
-            np.minimum(smallest, (self._multipliers * short[start : start + 4096]).min(axis=1), out=smallest)
-        return smallest
 
 
 def jaccard(one: Hashes, other: Hashes) -> float:
