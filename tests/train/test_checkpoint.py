@@ -117,7 +117,7 @@ class TestResume:
         others: list[tuple[dict[str, Any], str]] = [
             ({"exits": EarlyExitLoss(0.3, "none")}, "recipe"),
             ({"seed": 4}, "seed"),
-            ({"model": tiny(intermediate_size=16)}, "model"),
+            ({"model": tiny(intermediate_size=16)}, "model.intermediate_size"),
             ({"fingerprint": {"data": "y"}}, "data"),
             ({"learning_rate": 0.02}, "training.learning_rate"),
             ({"max_steps": 6}, "training.max_steps"),

@@ -5,10 +5,8 @@ transformers' Trainer writes into checkpoint-N directly. A process that is kille
 
 import hashlib
 import json
-import re
 import shutil
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +86,12 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
         actual = files.file_digest(path) if path.is_file() else "nothing"
         if actual != digest:
             raise ValueError(f"{path} is damaged: expected {digest:.12}, found {actual:.12}; remove {folder.name}")
-    if different := _differences(saved, fingerprint):
-        shown = "; ".join(f"{key}: the checkpoint has {old}, this run {new}" for key, (old, new) in different.items())
-        found = f"{', '.join(different)} differ ({shown:.400})"
+    old, new = _flat(saved), _flat(json.loads(json.dumps(fingerprint)))
+    if different := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
+        shown = "; ".join(
+            f"{key}: the checkpoint has {old.get(key)!r:.200}, this run {new.get(key)!r:.200}" for key in different
+        )
+        found = f"{', '.join(different)} differ ({shown:.800})"
         raise ValueError(f"{folder} belongs to another run, {found}: use another output folder")
     return step
 
@@ -102,30 +103,15 @@ def frozen(model: nn.Module) -> dict[str, str]:
     return {"frozen": hashlib.sha256("".join(samples).encode()).hexdigest()} if samples else {}
 
 
-def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Entries that differ between two fingerprints: key -> (saved, now), shortened to the first difference."""
-    old, new = _flat(saved), _flat(json.loads(json.dumps(now)))
-    return {key: _contrast(old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
-
-
 def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint with its inner mappings flattened, without the version of transformers that wrote a config."""
     flat: dict[str, Any] = {}
     for key, value in fingerprint.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
-        else:
-            flat[key] = re.sub(r'"transformers_version": "[^"]*",?\s*', "", value) if isinstance(value, str) else value
+        if isinstance(value, str) and value.startswith("{"):  # the config of a model
+            value = json.loads(value)
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    flat.pop("model.transformers_version", None)
     return flat
-
-
-def _contrast(old: Any, new: Any) -> tuple[str, str]:
-    """Two different values as text. Long ones are cut to the surroundings of their first difference."""
-    before, after = (" ".join(value.split()) if isinstance(value, str) else repr(value) for value in (old, new))
-    if max(len(before), len(after)) <= 80:
-        return before, after
-    start = max(0, next(at for at, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]) - 30)
-    return before[start : start + 80], after[start : start + 80]
 
 
 def _numbered(run: Path) -> list[tuple[int, Path]]:

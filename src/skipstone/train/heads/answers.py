@@ -5,7 +5,7 @@ line names model and prompts. Shorter prompts come first. Speculative decoding i
 large ones, so the first batches try both.
 
 Features are the states that exit heads read, and the last layer's, in one memory-mapped file: one forward over every answer.
-The file grows batch by batch under a hidden name and gets its name when it is whole.
+The file grows batch by batch.
 """
 
 import errno
@@ -36,13 +36,12 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.train import Say
 from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt
-from skipstone.utils.files import LineFile, digest, install, read_lines
+from skipstone.utils.files import LineFile, digest, read_lines, write_whole
 
 BATCH = 16  # answers of one forward
 BYTES = 2  # of a number in the file, bfloat16 or float16
 DATA = "features.bin"  # the states, [N, k + 1, d] numbers one after the other
-ABOUT = "features.json"  # the model, answers and layers of the states; written last
-PARTIAL = ".features.partial"  # folder of unfinished features
+ABOUT = "features.json"  # the model, answers and layers of the states
 GIB = 2**30
 
 
@@ -68,19 +67,8 @@ def write(
     """
     if not prompts:
         raise ValueError("there are no prompts: the sources hold none")
-    first_ids = [prompt.ids([], tokenizer) for prompt in prompts]  # they depend on the chat template
-    content = digest([[(prompt.text, prompt.said, prompt.turns) for prompt in prompts], first_ids])
-    key = {"model": fingerprint(model), "prompts": content, "max_new_tokens": settings.max_new_tokens}
-    writer = _AnswerWriter(model, prompts, tokenizer, settings, eos, say)
-    writer.done, writer.seconds = _read(path, key)
-    if not writer.answer_all(None):  # several processes may read a complete file
-        with LineFile(path) as file:
-            writer.done, writer.seconds = _read(path, key)
-            if writer.done:
-                file.go_on()
-            else:
-                file.begin(key, f"{path} is no file of answers: remove it to have them written again")
-            writer.answer_all(file)
+    writer = _AnswerWriter(model, prompts, tokenizer, settings, path, eos, say)
+    writer.answer_all()
     return writer.done, writer.seconds
 
 
@@ -88,17 +76,28 @@ class _AnswerWriter:
     """Generates answers in batches and writes them to a file. done: all answers so far. seconds: their time."""
 
     def __init__(
-        self, model: Any, prompts: HeadPrompts, tokenizer: Tokenizer, settings: AnswerSettings, eos: set[int], say: Say
+        self,
+        model: Any,
+        prompts: HeadPrompts,
+        tokenizer: Tokenizer,
+        settings: AnswerSettings,
+        path: Path,
+        eos: set[int],
+        say: Say,
     ) -> None:
         self.model, self.prompts, self.tokenizer, self.settings, self.say = model, prompts, tokenizer, settings, say
-        self.done, self.seconds = list[ModelAnswer](), 0.0
+        first_ids = [prompt.ids([], tokenizer) for prompt in prompts]  # they depend on the chat template
+        content = digest([[(prompt.text, prompt.said, prompt.turns) for prompt in prompts], first_ids])
+        self._key = {"model": fingerprint(model), "prompts": content, "max_new_tokens": settings.max_new_tokens}
+        self._path = path
+        self.done, self.seconds = _read(path, self._key)
         self._options = {"max_new_tokens": settings.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
         self._max_prompt_tokens = ModelRunner(model).max_positions - settings.max_new_tokens
         self._methods = _methods(model, settings)
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
-    def answer_all(self, file: LineFile | None) -> bool:
-        """Answer all prompts, turn by turn. Without a file: only check whether all are answered. Returns whether they are."""
+    def answer_all(self) -> None:
+        """Answer all prompts, turn by turn. Several processes may read a complete file."""
         for turn in range(max(map(len, self.prompts))):
             texts = [str(self.tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in self.done]
             answered = {tuple(each.prompt): text for each, text in zip(self.done, texts, strict=True)}
@@ -107,14 +106,10 @@ class _AnswerWriter:
             if not fitting and not turn:
                 limit = self.settings.max_new_tokens
                 raise ValueError(f"no prompt leaves room for {limit} new tokens in the model's positions")
-            missing = [ids for ids in fitting if tuple(ids) not in answered]
-            if missing and file is None:
-                return False
-            if file is not None:
+            if missing := [ids for ids in fitting if tuple(ids) not in answered]:
                 if len(fitting) < len(every):
                     self.say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
-                self._answer(missing, len(fitting), file)
-        return True
+                self._answer(missing, len(fitting))
 
     def _prompt_ids(self, turn: int, answered: dict[tuple[int, ...], str]) -> list[list[int]]:
         """The ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
@@ -129,23 +124,27 @@ class _AnswerWriter:
                 chosen.add(ids)
         return sorted(map(list, chosen), key=lambda ids: (len(ids), ids))
 
-    def _answer(self, prompts: list[list[int]], among: int, file: LineFile) -> None:
+    def _answer(self, prompts: list[list[int]], among: int) -> None:
         """Answer prompts. among: number of prompts of this turn, with those that are answered already."""
-        methods, rates = self._methods, self._rates
-        while prompts:
-            part, prompts = prompts[: self.settings.batch_size], prompts[self.settings.batch_size :]
-            began = time.perf_counter()
-            method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
-            ids, mask = left_padded(part)
-            new_tokens = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens or []
-            seconds = time.perf_counter() - began
-            self.seconds += seconds
-            if len(rates) < len(methods):
-                rates.append(sum(map(len, new_tokens)) / seconds)
-            answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
-            file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
-            self.done += answers
-            self.say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
+        methods, rates, size = self._methods, self._rates, self.settings.batch_size
+        with LineFile(self._path) as file:
+            if self.done:
+                file.go_on()
+            else:
+                file.begin(self._key, f"{self._path} is no file of answers: remove it to have them written again")
+            for first in range(0, len(prompts), size):
+                part, began = prompts[first : first + size], time.perf_counter()
+                method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
+                ids, mask = left_padded(part)
+                new_tokens = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens or []
+                seconds = time.perf_counter() - began
+                self.seconds += seconds
+                if len(rates) < len(methods):
+                    rates.append(sum(map(len, new_tokens)) / seconds)
+                answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
+                file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
+                self.done += answers
+                self.say(f"answers: {among - len(prompts) + first + len(part)} of {among}, {self.seconds:.0f} s")
 
 
 def _methods(model: PreTrainedModel, settings: AnswerSettings) -> list[Method]:
@@ -200,55 +199,46 @@ def extract(
     about |= {"mixed": True} if mixed else {}
     bounds = [0, *accumulate(len(answer.tokens) for answer in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
-    if not _there(folder, about):
-        needed = math.prod(shape) * BYTES
+    data, needed = folder / DATA, math.prod(shape) * BYTES
+    if not (folder / ABOUT).is_file() or (folder / ABOUT).read_text(encoding="utf-8") != json.dumps(about):
+        data.unlink(missing_ok=True)
+    if not data.is_file() or data.stat().st_size < needed:
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
             limit = f"--max-disk {max_disk / GIB:g}: raise it, or take fewer prompts, shorter answers or fewer layers"
             raise ValueError(f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than {limit}")
-        _make(model, answers, folder, about, bounds, say)
-    raw = np.memmap(folder / DATA, dtype=np.int16, mode="c", shape=shape)
+        try:
+            write_whole(folder / ABOUT, json.dumps(about))
+            _append(model, answers, data, about, bounds, say)
+        except (OSError, ValueError) as error:
+            for path in (data, folder / ABOUT):
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                reason = f"the disk is full, nothing of the features is left: {error.strerror}"
+                raise OSError(error.errno, reason, str(folder)) from error
+            raise
+    raw = np.memmap(data, dtype=np.int16, mode="c", shape=shape)
     return Features(torch.from_numpy(raw).view(kind), bounds)
 
 
-def _there(folder: Path, about: dict[str, Any]) -> bool:
-    try:
-        return json.loads((folder / ABOUT).read_text(encoding="utf-8")) == about and (folder / DATA).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _make(model: ModelRunner, answers: Answers, folder: Path, about: dict[str, Any], bounds: list[int], say: Say) -> None:
-    made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
+def _append(model: ModelRunner, answers: Answers, data: Path, about: dict[str, Any], bounds: list[int], say: Say) -> None:
+    """Write the states, from the last whole batch in the file on."""
+    layers, dtype = about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
-    try:
-        if not _there(made, about):
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir(parents=True)
-            (made / DATA).touch()
-            (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        had = (made / DATA).stat().st_size
-        if (free := shutil.disk_usage(made).free) < bounds[-1] * row - had:
+    with data.open("ab") as file:
+        had = file.tell()
+        if (free := shutil.disk_usage(data.parent).free) < bounds[-1] * row - had:
             raise OSError(errno.ENOSPC, f"{free / GIB:.2f} GiB are free")
-        begin = max((first for first in range(0, len(answers), BATCH) if bounds[first] * row <= had), default=0)
-        with (made / DATA).open("ab") as file:
-            file.truncate(bounds[begin] * row)
-            for first in range(begin, len(answers), BATCH):
-                with torch.autocast(model.device.type, torch.bfloat16, enabled="mixed" in about):
-                    states = _states(model, answers[first : first + BATCH], layers).to(getattr(torch, dtype))
-                if not bool(states.isfinite().all()):
-                    raise ValueError(f"the model's states do not fit into {dtype}: load it as bfloat16")
-                file.write(states.view(torch.int16).cpu().numpy().tobytes())
-                if first // BATCH % 16 == 15:
-                    say(f"features: {first + BATCH} of {len(answers)} answers")
-        install(made, folder, (DATA, ABOUT))
-        made.rmdir()
-    except (OSError, ValueError) as error:
-        shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = f"the disk is full, nothing of the features is left: {error.strerror}"
-            raise OSError(error.errno, reason, str(folder)) from error
-        raise
+        begin = max(first for first in range(0, len(answers), BATCH) if bounds[first] * row <= had)
+        file.truncate(bounds[begin] * row)
+        for first in range(begin, len(answers), BATCH):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled="mixed" in about):
+                states = _states(model, answers[first : first + BATCH], layers).to(getattr(torch, dtype))
+            if not bool(states.isfinite().all()):
+                raise ValueError(f"the model's states do not fit into {dtype}: load it as bfloat16")
+            file.write(states.view(torch.int16).cpu().numpy().tobytes())
+            if first // BATCH % 16 == 15:
+                say(f"features: {first + BATCH} of {len(answers)} answers")
 
 
 @torch.inference_mode()
