@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from skipstone import __version__
 from skipstone.assets import NANO
 from skipstone.engines.loading import BUNDLED
-from skipstone.export.hub.provenance import TEXT, UNRECORDED, Provenance, Table
+from skipstone.export.hub.provenance import TEXT, UNRECORDED, Provenance, Table, loads_of
 from skipstone.models.fetching import HubName, hub_name
 
 README = "README.md"
@@ -20,7 +20,7 @@ MARK = "<!-- `skipstone push` wrote this card and writes it anew. Without this l
 def write_card(about: Provenance, repo: str, digests: Mapping[str, tuple[int, str]], licence: str | None = None) -> str:
     """A card. repo: ORG/NAME, or ORG/NAME@BRANCH. digests: file -> (bytes, SHA-256). licence: the repository's; None for the
     base model's, if its card is on this machine."""
-    base = None if about.base is None else on_hub(about.base)
+    base = hub_name(about.base) if about.base is not None and _cached(about.base, "config.json") else None
     licence = licence or (None if about.base is None else licence_of(about.base))
     header = ModelCardData(
         license=licence,
@@ -46,29 +46,18 @@ def write_card(about: Provenance, repo: str, digests: Mapping[str, tuple[int, st
 
 def use(about: Provenance, repo: str) -> str:
     """Three lines of Python that decode with a repository's content."""
-    loads, method = about.loads.format(repo=repo), about.method.format(repo=repo)
-    given = ", ".join([TEXT, *([f'"{method}"'] if method else []), "tokenizer=tokenizer", "max_new_tokens=64"])
+    loads = loads_of(about.base or "") if about.method else repo
+    method = [f'"{about.method.format(repo=repo)}"'] if about.method else []
+    given = ", ".join([TEXT, *method, "tokenizer=tokenizer", "max_new_tokens=64"])
     model = f'"{loads}"' if loads else ""
     note = "  # MODEL: the folder or hub id of the model that it belongs to" if loads == "MODEL" else ""
     return f"import skipstone\nmodel, tokenizer = skipstone.load({model}){note}\nprint(skipstone.generate(model, {given}).text)"
 
 
-def on_hub(name: str) -> HubName | None:
-    """The repository that a model was loaded from, if the hub's cache on this machine has one of that name. A folder's name may
-    look like a hub id."""
-    meant = hub_name(name)
-    if meant is None or "/" not in meant.repo or Path(name).exists():
-        return None
-    return meant if isinstance(_cached(meant, "config.json"), str) else None
-
-
 def licence_of(base: str) -> str | None:
     """The licence in the card of a base model, if the card is on this machine."""
-    meant, folder = on_hub(base), NANO if base == BUNDLED else Path(base).expanduser()
-    place: Any = folder / README if meant is None else _cached(meant, README)
-    if not isinstance(place, (str, Path)) or not Path(place).is_file():
-        return None
-    return licence_in(Path(place).read_text("utf-8"))
+    card = NANO / README if base == BUNDLED else _cached(base, README) or Path(base).expanduser() / README
+    return licence_in(card.read_text("utf-8")) if card.is_file() else None
 
 
 def licence_in(text: str) -> str | None:
@@ -79,9 +68,13 @@ def licence_in(text: str) -> str | None:
     return None
 
 
-def _cached(meant: HubName, file: str) -> Any:
-    """The path of a file in the hub's cache; no text if it is not there."""
-    return try_to_load_from_cache(meant.repo, file, revision=meant.revision)
+def _cached(name: str, file: str) -> Path | None:
+    """A file of a repository in the hub's cache on this machine. A folder's name may look like a hub id."""
+    meant = hub_name(name)
+    if meant is None or "/" not in meant.repo or Path(name).exists():
+        return None
+    found = try_to_load_from_cache(meant.repo, file, revision=meant.revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _facts(about: Provenance, base: HubName | None) -> Table:

@@ -33,7 +33,7 @@ def push(path: str | Path, repo_id: str, *, private: bool = False, revision: str
         repository = _find_repository(hub, repo_id, revision)
         _check(repository, repo_id, contents, private)
         changes = _changes(repository, repo_id, contents, revision, say)
-        if repository is None:
+        if not repository.exists:
             hub.create_repo(repo_id, private=private or None)  # an organisation may make all of its own private
             made = True
         if revision is not None:
@@ -56,11 +56,12 @@ def card_of(contents: UploadContents, repo_id: str, revision: str | None = None,
 
 @dataclass(frozen=True)
 class Repository:
-    """The present content of a repository. card: its README.md; "" if it has none."""
+    """The present content of a repository, or of one that is to be made. card: its README.md; "" if it has none."""
 
-    private: bool
-    files: tuple[str, ...]
+    private: bool = True
+    files: tuple[str, ...] = ()
     card: str = ""
+    exists: bool = True
 
     @property
     def keeps_card(self) -> bool:
@@ -68,14 +69,14 @@ class Repository:
         return MARK not in self.card and bool(ModelCard(self.card, ignore_metadata_errors=True).text.strip())
 
 
-def _find_repository(hub: HfApi, repo_id: str, revision: str | None) -> Repository | None:
-    """The content of a branch, or of the main branch if that one is missing; None if there is no such repository."""
+def _find_repository(hub: HfApi, repo_id: str, revision: str | None) -> Repository:
+    """The content of a branch, or of the main branch if that one is missing."""
     try:
         found = hub.model_info(repo_id, revision=revision)
     except errors.GatedRepoError:
         raise
     except errors.RepositoryNotFoundError:
-        return None
+        return Repository(exists=False)
     except errors.RevisionNotFoundError:
         found = hub.model_info(repo_id)
     files = tuple(one.rfilename for one in found.siblings or ())
@@ -86,10 +87,8 @@ def _find_repository(hub: HfApi, repo_id: str, revision: str | None) -> Reposito
     return Repository(bool(found.private), files, card)
 
 
-def _check(repository: Repository | None, repo_id: str, contents: UploadContents, private: bool) -> None:
+def _check(repository: Repository, repo_id: str, contents: UploadContents, private: bool) -> None:
     """ValueError if these files must not go to a repository."""
-    if repository is None:
-        return
     if private and not repository.private:
         raise ValueError(f"{repo_id} is there already and public: make it private in its settings, or push without --private")
     kinds = {MARKS[name] for name in repository.files if name in MARKS}
@@ -97,15 +96,15 @@ def _check(repository: Repository | None, repo_id: str, contents: UploadContents
         raise ValueError(f"{repo_id} holds {' and '.join(sorted(kinds))}: {contents.kind} needs a repository of its own")
 
 
-def _changes(repository: Repository | None, repo: str, contents: UploadContents, revision: str | None, say: Say) -> list[Any]:
+def _changes(repository: Repository, repo: str, contents: UploadContents, revision: str | None, say: Say) -> list[Any]:
     """The commit's operations: new files, and the removal of stale weights of an earlier push."""
     added = {name: content for name, content in contents.files.items() if name != README}
-    if repository is not None and repository.keeps_card and README not in contents.files:
+    if repository.keeps_card and README not in contents.files:
         say(f"{README} of {repo} stays as it is: somebody wrote it, so it says nothing new of these files")
     else:
-        added[README] = card_of(contents, repo, revision, licence_in(repository.card) if repository else None).encode()
+        added[README] = card_of(contents, repo, revision, licence_in(repository.card)).encode()
     # what transformers would read as a model's weights, or as their index
-    there = () if repository is None or contents.kind != MODEL else repository.files
+    there = repository.files if contents.kind == MODEL else ()
     stale = [name for name in there if name == INDEX or (fnmatchcase(name, "model*.safetensors") and "/" not in name)]
     return [
         *(CommitOperationAdd(name, one if isinstance(one, bytes) else str(one)) for name, one in added.items()),

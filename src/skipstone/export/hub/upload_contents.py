@@ -33,13 +33,13 @@ DRAFTS = "num_assistant_tokens"  # in generation_config.json, as `skipstone expo
 
 @dataclass(frozen=True)
 class UploadContents:
-    """kind: one of MARKS' values. files: name in the repository -> the local file, or its content. left_out: names of files
-    that are not uploaded. about: the records for its card."""
+    """kind: one of MARKS' values. about: the records for its card. files: name in the repository -> the local file, or its
+    content. left_out: names of files that are not uploaded."""
 
     kind: str
-    files: dict[str, Path | bytes]
-    left_out: tuple[str, ...]
     about: Provenance
+    files: dict[str, Path | bytes]
+    left_out: tuple[str, ...] = ()
 
     @property
     def digests(self) -> dict[str, tuple[int, str]]:
@@ -66,9 +66,7 @@ def collect_upload(path: Path) -> UploadContents:
 
 def _heads(folder: Path) -> UploadContents:
     _expect(folder, (CARD, WEIGHTS))
-    card = read_heads(folder).card
-    files, left_out = _choose_files(folder, {CARD, WEIGHTS, README, *LICENCES})
-    return UploadContents(HEADS, files, left_out, provenance.of_heads(card, folder))
+    return _of_folder(HEADS, provenance.of_heads(read_heads(folder).card, folder), folder, {CARD, WEIGHTS})
 
 
 def _model(folder: Path) -> UploadContents:
@@ -84,8 +82,7 @@ def _model(folder: Path) -> UploadContents:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder} is incomplete: it has no tokenizer ({', '.join(TOKENIZERS)})")
     texts = {path.name for path in folder.iterdir() if path.suffix in TEXT_FILES and path.name != INDEX}
-    files, left_out = _choose_files(folder, {*weights, *texts, README, *LICENCES})
-    return UploadContents(MODEL, files, left_out, provenance.of_checkpoint(folder, drafts))
+    return _of_folder(MODEL, provenance.of_checkpoint(folder, drafts), folder, {*weights, *texts})
 
 
 def _weights(folder: Path) -> list[str]:
@@ -96,14 +93,14 @@ def _weights(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} is incomplete: it has no weights ({SINGLE}, or several files with {INDEX})")
     try:
-        listed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].items()
+        listed = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].items())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged: it lists no weights ({error})") from error
     shards = sorted({file for _, file in listed})
     _expect(folder, shards)
-    for shard in shards:
-        if missing := sorted({name for name, file in listed if file == shard} - _keys(folder / shard)):
-            raise ValueError(f"{folder} is incomplete: {shard} lacks {missing[0]}, which {INDEX} lists")
+    if missing := sorted(listed - {(name, shard) for shard in shards for name in _keys(folder / shard)}):
+        name, shard = missing[0]
+        raise ValueError(f"{folder} is incomplete: {shard} lacks {name}, which {INDEX} lists")
     return [*shards, INDEX]
 
 
@@ -128,8 +125,8 @@ def _file(path: Path) -> UploadContents:
         tuned = saved_profile.read(path).model_dump()
         tuned["key"].pop(saved_profile.NODE, None)  # the machine's name is private
         content = (json.dumps(tuned, indent=1) + "\n").encode()
-        return UploadContents(TUNED, {saved_profile.TUNED: content}, (), provenance.of_tuned(tuned))
-    return UploadContents(LAYER_SET, {PROFILE: path}, (), provenance.of_profile(read_profile(path)))
+        return UploadContents(TUNED, provenance.of_tuned(tuned), {saved_profile.TUNED: content})
+    return UploadContents(LAYER_SET, provenance.of_profile(read_profile(path)), {PROFILE: path})
 
 
 def _expect(folder: Path, names: Iterable[str]) -> None:
@@ -138,11 +135,12 @@ def _expect(folder: Path, names: Iterable[str]) -> None:
         raise ValueError(f"{folder} is incomplete: it has no {', '.join(missing)}")
 
 
-def _choose_files(folder: Path, names: set[str]) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """(files of a folder with these names, names of all its other entries)."""
+def _of_folder(kind: str, about: Provenance, folder: Path, names: set[str]) -> UploadContents:
+    """The files of a folder with these names, its card and its licence."""
     entries = sorted(folder.iterdir())
-    chosen: dict[str, Path | bytes] = {path.name: path for path in entries if path.name in names and path.is_file()}
-    return chosen, tuple(path.name for path in entries if path.name not in chosen)
+    wanted = names | {README, *LICENCES}
+    chosen: dict[str, Path | bytes] = {path.name: path for path in entries if path.name in wanted and path.is_file()}
+    return UploadContents(kind, about, chosen, tuple(path.name for path in entries if path.name not in chosen))
 
 
 def _digest(content: Path | bytes) -> tuple[int, str]:
