@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 
 from skipstone.assets import NANO
 from skipstone.decoding.settings import layer_in_range
@@ -89,32 +89,27 @@ def select_draft_layers(model: ModelRunner, method: MethodLike = None, exit_laye
         layer_in_range("exit_layer", chosen.exit_layer, model)
         layers = tuple(range(chosen.exit_layer or 0))
     else:
-        layers = _remaining_layers(_skip_set(chosen, model), model)
+        layers = _remaining_layers(chosen, model)
     drafts = getattr(chosen, "num_speculative_tokens", DEFAULT_DRAFTS)
     threshold = getattr(chosen, "confidence_threshold", None)
     return DraftLayers(layers, model.depth, drafts, threshold if isinstance(threshold, (int, float)) else None)
 
 
-def _skip_set(method: Any, model: ModelRunner) -> SkipSet:
-    """The layer set of a method. ValueError if it has none."""
-    if isinstance(method, SelfSpeculative):
+def _remaining_layers(method: Any, model: ModelRunner) -> tuple[int, ...]:
+    """The layers that a method's layer set leaves. ValueError if it has none, or one that skips a sublayer of a layer alone."""
+    if isinstance(method, Swift) and method.profile is not None:
+        skip = load_profile(method.profile, model.model).skip
+    elif isinstance(method, Swift):
+        raise ValueError("swift finds its layers while it decodes: name a set of `skipstone search` by profile=FILE")
+    elif isinstance(method, SelfSpeculative):
         skip = method.skip_set(model)
-        if not skip.attention and not skip.mlp:
-            raise ValueError(f"{method.name} drafts with all layers in fewer bits: quantise the model with the engine's tools")
-        return skip
-    if isinstance(method, Swift):
-        if method.profile is None:
-            raise ValueError("swift finds its layers while it decodes: name a set of `skipstone search` by profile=FILE")
-        return load_profile(method.profile, model.model).skip
-    raise ValueError(f"{method.name} does not draft with layers of the model alone: take layerskip, or a layer set")
-
-
-def _remaining_layers(skip: SkipSet, model: ModelRunner) -> tuple[int, ...]:
-    """The layers that a set leaves. ValueError if it skips one sublayer of a layer alone."""
+    else:
+        raise ValueError(f"{method.name} does not draft with layers of the model alone: take layerskip, or a layer set")
+    if not skip.attention and not skip.mlp:
+        raise ValueError(f"{method.name} drafts with all layers in fewer bits: quantise the model with the engine's tools")
     LayerSetSpace.of(model).from_skip_set(skip)
     parts = ("attention", skip.attention - skip.mlp), ("MLP", skip.mlp - skip.attention)
-    alone = [f"the {kind} of {spell_layers(layers)}" for kind, layers in parts if layers]
-    if alone:
+    if alone := [f"the {kind} of {spell_layers(layers)}" for kind, layers in parts if layers]:
         raise ValueError(f"the set skips {' and '.join(alone)} alone: other engines have whole layers only, skip both or none")
     return tuple(layer for layer in range(model.depth) if layer not in skip.attention)
 
@@ -177,17 +172,9 @@ def cut(model: ModelRunner, layers: tuple[int, ...]) -> Any:
 def _renumbered(model: ModelRunner, layers: tuple[int, ...]) -> dict[str, Tensor]:
     """The weights of these layers under their new numbers, and all weights outside layers."""
     owned = getattr(model.decoder, model.family.layers)
-    (path,) = [name for name, module in model.model.named_modules() if module is owned]
-    places = {str(layer): str(place) for place, layer in enumerate(layers)}
-    weights = {}
-    for name, weight in model.model.state_dict().items():
-        if name.startswith(f"{path}."):
-            number, _, rest = name.removeprefix(f"{path}.").partition(".")
-            if number not in places:
-                continue
-            name = f"{path}.{places[number]}.{rest}"
-        weights[name] = weight
-    return weights
+    (path,) = [f"{name}." for name, module in model.model.named_modules() if module is owned]
+    outside = {name: weight for name, weight in model.model.state_dict().items() if not name.startswith(path)}
+    return outside | nn.ModuleList(owned[layer] for layer in layers).state_dict(prefix=path)
 
 
 def write_draft(model: ModelRunner, tokenizer: Any, kept: DraftLayers, folder: Path) -> int:

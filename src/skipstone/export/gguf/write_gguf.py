@@ -13,9 +13,8 @@ from skipstone.export.gguf.vocabulary import Vocabulary
 from skipstone.utils.extras import installed
 from skipstone.utils.files import hidden_folder, publish
 
-TYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Types that matrices may be stored in, and bytes of a number. Vectors stay float32."""
-TYPE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Types that matrices may be stored in. Vectors stay float32."""
 LARGEST_F16 = 65504.0  # the largest number of float16
 TARGET, DRAFT = "target.gguf", "draft.gguf"
 
@@ -23,9 +22,9 @@ TARGET, DRAFT = "target.gguf", "draft.gguf"
 def stored_type(model: Any, requested: str | None) -> str:
     """The type that a model's matrices are stored in. requested: None for the model's own. ValueError for a type that is not in
     TYPES."""
-    kind = TYPE_OF.get(model.dtype) if requested is None else requested
-    if kind not in TYPES:
-        raise ValueError(f"weights are stored as {', '.join(TYPES)}, found {requested or model.dtype}")
+    kind = requested or TYPES.get(model.dtype, "")
+    if kind not in TYPES.values():
+        raise ValueError(f"weights are stored as {', '.join(TYPES.values())}, found {requested or model.dtype}")
     return kind
 
 
@@ -48,7 +47,7 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
     """Write a transformers model as a GGUF file, one weight after the other; `write_pair` has the arguments. An error leaves a
     part of a file."""
     gguf, architecture = installed("gguf", "GGUF files need gguf", "export"), architecture_of(model.config)
-    writer = gguf.GGUFWriter(path, architecture.name)
+    writer = gguf.GGUFWriter(path, architecture.name, use_temp_file=True)
     try:
         writer.add_type("model")
         writer.add_name(title)
@@ -56,17 +55,14 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         write_hyperparameters(writer, model.config)
         vocabulary.write(writer)
-        weights = [(name, weight, "F32" if weight.ndim == 1 else kind) for name, weight in tensors(model, architecture)]
-        for name, weight, stored in weights:
-            number = gguf.GGMLQuantizationType[stored]
-            writer.add_tensor_info(name, tuple(weight.shape), np.dtype(np.float32), weight.numel() * TYPES[stored], number)
+        for name, weight in tensors(model, architecture):
+            values = weight.detach().float().contiguous().numpy()
+            stored = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else kind]
+            if stored.name == "F16" and np.abs(values).max() > LARGEST_F16:
+                raise ValueError(f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: take BF16 or F32")
+            writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, weight, stored in weights:
-            values = weight.detach().float().contiguous().numpy()
-            if stored == "F16" and np.abs(values).max() > LARGEST_F16:
-                raise ValueError(f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: take BF16 or F32")
-            writer.write_tensor_data(gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored]))
+        writer.write_tensors_to_file()
     finally:
         writer.close()
