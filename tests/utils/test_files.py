@@ -83,19 +83,14 @@ class TestCache:
 
 
 class TestFolder:
-    @pytest.mark.parametrize("write", [files.whole_folder, files.first_folder])
     @pytest.mark.parametrize("place", ["inside", "fsync", "rename", "replace"])
-    def test_a_failure_leaves_what_was_there_and_nothing_else(self, tmp_path: Path, write: Any, place: str) -> None:
-        if (write, place) == (files.first_folder, "replace"):
-            place = "fsync"
+    def test_a_failure_leaves_what_was_there_and_nothing_else(self, tmp_path: Path, place: str) -> None:
         folder = tmp_path / "deep" / "folder"
         full = failing(place) if place != "inside" else failing("nice")
-        with full, pytest.raises((OSError, Planted)), write(folder) as made:  # noqa: PT012
+        with full, pytest.raises((OSError, Planted)), files.whole_folder(folder) as made:  # noqa: PT012
             (made / "file").write_text("new")
-            if place == "inside":
+            if place in ("inside", "rename"):  # nothing is there that would be renamed away
                 raise Planted
-            if (write, place) == (files.whole_folder, "rename"):
-                raise Planted  # nothing is there that would be renamed away
         assert tree(tmp_path) == {}
         assert list(folder.parent.iterdir()) == []
 
@@ -105,14 +100,6 @@ class TestFolder:
                 (made / content).write_text(content)
                 assert "folder/new" not in tree(tmp_path)
         assert tree(tmp_path) == {"folder/new": "new"}
-
-    def test_of_several_writers_the_first_one_to_end_stays(self, tmp_path: Path) -> None:
-        with files.first_folder(tmp_path / "folder") as slow:
-            (slow / "file").write_text("slow")
-            with files.first_folder(tmp_path / "folder") as fast:
-                (fast / "file").write_text("fast")
-        assert tree(tmp_path) == {"folder/file": "fast"}
-        assert os.listdir(tmp_path) == ["folder"]
 
     def test_installed_files_leave_others_alone_and_the_last_one_vouches_for_all(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"

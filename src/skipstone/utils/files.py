@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -133,11 +132,11 @@ def write_cache(path: Path | None, value: Any) -> bool:
 
 
 @contextmanager
-def hidden_folder(folder: Path, name: str | None = None) -> Iterator[Path]:
+def hidden_folder(folder: Path) -> Iterator[Path]:
     """An empty folder next to `folder` for the block to write into. It is removed when the block ends.
 
-    What a killed process left under its name is removed first. name: of the hidden folder, .NAME of `folder` by default."""
-    hidden = folder.with_name(name or f".{folder.name}")
+    What a killed process left under its name is removed first."""
+    hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     try:
@@ -152,21 +151,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     with hidden_folder(folder) as hidden:
         yield hidden
         publish(hidden, folder)
-
-
-@contextmanager
-def first_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` when the block ends without an error. If several processes do so at once, the first
-    one to end wins, and the others' folders are removed."""
-    with hidden_folder(folder, f".{folder.name}-{uuid.uuid4().hex}") as hidden:
-        yield hidden
-        _flush(*hidden.rglob("*"), hidden)
-        try:
-            os.rename(hidden, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-        _flush(folder.parent)
 
 
 def install(hidden: Path, folder: Path, names: Sequence[str]) -> None:

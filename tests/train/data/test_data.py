@@ -238,7 +238,7 @@ def test_a_hit_equals_what_is_made_anew_and_tokenises_nothing(recipe: Path, monk
     assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     monkeypatch.setattr(data, "_build", None)  # cannot be called
     assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
-    assert [path.is_dir() for path in cache.iterdir()] == [True]
+    assert [path.is_file() for path in cache.iterdir()] == [True]
 
 
 def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
@@ -254,25 +254,21 @@ def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
     assert len([*cache.glob("*")]) == 5
 
 
-@pytest.mark.parametrize("damage", ["a byte", "cut", "contents", "missing"])
+@pytest.mark.parametrize("damage", ["a byte", "cut"])
 def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) -> None:
     cache = recipe / "cache"
     fresh = prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
-    (folder,) = cache.iterdir()
-    path = folder / (data.CONTENTS if damage == "contents" else "0.npy")
+    (path,) = cache.iterdir()
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content if damage == "a byte" else content[:-9])
-    if damage == "missing":
-        path.unlink()
-    with pytest.warns(UserWarning, match=rf"the cached data in .*{folder.name} is damaged \(.+\) and is made anew"):
+    with pytest.warns(UserWarning, match=rf"the cached data in .*{path.name} is damaged \(.+\) and is made anew"):
         assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
 
 
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:
-    for start in (0, 5):  # the first of two processes wins
-        data.save(tmp_path / "key", TrainingData(numbered(start, 3), {}, {"held_rows": {}}))
+    data.save(tmp_path / "key", TrainingData(numbered(0, 3), {}, {"held_rows": {}}))
     for _ in range(2):
         found = data.load(tmp_path / "key")
         assert found is not None

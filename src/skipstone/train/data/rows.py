@@ -6,10 +6,10 @@ the end of one document and the beginning of the next. In a row, ~id (negative) 
 
 import hashlib
 import json
-import shutil
+import os
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,18 +20,19 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone.engines.loading import bos_prefix
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
-from skipstone.utils.files import digest, file_digest, first_folder, write_json
+from skipstone.utils.files import digest, publish
 from skipstone.utils.settings_files import SettingsPart
 
 BATCH = 256  # documents that are tokenised in one call
-FORMAT = 2  # part of every cached result's key: raise it when the same documents give other rows
-CONTENTS = "contents.json"
+FORMAT = 3  # part of every cached result's key: raise it when the same documents give other rows
 IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
@@ -176,45 +177,49 @@ def prepare(
         raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
     if cache is None:
         return _build(documents, weights, tokenizer, plan)
-    folder = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
-    if (prepared := load(folder)) is None:
+    path = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
+    if (prepared := load(path)) is None:
         prepared = _build(documents, weights, tokenizer, plan)
-        save(folder, prepared)
+        save(path, prepared)
     return prepared
 
 
-def save(folder: Path, prepared: TrainingData) -> None:
-    """Write prepared data as a folder, whole or not at all. If another process was faster, its result stays. OSError (a full
-    disk) leaves nothing behind."""
-    with first_folder(folder) as made:
-        files = {}
-        for index, tensor in enumerate((prepared.train, *prepared.held_out.values())):
-            path = made / f"{index}.npy"
-            np.save(path, tensor.numpy(), allow_pickle=False)
-            files[path.name] = file_digest(path)
-        write_json(made / CONTENTS, {"files": files, "report": prepared.report})
+def save(path: Path, prepared: TrainingData) -> None:
+    """Write prepared data as a file, whole or not at all. OSError (a full disk) leaves nothing behind."""
+    tensors = {str(index): rows for index, rows in enumerate((prepared.train, *prepared.held_out.values()))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}-{os.getpid()}")  # several processes may write the same rows
+    try:
+        save_file(tensors, hidden, {"report": json.dumps(prepared.report), "sha256": _sha256(tensors.values())})
+        publish(hidden, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
-def load(folder: Path) -> TrainingData | None:
-    """Data that `save` wrote, with arrays mapped from their files; None if there are none. Damaged data are removed with a
-    warning."""
-    if not folder.is_dir():
+def load(path: Path) -> TrainingData | None:
+    """Data that `save` wrote, mapped from their file; None if there are none. Damaged data are removed with a warning."""
+    if not path.is_file():
         return None
     try:
-        contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
-        train, *held_out = (_mapped(folder / name, sha256) for name, sha256 in contents["files"].items())
-        report = contents["report"]
-        return TrainingData(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"the cached data in {folder} is damaged ({error}) and is made anew", UserWarning, stacklevel=2)
-        shutil.rmtree(folder)
+        with safe_open(path, "pt") as file:
+            about, rows = file.metadata(), [file.get_tensor(str(index)) for index in range(len(file.keys()))]
+        if _sha256(rows) != about["sha256"]:
+            raise ValueError("its SHA-256 is another")
+        report = json.loads(about["report"])
+        return TrainingData(rows[0], dict(zip(report["held_rows"], rows[1:], strict=True)), report)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+        warnings.warn(f"the cached data in {path} is damaged ({error}) and is made anew", UserWarning, stacklevel=2)
+        path.unlink()
         return None
 
 
-def _mapped(path: Path, sha256: str) -> Tensor:
-    if (found := file_digest(path)) != sha256:
-        raise ValueError(f"{path.name} has the SHA-256 {found:.12}, expected {sha256:.12}")
-    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))  # "c": torch wants an array it may write to
+def _sha256(tensors: Iterable[Tensor]) -> str:
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.numpy().data)
+    return whole.hexdigest()
 
 
 def _key(facts: list[Any], tokenizer: Tokenizer) -> str:
@@ -249,7 +254,6 @@ def _build(documents: Sequence[Document], weights: Mapping[str, float], tokenize
     train, epochs = mix(packed["train"], weights, plan.rows, plan.seed)
     for name, own in packed["train"].items():
         report[name] |= {"rows": round(epochs[name] * len(own)), "epochs": epochs[name]}
-    sha256 = hashlib.sha256(train.numpy().data).hexdigest()
     held_rows = {name: len(rows) for name, rows in packed["held_out"].items()}
-    facts = {**plan.model_dump(), "tokens": train.numel(), "sha256": sha256, "held_rows": held_rows}
+    facts = {**plan.model_dump(), "tokens": train.numel(), "sha256": _sha256([train]), "held_rows": held_rows}
     return TrainingData(train, packed["held_out"], {**facts, "sources": report})

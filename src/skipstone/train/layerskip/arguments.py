@@ -187,29 +187,20 @@ class TrainingRecipe(SettingsPart):
         return self
 
 
-def read(path: Path, data_dir: Path | None = None) -> TrainingRecipe:
-    """Read a recipe. data_dir: folder of files that replace data sets of the hub. ValueError names what is unknown, missing or
-    impossible."""
+def read(path: Path, data_dir: Path | None = None, before: tuple[Path, ...] = ()) -> TrainingRecipe:
+    """Read a recipe. data_dir: folder of files that replace data sets of the hub. before: recipes that go on from this one's
+    model. ValueError names what is unknown, missing or impossible."""
     try:
         recipe = TrainingRecipe.model_validate(_values(path, ()))
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}") from error
     if recipe.model.recipe is not None:
-        _check_chain(path, recipe.model.recipe)
+        first, before = path.parent / recipe.model.recipe, (*before, path.resolve())
+        if first.resolve() in before:
+            raise ValueError(f"{path} goes on from {recipe.model.recipe} again: recipes start from one another in a circle")
+        read(first, before=before)
     sources = from_folder(recipe.data.sources, data_dir)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
-
-
-def _check_chain(path: Path, first: str) -> None:
-    """ValueError if recipes start from one another in a circle."""
-    seen, before = {path.resolve()}, first
-    while before is not None:
-        at = path.parent / before
-        if at.resolve() in seen:
-            raise ValueError(f"{path} goes on from {first}, and that from {before} again")
-        seen.add(at.resolve())
-        start = _values(at, ()).get("model")
-        before = start.get("recipe") if isinstance(start, dict) else None
 
 
 def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -241,7 +232,7 @@ def _merge(base: Any, changes: Any) -> Any:
 
 def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
     """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
-    base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExitLoss()), {}
+    base, schedule = LayerSkipRecipe(), {}
     if recipe.preset is not None:
         base = PRESETS[recipe.preset]
         sizes = {"max_steps": base.steps, "per_device_train_batch_size": base.batch_size}
@@ -254,7 +245,14 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
         "remove_unused_columns": False,
         "use_cpu": not torch.cuda.is_available(),
     }
-    training = _training(recipe.training, fixed)
+    set_here = {name: f"is set by the recipe itself ({value!r}): leave it out" for name, value in fixed.items()}
+    for name, reason in (REFUSED_IN_RECIPES | set_here).items():
+        if name in recipe.training:
+            raise ValueError(f"training.{name} {reason}")
+    if recipe.training.get("save_strategy") in ("no", False):
+        raise ValueError("training.save_strategy: a run without checkpoints could not be resumed; raise save_steps instead")
+    known = "a field of TrainingArguments or LayerSkipArguments"
+    training = _typed("training", LayerSkipArguments, recipe.training, known)
     if training.get("max_steps", schedule.get("max_steps", 0)) <= 0:
         raise ValueError("training.max_steps must be given, at least 1: the data are mixed for a run of known length")
     exits = replace(base.exits, **_typed("exits", EarlyExitLoss, recipe.exits))
@@ -268,18 +266,6 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
         **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training},
         **fixed,
     )
-
-
-def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's training settings, checked. ValueError for unknown ones, fixed ones and those without an effect."""
-    for name in given:
-        if name in fixed:
-            raise ValueError(f"training.{name} is set by the recipe itself ({fixed[name]!r}): leave it out")
-        if name in REFUSED_IN_RECIPES:
-            raise ValueError(f"training.{name} {REFUSED_IN_RECIPES[name]}")
-    if given.get("save_strategy") in ("no", False):
-        raise ValueError("training.save_strategy: a run without checkpoints could not be resumed; raise save_steps instead")
-    return _typed("training", LayerSkipArguments, given, "a field of TrainingArguments or LayerSkipArguments")
 
 
 def _typed(part: str, kind: type[Any], given: Mapping[str, Any], known: str | None = None) -> dict[str, Any]:

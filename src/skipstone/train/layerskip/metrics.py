@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from skipstone.models.decoder_model import DecoderModel
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.utils.files import json_line, write_whole
+from skipstone.utils.pictures import image_of, new_figure
 
 EXIT_FIGURE = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
@@ -167,35 +167,28 @@ class CurvePlot(TrainerCallback):
 def draw(history: list[dict[str, Any]], path: Path) -> None:
     """Write the curves of a log as a PNG. Without matplotlib: a warning."""
     try:
-        figure = curves(history)
+        write_whole(path, image_of(curves(history)))
     except ImportError:
         warnings.warn(f'{path} is not drawn without matplotlib: pip install "skipstone[train]"', stacklevel=2)
-        return
-    image = BytesIO()
-    figure.savefig(image, format="png", dpi=100)
-    write_whole(path, image.getvalue())
 
 
 def curves(history: list[dict[str, Any]]) -> Any:
     """A matplotlib figure: loss and its parts; per exit (colour) and data set (dashes) perplexity, and agreement."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure, axes = new_figure((15, 5), columns=3)
     for name in ("loss", "loss_last_layer", "divergence"):
         _line(axes[0], history, name, label=name)
     matches = [match for entry in history for name in entry if (match := EXIT_FIGURE.fullmatch(name))]
     sources, layers = sorted({match[1] or "" for match in matches}), sorted({int(match[3]) for match in matches})
     for source, layer in product(sources, layers):
-        colour = colormaps["viridis"](layers.index(layer) / max(1, len(layers) - 1) * 0.9)
-        dashes = ("-", "--", ":", "-.")[sources.index(source) % 4]
+        shade = layers.index(layer) / max(1, len(layers) - 1) * 0.9
+        style = {"color": colormaps["viridis"](shade), "linestyle": ("-", "--", ":", "-.")[sources.index(source) % 4]}
         for axis, kind in zip(axes[1:], ("perplexity", "agreement"), strict=True):
             name = f"eval_{source}_{kind}_exit_{layer}" if source else f"eval_{kind}_exit_{layer}"
-            _line(axis, history, name, label=f"{source} E={layer}".strip(), color=colour, linestyle=dashes)
+            _line(axis, history, name, label=f"{source} E={layer}".strip(), **style)
     for axis, title in zip(axes, ("training loss", "held-out perplexity", "agreement with the last layer"), strict=True):
-        axis.set_title(title)
-        axis.set_xlabel("step")
+        axis.set(title=title, xlabel="step")
         if axis.lines:
             axis.legend(fontsize="xx-small", ncols=1 + len(axis.lines) // 16)
     axes[1].set_yscale("log")

@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -17,16 +17,18 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 def dropout_by_layer(layer: int, layers: int) -> float:
     """D(l), eq. 3: from 0 at the first layer to 1 at the last, exponentially. ValueError for L < 2."""
-    if layers < 2:
-        raise ValueError(f"LayerSkip needs at least 2 layers, found {layers}: D(l) divides by L - 1")
-    return math.exp(layer * math.log(2) / (layers - 1)) - 1
+    return _exponential(layer, layers, "layers")
 
 
 def dropout_by_step(step: int, steps: int) -> float:
     """S_exp(t), eq. 4: from 0 at the first step to 1 at the last, exponentially. ValueError for T < 2."""
-    if steps < 2:
-        raise ValueError(f"an exponential dropout curriculum needs at least 2 steps, found {steps}: S(t) divides by T - 1")
-    return math.exp(step * math.log(2) / (steps - 1)) - 1
+    return _exponential(step, steps, "steps")
+
+
+def _exponential(index: int, count: int, what: str) -> float:
+    if count < 2:
+        raise ValueError(f"exponential layer dropout needs at least 2 {what}, found {count}: it divides by one less")
+    return math.exp(index * math.log(2) / (count - 1)) - 1
 
 
 def exit_scale(layer: int, layers: int, e_scale: float) -> float:
@@ -162,8 +164,8 @@ def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, .
 class LayerSkipRecipe:
     """Layer dropout and early-exit loss together."""
 
-    dropout: LayerDropout
-    exits: EarlyExitLoss
+    dropout: LayerDropout = field(default_factory=LayerDropout)
+    exits: EarlyExitLoss = field(default_factory=EarlyExitLoss)
 
     def check(self, layers: int, steps: int) -> None:
         """ValueError for a model or a run that the recipe's formulas do not cover."""
@@ -177,7 +179,7 @@ class LayerSkipRecipe:
 class Preset(LayerSkipRecipe):
     """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence (the model's, table 10)."""
 
-    learning_rate: float
+    learning_rate: float = 3e-5
     batch_size: int = 4
     context: int = 4096
     steps: int = 50_000

@@ -83,7 +83,7 @@ class LayerSkipTrainer(Trainer):
         self.objective: LayerSkipObjective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
-        self._loss_means = LossMeans({})
+        self._loss_means: dict[str, tuple[Tensor, int]] = {}  # of the next log entry: part -> (sum, steps that have it)
         self.add_callback(_LogSchedule)
 
     def _refuse(self) -> None:
@@ -101,7 +101,7 @@ class LayerSkipTrainer(Trainer):
     ) -> Any:
         """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and if a fresh start would mix its
         checkpoints with those of another run."""
-        self._resumed, self._loss_means = self._checkpoint_to_resume(resume_from_checkpoint), LossMeans({})
+        self._resumed, self._loss_means = self._checkpoint_to_resume(resume_from_checkpoint), {}
         steps = self.args.max_steps  # T, of the whole run
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
@@ -157,18 +157,21 @@ class LayerSkipTrainer(Trainer):
         step = self.state.global_step
         if step != self.objective.step or self.objective.micro < step * self.args.gradient_accumulation_steps:
             self.objective.step, self.objective.micro = step, step * self.args.gradient_accumulation_steps
+        begins = self.objective.micro == step * self.args.gradient_accumulation_steps  # the first pass of the step
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step that predicts nothing has loss 0
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.objective.micro += 1
         scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1  # compute_loss has the same
-        self._loss_means.add(step, {name: part * scale for name, part in self.objective.parts.items()})
+        for name, part in self.objective.parts.items():
+            total, steps = self._loss_means.get(name, (torch.zeros_like(part), 0))
+            self._loss_means[name] = total + part * scale, steps + begins
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # of training: the mean since the last entry, as are its parts
-            logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._loss_means.sums.items()}}
-            self._loss_means = LossMeans({})
+            logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._loss_means.items()}}
+            self._loss_means = {}
             self._check_finite(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
         super().log(logs, start_time)
 
@@ -301,7 +304,7 @@ class LayerSkipTrainer(Trainer):
             self._saving = None
 
     def _save_loss_means(self, folder: Path) -> None:
-        parts = {name: (self._mean(total), steps) for name, (total, steps) in self._loss_means.sums.items()}
+        parts = {name: (self._mean(total), steps) for name, (total, steps) in self._loss_means.items()}
         content = {"logged": self._globalstep_last_logged, "loss": self._mean(self._tr_loss), "parts": parts}
         if self.args.should_save:
             (folder / LOSS_MEANS).write_text(json.dumps(content), encoding="utf-8")
@@ -312,7 +315,7 @@ class LayerSkipTrainer(Trainer):
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
         parts = content["parts"].items()
-        self._loss_means = LossMeans({name: (torch.tensor(sum_, device=self.args.device), n) for name, (sum_, n) in parts})
+        self._loss_means = {name: (torch.tensor(sum_, device=self.args.device), n) for name, (sum_, n) in parts}
 
 
 def check(model: PreTrainedModel | DecoderModel, args: LayerSkipArguments) -> LayerSkipRecipe:
@@ -341,22 +344,6 @@ class _LogSchedule(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
-
-
-class LossMeans:
-    """Means of a loss's parts over the steps between two log entries. sums: name -> (sum, steps). A step without a part does
-    not count for it: the divergence is missing if no exit is active."""
-
-    def __init__(self, sums: dict[str, tuple[Tensor, int]]) -> None:
-        self.sums = sums
-        self._last_step: dict[str, int] = {}
-
-    def add(self, step: int, parts: dict[str, Tensor]) -> None:
-        """Add the parts of one forward pass. A step's value is the sum over its passes."""
-        for name, part in parts.items():
-            total, steps = self.sums.get(name, (torch.zeros_like(part), 0))
-            self.sums[name] = total + part, steps + (self._last_step.get(name) != step)
-            self._last_step[name] = step
 
 
 class CombinedOptimizer(Optimizer):
