@@ -151,7 +151,6 @@ def test_a_hub_data_set_from_a_local_file(tmp_path: Path) -> None:
     local = source.local(tmp_path)
     assert texts(local, tmp_path) == ["<b>"]
     assert local == JsonLines(path=str(tmp_path / "set.jsonl"), **settings)
-    assert (other := HubDataset(path="owner/set", split="train")).local(tmp_path) is other
     with pytest.raises(FileNotFoundError, match=r"set\.jsonl does not exist"):
         texts(source.local(tmp_path / "elsewhere"), tmp_path)
 

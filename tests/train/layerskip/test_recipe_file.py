@@ -35,7 +35,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"data__sources": [{**SOURCE, "colour": 1}]}, r"data\.sources\.0\.jsonl: unknown setting 'colour': expected one"),
         ({"exits": {"colour": 1}}, "unknown exits setting 'colour': expected e_scale"),
         ({"training__dropout": {}}, r"training\.dropout is a part of its own"),
-        ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama: is it num_hidden_layers?"),
+        ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama .did you mean 'num_hidden_layers'"),
         ({"decoding": {"method": "layerskip", "exit_layers": 2}}, "layerskip has no setting 'exit_layers'"),
         ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
         ({"training__save_strategy": "no"}, "a run without checkpoints could not be resumed"),

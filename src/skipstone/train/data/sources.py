@@ -191,12 +191,10 @@ class HubDataset(_RecordDocuments):
     revision: str | None = None
     file: str | None = None
 
-    def local(self, folder: Path) -> "JsonLines | HubDataset":
-        """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
-        if self.file is None:
-            return self
+    def local(self, folder: Path) -> JsonLines:
+        """The source that reads the same documents from its `file` in a folder."""
         shared = self.model_dump(include=set(_RecordDocuments.model_fields) - {"path"})
-        return JsonLines(path=str((folder / self.file).absolute()), **shared)
+        return JsonLines(path=str((folder / str(self.file)).absolute()), **shared)
 
     def read(self, base: Path) -> Iterator[SourceText]:
         """Texts in the data set's order. ImportError that says what to install where `datasets` is missing."""
@@ -242,11 +240,10 @@ Source = Annotated[TextFiles | JsonLines | HubDataset | ScriptSource, Field(disc
 
 def from_folder(sources: Sequence[Any], data_dir: Path | None) -> list[Any]:
     """The sources, each that names a `file` replaced by that file in `data_dir`. ValueError if none names one."""
-    if data_dir is None:
-        return list(sources)
-    if not any(getattr(source, "file", None) for source in sources):
+    named = [source for source in sources if getattr(source, "file", None)]
+    if data_dir is not None and not named:
         raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
-    return [source.local(data_dir) if getattr(source, "file", None) else source for source in sources]
+    return [source.local(data_dir) if data_dir is not None and source in named else source for source in sources]
 
 
 def _run(path: Path) -> ModuleType:

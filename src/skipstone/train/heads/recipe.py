@@ -66,8 +66,8 @@ class ChatPrompts(RecordSource):
     file: str | None = None
 
     def local(self, folder: Path) -> "ChatPrompts":
-        """The source that reads from `folder`; itself where it names no file."""
-        return self if self.file is None else self.model_copy(update={"path": str((folder / self.file).absolute())})
+        """The source that reads its `file` from a folder."""
+        return self.model_copy(update={"path": str((folder / str(self.file)).absolute())})
 
     def read(self, base: Path) -> Iterator[HeadPrompt]:
         """Prompts in the file's order. ValueError with the number of a line that holds none."""

@@ -9,7 +9,6 @@ accelerate handles several devices and mixed precision. A resumed run gives the 
 """
 
 import copy
-import json
 import math
 import time
 from collections import Counter
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.engines.loading import BUNDLED, COMMIT, load, usable_device
@@ -39,6 +37,9 @@ ANSWERS = "answers.jsonl"  # file of the model's own answers in the run's folder
 WAITING_TIME = timedelta(days=7)  # how long processes wait for the first, which writes the answers and the features
 MAX_LOGITS = 2**24  # logits of one head that exist at once
 ROWS = 8192  # rows of the LM head that exist in float64 at once
+STATE_FILE = "state.pt"  # file of a checkpoint: weights, the optimiser's state, and STATE
+STATE = ("epoch", "before", "best", "least_divergence", "epochs_without_gain")
+"""Fields of a run that its checkpoints hold."""
 SURE = 0.75  # probability from which a head counts as sure in reports: the paper's threshold
 
 
@@ -330,19 +331,14 @@ class _HeadTrainingRun:
     def save(self, folder: Path, fingerprint: dict[str, Any]) -> None:
         """Write a checkpoint of this epoch and remove older ones."""
         made = checkpoint.partial_folder(folder)
-        save_file({name: one.contiguous() for name, one in self.heads.state_dict().items()}, made / "heads.safetensors")
-        save_file({name: one.contiguous() for name, one in self.best.items()}, made / "best.safetensors")
-        torch.save(self.optimizer.state_dict(), made / "optimizer.pt")
-        figures = {"least": self.least_divergence, "waited": self.epochs_without_gain, "before": self.before}
-        (made / "progress.json").write_text(json.dumps({"epoch": self.epoch, **figures}), encoding="utf-8")
+        state = {name: getattr(self, name) for name in STATE}
+        torch.save({**state, "heads": self.heads.state_dict(), "optimizer": self.optimizer.state_dict()}, made / STATE_FILE)
         checkpoint.publish(made, folder, self.epoch, fingerprint)
         checkpoint.keep_latest(folder, 1)
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint."""
-        self.heads.load_state_dict(load_file(folder / "heads.safetensors"))
-        self.best = load_file(folder / "best.safetensors", device=str(self.model.device))
-        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device))
-        progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        self.epoch, self.before = progress["epoch"], progress["before"]
-        self.least_divergence, self.epochs_without_gain = progress["least"], progress["waited"]
+        state = torch.load(folder / STATE_FILE, weights_only=True, map_location=self.model.device)
+        self.heads.load_state_dict(state.pop("heads"))
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        vars(self).update(state)

@@ -3,7 +3,6 @@
 `run` trains it, resumes an interrupted run, and leaves a folder that loads as a model.
 """
 
-import difflib
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +32,9 @@ from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingReci
 from skipstone.train.layerskip.dropout import layout_of
 from skipstone.train.layerskip.metrics import CurvePlot, JsonLog, ProgressBar
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
+from skipstone.utils.extras import installed
 from skipstone.utils.files import digest, whole_folder, write_json
+from skipstone.utils.spelling import did_you_mean
 
 TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
 MADE_FROM = "made_from.json"  # file in that folder: the settings and documents of that tokenizer
@@ -49,7 +50,11 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     sets of the hub. Returns the folder of the finished model. ValueError for an impossible recipe and for a folder of another
     run; OSError for missing data and for a full disk.
     """
-    recipe = _train_first_recipe(read(path, data_dir), path, data_dir, say)
+    recipe = read(path, data_dir)
+    if recipe.model.recipe is not None:
+        start = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
+        begun = recipe.model.model_copy(update={"pretrained": str(start.absolute()), "recipe": None})
+        recipe = recipe.model_copy(update={"model": begun})
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
@@ -82,22 +87,13 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     last = checkpoint.latest(folder)
     if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
-        _save(trainer, tokenizer, recipe, prepared.report, folder / MODEL)
-        return folder / MODEL
-    say(f"{folder} is finished: nothing is left to train")
-    if not _is_saved_as_recipe_says(recipe, model, folder / MODEL):
+    else:
+        say(f"{folder} is finished: nothing is left to train")
+        if _is_saved_as_recipe_says(recipe, model, folder / MODEL):
+            return folder / MODEL
         trainer._load_from_checkpoint(str(last))
-        _save(trainer, tokenizer, recipe, prepared.report, folder / MODEL)
+    _save(trainer, tokenizer, recipe, prepared.report, folder / MODEL)
     return folder / MODEL
-
-
-def _train_first_recipe(recipe: TrainingRecipe, path: Path, data_dir: Path | None, say: Say) -> TrainingRecipe:
-    """A recipe that starts from another recipe's model: train that one, and let the recipe start from its folder."""
-    if recipe.model.recipe is None:
-        return recipe
-    model = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
-    begun = recipe.model.model_copy(update={"pretrained": str(model.absolute()), "recipe": None})
-    return recipe.model_copy(update={"model": begun})
 
 
 def _match_step_rows(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
@@ -172,7 +168,7 @@ def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, fo
         before = json.loads((saved / MADE_FROM).read_text(encoding="utf-8"))
         if different := [key for key in settings if before.get(key) != settings[key]]:
             raise ValueError(f"{saved} was made from something else ({', '.join(different)} differ): remove it")
-    if not (saved / "tokenizer.json").exists():
+    else:
         train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
         with whole_folder(saved) as hidden:
             train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(hidden)
@@ -252,12 +248,12 @@ def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: Tokenizer, mod
         return None
     place = resolve_model(recipe.teacher, base)
     teacher = load_model(place, dtype=torch.float32)
-    same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
     theirs, ours = text_config(teacher).vocab_size, text_config(model).vocab_size
-    if not same or theirs != ours:
-        sizes = f"{theirs} and {ours} logits, tokenizers {'alike' if same else 'different'}"
-        reason = f"its distributions mean nothing to this model ({sizes})"
-        raise ValueError(f"the teacher {recipe.teacher} has another vocabulary: {reason}")
+    if theirs != ours or load_tokenizer(place).get_vocab() != tokenizer.get_vocab():
+        reason = f"other tokens, or {theirs} logits where this model has {ours}"
+        raise ValueError(
+            f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model ({reason})"
+        )
     return teacher
 
 
@@ -281,8 +277,7 @@ def config_from(given: dict[str, Any], tokens: int, ids: dict[str, int]) -> Any:
     plain = CONFIG_MAPPING[kind]()
     older = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # spellings that become rope_parameters
     if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
-        near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
-        raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
+        raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}{did_you_mean(unknown[0], plain.to_dict())}")
     try:
         return CONFIG_MAPPING[kind](**{"vocab_size": tokens, **ids, **settings})
     except (StrictDataclassError, TypeError, ArithmeticError) as error:
@@ -291,11 +286,8 @@ def config_from(given: dict[str, Any], tokens: int, ids: dict[str, int]) -> Any:
 
 def _adapted(model: Any, lora: dict[str, Any]) -> Any:
     """The model with trainable adapters; its own weights are frozen."""
+    peft = installed("peft", "model.lora needs peft", "train")
     try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError('model.lora needs peft: pip install "skipstone[train]"') from error
-    try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        return peft.get_peft_model(model, peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except TypeError as error:
         raise ValueError(f"model.lora: {error}; expected fields of PEFT's LoraConfig") from error
