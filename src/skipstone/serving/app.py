@@ -17,7 +17,7 @@ from skipstone.serving import logs, playground, tracing
 from skipstone.serving.api_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.errors import RequestError, error_response, invalid_body
-from skipstone.serving.middleware import AccessMiddleware, ErrorMiddleware
+from skipstone.serving.middleware import AccessMiddleware
 from skipstone.serving.request_record import RecordMiddleware
 from skipstone.serving.responses_api import ResponseBody
 from skipstone.serving.server import Server, read_all
@@ -46,7 +46,6 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
     _add_text_routes(app, server)
     _add_status_routes(app, server)
     playground.add(app)
-    app.add_middleware(ErrorMiddleware)
     app.add_middleware(AccessMiddleware, api_key=api_key)
     reporters = [server.metrics.request, *tracing.reporters(), logs.request]
     app.add_middleware(RecordMiddleware, model=server.settings.name, reporters=reporters)

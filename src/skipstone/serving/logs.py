@@ -2,7 +2,6 @@
 
 import json
 import logging
-import logging.config
 import re
 from datetime import UTC, datetime
 from typing import Any
@@ -13,8 +12,8 @@ UNLOGGED_ROUTES = ("/health", "/metrics")
 """Routes that are not logged, because machines ask them every few seconds."""
 PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
 """Values without quotes in a line of text."""
-OURS = ("skipstone",)
-"""Loggers that write from INFO on; all others write warnings and errors. uvicorn would say that the server runs before it has a
+OURS = "skipstone"
+"""The logger that writes from INFO on; all others write warnings and errors. uvicorn would say that the server runs before it has a
 model."""
 THEIRS = ("transformers", "huggingface_hub")
 """Loggers with a handler of their own, which writes no JSON."""
@@ -51,21 +50,13 @@ FORMS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": Json
 """What --log-format may be."""
 
 
-def config(form: str) -> dict[str, Any]:
-    """For `logging.config`: everything goes to stderr, in one of FORMS."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"()": FORMS[form]}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"}},
-        "root": {"handlers": ["stderr"], "level": "WARNING"},
-        "loggers": {name: {"handlers": [], "level": "INFO", "propagate": True} for name in OURS},
-    }
-
-
 def set_up(form: str) -> None:
-    """Set up the log of this process. JSON includes warnings of Python and other packages."""
-    logging.config.dictConfig(config(form))
+    """Set up the log of this process: everything goes to stderr, in one of FORMS. JSON includes warnings of Python and other
+    packages."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(FORMS[form]())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger(OURS).setLevel(logging.INFO)
     if form == "json":
         logging.captureWarnings(True)
         for name in THEIRS:

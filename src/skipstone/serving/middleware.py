@@ -1,7 +1,6 @@
-"""ASGI middleware around every route: the API key, the size of bodies, the answer to a defect."""
+"""ASGI middleware around every route: the API key and the size of bodies."""
 
 import hmac
-import logging
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,33 +13,6 @@ MAX_BODY_BYTES = 4 << 20
 TOO_LONG = f"the body is longer than {MAX_BODY_BYTES} bytes"
 PUBLIC_PATHS = ("/health", *playground.PATHS)
 """Paths that need no key."""
-
-
-logger = logging.getLogger(__name__)
-
-
-class ErrorMiddleware:
-    """Answers 500 if a route fails. An exception handler of FastAPI's would raise the error again, and uvicorn would close a
-    connection that the client wants to use again."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched)
-        except Exception:
-            if has_begun or scope["type"] != "http":
-                raise
-            logger.exception("a route failed")
-            await error_response(RequestError(500, "a defect of the server: see its log"))(scope, receive, send)
 
 
 class AccessMiddleware:

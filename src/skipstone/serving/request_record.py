@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving.api_schemas import GenerationBody
 from skipstone.serving.completions_api import Completion
+from skipstone.serving.errors import RequestError, error_response
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
 
 CLIENT_CLOSED = 499
@@ -139,8 +140,10 @@ def attach_completion(completion: Completion, body: GenerationBody) -> None:
 
 
 class RecordMiddleware:
-    """ASGI middleware around all others: records every request. reporters: get the record of a request that has ended; their
-    errors are only logged."""
+    """ASGI middleware around all others: records every request, and answers 500 if a route fails. An exception handler of
+    FastAPI's would raise the error again, and uvicorn would close a connection that the client wants to use again.
+
+    reporters: get the record of a request that has ended; their errors are only logged."""
 
     def __init__(self, app: ASGIApp, model: str, reporters: Sequence[Callable[[RequestRecord], None]]) -> None:
         self.app, self.model, self.reporters = app, model, reporters
@@ -162,8 +165,10 @@ class RecordMiddleware:
         try:
             await self.app(scope, receive, watched)
         except Exception:
-            record.status = record.status or 500
-            raise
+            if record.status:
+                raise
+            logger.exception("a route failed")
+            await error_response(RequestError(500, "a defect of the server: see its log"))(scope, receive, watched)
         finally:
             _current.reset(before)
             record.end_time = time.monotonic()

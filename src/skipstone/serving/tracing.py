@@ -7,8 +7,8 @@ A span has the attributes that the semantic conventions for generative AI name, 
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from skipstone import __version__
@@ -20,6 +20,7 @@ PROVIDER = "skipstone"
 """gen_ai.provider.name, and the name of the tracer."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Environment variables of OpenTelemetry: one of them says where spans are sent."""
+TRACE, SDK, RESOURCES = "opentelemetry.trace", "opentelemetry.sdk.trace", "opentelemetry.sdk.resources"
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 FLUSH_TIMEOUT_MS = 2000
 """Time to send the last spans when the server ends."""
@@ -27,51 +28,44 @@ FLUSH_TIMEOUT_MS = 2000
 logger = logging.getLogger(__name__)
 
 
-def is_installed(module: str) -> bool:
-    """Whether a module of OpenTelemetry can be imported."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
-
-
 def set_up() -> bool:
     """Send spans to where the environment says, unless a provider is set already. Returns whether this has set one."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return False
-    if not (is_installed("opentelemetry.sdk.trace") and is_installed(EXPORTER)):
+    try:
+        exporter, trace, sdk, export, resources = map(import_module, (EXPORTER, TRACE, SDK, f"{SDK}.export", RESOURCES))
+    except ImportError:
         logger.warning('no spans are sent, though %s asks for them: pip install "skipstone[telemetry]"', " or ".join(ENDPOINTS))
         return False
-    trace, sdk, export = (import_module(f"opentelemetry.{name}") for name in ("trace", "sdk.trace", "sdk.trace.export"))
     if isinstance(trace.get_tracer_provider(), sdk.TracerProvider):
         return False
-    resource = import_module("opentelemetry.sdk.resources").Resource
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     resource_attributes = {"service.version": __version__} | ({} if named else {"service.name": PROVIDER})
-    provider = sdk.TracerProvider(resource=resource.create(resource_attributes))
-    provider.add_span_processor(export.BatchSpanProcessor(import_module(EXPORTER).OTLPSpanExporter()))
+    provider = sdk.TracerProvider(resource=resources.Resource.create(resource_attributes))
+    provider.add_span_processor(export.BatchSpanProcessor(exporter.OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return True
 
 
 def reporters() -> list[Callable[[RequestRecord], None]]:
     """The reporters of requests; none if the SDK is not installed."""
-    return [Spans()] if is_installed("opentelemetry.sdk.trace") else []
+    try:
+        return [Spans()]
+    except ImportError:
+        return []
 
 
 def flush() -> None:
     """Send what is not sent yet."""
-    if is_installed("opentelemetry.sdk.trace"):
-        provider = import_module("opentelemetry.trace").get_tracer_provider()
-        if (send := getattr(provider, "force_flush", None)) is not None:
-            send(FLUSH_TIMEOUT_MS)
+    with suppress(ImportError, AttributeError):  # a provider that sends nothing has no such method
+        import_module(TRACE).get_tracer_provider().force_flush(FLUSH_TIMEOUT_MS)
 
 
 class Spans:
-    """Reports requests as spans of the provider that is set for the process."""
+    """Reports requests as spans of the provider that is set for the process. ImportError without the SDK."""
 
     def __init__(self) -> None:
-        self._trace, self._propagate = import_module("opentelemetry.trace"), import_module("opentelemetry.propagate")
+        self._trace, self._propagate, _ = map(import_module, (TRACE, "opentelemetry.propagate", SDK))
 
     def __call__(self, record: RequestRecord) -> None:
         """The span of a request that writes, or was to write. The caller's `traceparent` is its parent, unless this process
