@@ -13,8 +13,8 @@ UNLOGGED_ROUTES = ("/health", "/metrics")
 PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
 """Values without quotes in a line of text."""
 OURS = "skipstone"
-"""The logger that writes from INFO on; all others write warnings and errors. uvicorn would say that the server runs before it has a
-model."""
+"""The logger that writes from INFO on; all others write warnings and errors. uvicorn would say that the server runs before
+it has a model."""
 THEIRS = ("transformers", "huggingface_hub")
 """Loggers with a handler of their own, which writes no JSON."""
 

@@ -4,9 +4,9 @@ A schema such as {"type": "object", "properties": {"next": {"$ref": "#"}}, "requ
 further one. A grammar of it allows a text that never ends.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 SCALAR, ARRAY, OBJECT = "scalar", "array", "object"
@@ -14,118 +14,100 @@ KINDS = frozenset({SCALAR, ARRAY, OBJECT})
 """Kinds of JSON values. Scalars are always finite."""
 
 
+class _Part(NamedTuple):
+    """A subschema for values of some kinds. resource: the schema with an $id around it, or the root."""
+
+    schema: Any
+    kinds: frozenset[str]
+    resource: Any
+
+    @property
+    def key(self) -> tuple[int, frozenset[str]]:
+        return id(self.schema), self.kinds
+
+
 def has_finite_value(schema: dict[str, Any]) -> bool:
     """False only if no finite value can fulfil the schema. A reference that cannot be resolved counts as fulfilled."""
-    return _AndOrGraph(schema).is_fulfilled()
+    named, root = _named_schemas(schema), _Part(schema, KINDS, schema)
+    num_missing, users, rest = dict[Any, int](), defaultdict[Any, list[list[Any]]](list), [root]
+    while rest:
+        part = rest.pop()
+        if part.key not in num_missing:
+            required = list(_required(part, named))
+            num_missing[part.key] = len(required)
+            for alternatives in required:
+                user = [part.key]  # empty once one of the alternatives is fulfilled
+                for one in alternatives:
+                    users[one.key].append(user)
+                rest += alternatives
+    fulfilled = [key for key, count in num_missing.items() if not count]
+    for key in fulfilled:  # grows while it is read
+        for user in filter(None, users[key]):
+            num_missing[user[0]] -= 1
+            if not num_missing[user[0]]:
+                fulfilled.append(user[0])
+            user.clear()
+    return not num_missing[root.key]
 
 
-@dataclass(eq=False, slots=True)
-class _Node:
-    """A part of a schema. missing: number of its parts that are not fulfilled yet. users: nodes with this one as a part."""
+def _required(part: _Part, named: dict[str, Any]) -> Iterator[list[_Part]]:
+    """What a subschema requires: of every list that is yielded, one part must be fulfilled."""
+    schema, kinds, resource = part
+    if schema is False:
+        yield []
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("$id"), str):
+        resource = schema
+    both = [one for one in _get(schema, "allOf", list) if isinstance(one, dict)]
+    for one in (schema, *both):
+        kinds &= _kinds(one.get("type"))
+    if (target := _target(schema.get("$ref"), resource, named)) is not None:
+        both.append(target)
+    yield from ([_Part(one, kinds, resource)] for one in both)
+    for key in schema.keys() & {"anyOf", "oneOf"}:
+        yield [_Part(one, kinds, resource) for one in _get(schema, key, list)]
+    if "const" in schema or "enum" in schema or SCALAR in kinds:
+        return
+    if len(kinds) != 1:
+        yield [_Part(schema, frozenset({kind}), resource) for kind in kinds]
+        return
+    for alternatives in _items(schema) if ARRAY in kinds else _properties(schema):
+        yield [_Part(one, KINDS, resource) for one in alternatives]
 
-    missing: int = 0
-    users: "list[_Node]" = field(default_factory=list)
+
+def _items(schema: dict[str, Any]) -> list[list[Any]]:
+    """The items that an array must have."""
+    count, items = _get(schema, "minItems", int), schema.get("items", True)
+    first = items if isinstance(items, list) else _get(schema, "prefixItems", list)
+    others = schema.get("additionalItems", True) if isinstance(items, list) else items
+    return [[one] for one in (*first[:count], *([others] if count > len(first) else []))]
 
 
-class _AndOrGraph:
-    """The subschemas of a schema as an AND-OR graph. A node is fulfilled if its parts are, in a finite number of steps."""
+def _properties(schema: dict[str, Any]) -> list[list[Any]]:
+    """The properties that an object must have."""
+    properties, patterns = _get(schema, "properties", dict), _get(schema, "patternProperties", dict)
+    others = schema.get("additionalProperties", True)
+    required = [name for name in _get(schema, "required", list) if isinstance(name, str)]
+    parts = [[properties.get(name, True if patterns else others)] for name in required]
+    if _get(schema, "minProperties", int):
+        parts.append([*properties.values(), *patterns.values(), others])
+    return parts
 
-    def __init__(self, schema: dict[str, Any]) -> None:
-        self._named = _named_schemas(schema)
-        self._nodes: dict[tuple[int, frozenset[str]], _Node] = {}
-        self._pending: list[tuple[_Node, Any, frozenset[str], Any]] = []
-        self._fulfilled: list[_Node] = []
-        self._root = self._node(schema, KINDS, schema)
 
-    def is_fulfilled(self) -> bool:
-        """Whether the whole schema is fulfilled."""
-        while self._pending:
-            node, *subschema = self._pending.pop()
-            self._require_all(node, self._parts(*subschema))
-        while self._fulfilled:
-            for user in self._fulfilled.pop().users:
-                user.missing -= 1
-                if user.missing == 0:
-                    self._fulfilled.append(user)
-        return self._root.missing <= 0
-
-    def _node(self, schema: Any, kinds: frozenset[str], resource: Any) -> _Node:
-        """The node of a subschema for values of some kinds. resource: the schema with an $id around it, or the root."""
-        key = id(schema), kinds
-        if key not in self._nodes:
-            self._nodes[key] = _Node(missing=1)
-            self._pending.append((self._nodes[key], schema, kinds, resource))
-        return self._nodes[key]
-
-    def _require_all(self, node: _Node, parts: Sequence[_Node]) -> _Node:
-        """Make a node fulfilled if all parts are."""
-        node.missing = len(parts)
-        for part in parts:
-            part.users.append(node)
-        if not parts:
-            self._fulfilled.append(node)
-        return node
-
-    def _any_of(self, parts: Iterable[_Node]) -> _Node:
-        """A node that is fulfilled if one of its parts is."""
-        node = _Node(missing=1)
-        for part in parts:
-            part.users.append(node)
-        return node
-
-    def _parts(self, schema: Any, kinds: frozenset[str], resource: Any) -> list[_Node]:
-        """The nodes that a subschema requires."""
-        if not isinstance(schema, dict):
-            return [_Node(missing=1)] if schema is False else []
-        if isinstance(schema.get("$id"), str):
-            resource = schema
-        both = [one for one in _get(schema, "allOf", list) if isinstance(one, dict)]
-        for one in (schema, *both):
-            kinds &= _kinds(one.get("type"))
-        parts = [self._node(one, kinds, resource) for one in both]
-        if (target := self._target(schema.get("$ref"), resource)) is not None:
-            parts.append(self._node(target, kinds, resource))
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                parts.append(self._any_of(self._node(one, kinds, resource) for one in _get(schema, key, list)))
-        if "const" not in schema and "enum" not in schema and SCALAR not in kinds:
-            inner = {ARRAY: self._items, OBJECT: self._properties}
-            parts.append(self._any_of(self._require_all(_Node(), inner[kind](schema, resource)) for kind in sorted(kinds)))
-        return parts
-
-    def _items(self, schema: dict[str, Any], resource: Any) -> list[_Node]:
-        """The items that an array must have."""
-        count, items = _get(schema, "minItems", int), schema.get("items", True)
-        first = items if isinstance(items, list) else _get(schema, "prefixItems", list)
-        others = schema.get("additionalItems", True) if isinstance(items, list) else items
-        needed = [*first[:count], *([others] if count > len(first) else [])]
-        return [self._node(one, KINDS, resource) for one in needed]
-
-    def _properties(self, schema: dict[str, Any], resource: Any) -> list[_Node]:
-        """The properties that an object must have."""
-        named, patterns = _get(schema, "properties", dict), _get(schema, "patternProperties", dict)
-        others = schema.get("additionalProperties", True)
-        required = [name for name in _get(schema, "required", list) if isinstance(name, str)]
-        unknown = True if patterns else others
-        parts = [self._node(named.get(name, unknown), KINDS, resource) for name in required]
-        if _get(schema, "minProperties", int):
-            every = [*named.values(), *patterns.values(), others]
-            parts.append(self._any_of(self._node(one, KINDS, resource) for one in every))
-        return parts
-
-    def _target(self, reference: Any, resource: Any) -> Any:
-        """The schema that a $ref names; None for none, and for one that is not found."""
-        if not isinstance(reference, str):
+def _target(reference: Any, resource: Any, named: dict[str, Any]) -> Any:
+    """The schema that a $ref names; None for none, and for one that is not found."""
+    if not isinstance(reference, str):
+        return None
+    if not reference.startswith("#/"):
+        return resource if reference == "#" else named.get(reference)
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            resource = resource[int(name) if isinstance(resource, list) and name.isdecimal() else name]
+        except (LookupError, TypeError):
             return None
-        if not reference.startswith("#/"):
-            return resource if reference == "#" else self._named.get(reference)
-        for part in unquote(reference[2:]).split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            try:
-                resource = resource[int(name) if isinstance(resource, list) and name.isdecimal() else name]
-            except (LookupError, TypeError):
-                return None
-        return resource
+    return resource
 
 
 def _named_schemas(schema: Any) -> dict[str, Any]:
