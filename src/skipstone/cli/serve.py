@@ -120,15 +120,14 @@ def _serve_replicas(
         raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
     installed("ray.serve", "--ray needs Ray Serve", "ray")
     from skipstone.serving.ray.cluster import NodeShare, weight_bytes
-    from skipstone.serving.ray.serve import Endpoint, ReplicaSettings, listen
+    from skipstone.serving.ray.serve import ReplicaSettings, listen
 
     model = model.with_absolute_path()
     default_gpus = int(model.device.startswith("cuda"))
     gpus = default_gpus if replicas.gpus_per_replica is None else replicas.gpus_per_replica
     share = NodeShare(replicas.cpus_per_replica or 1, gpus, weight_bytes(model.model))
-    endpoint = Endpoint(server.host, server.port, server.key)
-    settings_of_replicas = ReplicaSettings(*replicas.range, share, replicas.ray_address)
-    listen(model.load, settings, settings_of_replicas, endpoint, server.log_format)
+    endpoint = server.host, server.port, server.key, server.log_format
+    listen(model.load, settings, ReplicaSettings(*replicas.range, share, replicas.ray_address, *endpoint))
 
 
 def _serve_here(load: Callable[[], tuple[Any, Any]], settings: "ServerSettings", server: ServerOptions) -> None:

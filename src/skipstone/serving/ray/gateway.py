@@ -59,65 +59,43 @@ class Gateway:
                 await self._answer(scope, await Request(scope, receive).body(), send)
             except RequestError as error:
                 await error_response(error)(scope, receive, send)
-            except ReplicaLost:
-                error = RequestError(503, "the replica that was to answer has ended", retry_after=RETRY_AFTER_SECONDS)
-                await error_response(error)(scope, receive, send)
             except HTTPException as error:  # AccessMiddleware's, for a body that is too long
                 await error_response(RequestError(error.status_code, error.detail))(scope, receive, send)
             except ClientDisconnect:
                 return
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Pass on an answer. ReplicaLost and RequestError before the client has seen anything."""
+        """Pass on an answer. Its head is held back until a body follows, so that another replica may still answer instead.
+        RequestError before the client has seen anything."""
         sent_scope = {name: scope[name] for name in SENT_SCOPE if name in scope}
         session = session_id(scope["headers"], body)
-        for attempts_left in reversed(range(MAX_ATTEMPTS)):
-            relay = AnswerRelay(send)
+        for _ in range(MAX_ATTEMPTS):
+            held, has_begun, is_stream = list[Message](), False, False
             try:
                 async with aclosing(self._call_replica(sent_scope, body, session)) as messages:
                     async for message in messages:
-                        await relay.add(message)
-                await relay.flush()
+                        held.append(message)
+                        is_stream |= any(b"text/event-stream" in value for _, value in message.get("headers", ()))
+                        has_begun |= bool(message.get("body"))
+                        while has_begun and held:
+                            await send(held.pop(0))
+                for message in held:
+                    await send(message)
                 return
             except ReplicaLost:
-                if relay.has_begun:
-                    await relay.cut_off()
+                if has_begun:
+                    await send(_cut_off(is_stream))
                     return
-                if not attempts_left:
-                    raise
+        raise RequestError(503, "the replica that was to answer has ended", retry_after=RETRY_AFTER_SECONDS)
 
 
-class AnswerRelay:
-    """An answer on its way to a client. has_begun: whether the client has seen any of it.
-
-    The head is held back until a body follows, so that another replica may still answer instead."""
-
-    def __init__(self, send: Send) -> None:
-        self._send, self._held = send, list[Message]()
-        self._is_stream = False
-        self.has_begun = False
-
-    async def add(self, message: Message) -> None:
-        self._held.append(message)
-        if self.has_begun or message.get("body"):
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Pass on what is held back."""
-        self.has_begun = self.has_begun or bool(self._held)
-        held, self._held = self._held, []
-        for message in held:
-            if message["type"] == "http.response.start":
-                self._is_stream = any(b"text/event-stream" in value for _, value in message["headers"])
-            await self._send(message)
-
-    async def cut_off(self) -> None:
-        """End an answer whose replica has ended: a stream by an error without `[DONE]`, as the server itself ends one.
-        RuntimeError for any other answer, so that the connection is closed before the promised length."""
-        if not self._is_stream:
-            raise RuntimeError("a replica has ended in the middle of an answer")
-        error = json.dumps(error_body(RequestError(503, "the replica that wrote this has ended")))
-        await self._send({"type": "http.response.body", "body": f"data: {error}\n\n".encode(), "more_body": False})
+def _cut_off(is_stream: bool) -> Message:
+    """The end of an answer whose replica has ended: of a stream an error without `[DONE]`, as the server itself ends one.
+    RuntimeError for any other answer, so that the connection is closed before the promised length."""
+    if not is_stream:
+        raise RuntimeError("a replica has ended in the middle of an answer")
+    error = json.dumps(error_body(RequestError(503, "the replica that wrote this has ended")))
+    return {"type": "http.response.body", "body": f"data: {error}\n\n".encode(), "more_body": False}
 
 
 class Ingress:

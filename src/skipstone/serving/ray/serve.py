@@ -4,8 +4,8 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,31 +37,25 @@ LOAD_ERROR = "ValueError: "
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Number and resources of replicas. Between the two numbers, Serve follows the load.
+    """Number and resources of replicas, and where their gateway listens. Between the two numbers, Serve follows the load.
 
-    address: of a cluster; None for a new one on this machine. upscale_delay_seconds, downscale_delay_seconds: time of more or
-    less load before replicas are added or removed."""
+    address: of a cluster; None for a new one on this machine. api_key: clients must send it; None for no key. log_format: as in
+    `logs.set_up`. upscale_delay_seconds, downscale_delay_seconds: time of more or less load before replicas are added or
+    removed."""
 
     min_replicas: int = 1
     max_replicas: int = 1
     share: NodeShare = field(default_factory=NodeShare)
     address: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    log_format: str = "text"
     upscale_delay_seconds: float = 10.0
     downscale_delay_seconds: float = 120.0
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the gateway listens. api_key: clients must send it; None for no key."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-
-
-def build_application(
-    load: Load, settings: ServerSettings, replicas: ReplicaSettings, api_key: str | None, log_format: str
-) -> Any:
+def build_application(load: Load, settings: ServerSettings, replicas: ReplicaSettings) -> Any:
     """The application for `serve.run`."""
     serve = installed("ray.serve", NEED, "ray")
     share = replicas.share
@@ -84,7 +78,7 @@ def build_application(
         ray_actor_options={"num_cpus": 0},
         **common,
     )(serve.ingress()(Ingress))
-    return gateway.bind(replica.bind(load, settings, max(1, int(share.cpus)), log_format), api_key)
+    return gateway.bind(replica.bind(load, settings, max(1, int(share.cpus)), replicas.log_format), replicas.api_key)
 
 
 def _scaling(replicas: ReplicaSettings, max_num_seqs: int) -> dict[str, Any]:
@@ -105,47 +99,36 @@ def _scaling(replicas: ReplicaSettings, max_num_seqs: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def running(
-    load: Load, settings: ServerSettings, replicas: ReplicaSettings, endpoint: Endpoint, log_format: str = "text"
-) -> Iterator[None]:
-    """Replicas that take requests at an endpoint. ValueError if the cluster has no room for them or they cannot be started,
-    OSError if no cluster answers or the port is busy. The application is removed after an error and after the block."""
-    ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
-    if replicas.address is None:
-        bound_socket(endpoint.host, endpoint.port).close()  # Serve would report a busy port by tracebacks
-    connect(replicas.address)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
-        check_room(replicas.share, replicas.min_replicas)
-        proxies, http = "HeadOnly" if replicas.address is None else "EveryNode", {"host": endpoint.host, "port": endpoint.port}
-        serve.start(proxy_location=proxies, http_options=http, logging_config=QUIET)
-        try:
-            application = build_application(load, settings, replicas, endpoint.api_key, log_format)
-            serve.run(application, name=APPLICATION, route_prefix="/")
-            yield
-        except RuntimeError as error:
-            messages = [one.message for one in serve.status().applications[APPLICATION].deployments.values()]
-            raise ValueError(f"the replicas could not be started: {load_error(messages) or error}") from None
-        finally:
-            serve.delete(APPLICATION)
-    finally:
-        ray.shutdown()
-
-
 def load_error(messages: Iterable[str]) -> str:
     """The reason why a replica could not load its model, from Serve's messages with tracebacks; "" if there is none."""
     lines = [line.strip() for message in messages for line in message.splitlines()]
     return next((line.removeprefix(LOAD_ERROR) for line in reversed(lines) if line.startswith(LOAD_ERROR)), "")
 
 
-def listen(load: Load, settings: ServerSettings, replicas: ReplicaSettings, endpoint: Endpoint, log_format: str) -> None:
-    """The same until SIGINT or SIGTERM ends this process."""
-    stopped = threading.Event()
-    with running(load, settings, replicas, endpoint, log_format):
+def listen(load: Load, settings: ServerSettings, replicas: ReplicaSettings) -> None:
+    """Serve until SIGINT or SIGTERM ends this process. ValueError if the cluster has no room for the replicas or they cannot be
+    started, OSError if no cluster answers or the port is busy."""
+    ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
+    host, port = replicas.host, replicas.port
+    if replicas.address is None:
+        bound_socket(host, port).close()  # Serve would report a busy port by tracebacks
+    connect(replicas.address)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        check_room(replicas.share, replicas.min_replicas)
+        proxies = "HeadOnly" if replicas.address is None else "EveryNode"
+        serve.start(proxy_location=proxies, http_options={"host": host, "port": port}, logging_config=QUIET)
+        stack.callback(serve.delete, APPLICATION)
+        try:
+            serve.run(build_application(load, settings, replicas), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            messages = [one.message for one in serve.status().applications[APPLICATION].deployments.values()]
+            raise ValueError(f"the replicas could not be started: {load_error(messages) or error}") from None
+        stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopped.set())
         counts = f"{replicas.min_replicas} to {replicas.max_replicas} replicas"
-        print(f"skipstone serves at http://{endpoint.host}:{endpoint.port} with {counts}", flush=True)
+        print(f"skipstone serves at http://{host}:{port} with {counts}", flush=True)
         while not stopped.wait(1.0):
             pass
