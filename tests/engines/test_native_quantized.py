@@ -250,6 +250,6 @@ def test_bad_values_and_engines_without_quantised_weights_are_refused() -> None:
     for kind in KINDS:
         for bad in (np.nan, np.inf, 1e9):
             model.model.layers[1].mlp.down_proj.weight[3, 5] = bad  # pyright: ignore
-            with pytest.raises(ValueError, match=f"quantize='{kind}' needs finite weights"):
+            with pytest.raises(ValueError, match="quantize needs finite weights"):
                 ModelRunner(model, None, kind)
     assert ("none", *KINDS) == CHOICES

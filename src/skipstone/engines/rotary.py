@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from skipstone.models.families import RotarySource, submodule
-from skipstone.models.weight_version import TensorValues
+from skipstone.models.weight_version import AttributeValues
 
 Phases = Tensor | tuple[Tensor, ...]
 """The result of a rotary module: cos and sin, or one complex tensor."""
@@ -21,16 +21,14 @@ class RotaryTables:
     def __init__(self, decoder: Any, max_positions: int) -> None:
         self._decoder, self._max_positions = decoder, max_positions
         self._tables: dict[RotarySource, tuple[Tensor, ...]] = {}
-        self._made_of: dict[RotarySource, tuple[Any, TensorValues, list[Any]]] = {}  # module, its buffers and numbers
-        self._outdated: set[RotarySource] = set()
+        self._made_of: dict[RotarySource, AttributeValues] = {}  # lacks outdated tables
 
     def is_current(self) -> bool:
         """Whether the tables still match their modules. Outdated tables are rebuilt when they are next requested."""
-        for source, (module, values, numbers) in self._made_of.items():
-            buffers, current = _inputs(module)
-            if numbers != current or not values.are_in(buffers):
-                self._outdated.add(source)
-        return not self._outdated
+        for source, values in [*self._made_of.items()]:
+            if not values.are_current():
+                self._made_of.pop(source, None)
+        return len(self._made_of) == len(self._tables)
 
     def table(self, source: RotarySource, extent: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [positions, rotary_dim] for at least `extent` positions, or for all that the model has.
@@ -40,7 +38,7 @@ class RotaryTables:
         """
         table = self._tables.get(source)
         needed = min(max(extent, 1), self._max_positions)
-        if table is None or table[0].shape[0] < needed or source in self._outdated:
+        if table is None or table[0].shape[0] < needed or source not in self._made_of:
             size = min(self._max_positions, max(256, 1 << (needed - 1).bit_length()))
             position = torch.arange(size, device=like.device, dtype=torch.int64)[None]
             if source.axes:
@@ -50,13 +48,6 @@ class RotaryTables:
             phases = module(like, position, *extra)
             parts = phases if isinstance(phases, tuple) else (phases,)
             table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
-            buffers, numbers = _inputs(module)  # after the call: dynamic RoPE writes both
-            self._made_of[source] = module, TensorValues(buffers), numbers
-            self._outdated.discard(source)
+            numbers = [(vars(module), name) for name, value in vars(module).items() if type(value) in (int, float)]
+            self._made_of[source] = AttributeValues(numbers, module.modules())  # after the call: dynamic RoPE writes both
         return table
-
-
-def _inputs(module: Any) -> tuple[list[Tensor], list[Any]]:
-    """The buffers and the plain numbers of a rotary module."""
-    numbers = [item for item in vars(module).items() if type(item[1]) in (int, float)]
-    return [item for part in module.modules() for item in part._buffers.values() if item is not None], numbers

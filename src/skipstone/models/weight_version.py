@@ -8,6 +8,8 @@ is how PEFT merges adapters. Writes through `.data`, numpy or a storage are not 
 import os
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -22,6 +24,7 @@ _MARK = "_skipstone_written"
 """The attribute of a tensor that holds the number of the last reported write into it."""
 _PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that have an address."""
+_STORAGE_ADDRESS, _WRITES = attrgetter("_cdata"), attrgetter("_version")
 _LOCK = RLock()
 if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
@@ -55,14 +58,15 @@ class TensorValues:
         _listen()
         # the address of a storage is not given to another one while it is held weakly
         self._storages = [StorageWeakRef(one.untyped_storage()) for one in tensors]
-        self._places = [one.cdata for one in self._storages]
+        self._addresses = [one.cdata for one in self._storages]
         self._writes = _WriteCounter.count
         self._are_plain = all(type(one) in _PLAIN and not one.is_inference() for one in tensors)
         self._state = self._current(tensors)
 
     def are_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors hold the same values, as far as can be seen."""
-        if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != self._current(tensors):
+        addresses = [*map(_STORAGE_ADDRESS, map(Tensor.untyped_storage, tensors))]
+        if addresses != self._addresses or self._state != self._current(tensors):
             return False
         writes = _WriteCounter.count
         if self._writes == writes:
@@ -79,7 +83,29 @@ class TensorValues:
         else:  # inference tensors count no writes, and tensors of other packages have no address
             counted = [one for one in tensors if not one.is_inference()]
             addressed = [one for one in tensors if type(one) in _PLAIN]
-        return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [one._version for one in counted]]
+        return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [*map(_WRITES, counted)]]
+
+
+class AttributeValues:
+    """Plain attributes of modules, and all buffers of some modules, with the values that they had when this was made.
+
+    attributes: the dictionaries that have them, and their names.
+    """
+
+    def __init__(self, attributes: Sequence[tuple[dict[str, Any], str]], modules: Iterable[nn.Module] = ()) -> None:
+        self._places, self._names = [place for place, _ in attributes], [name for _, name in attributes]
+        self._values = [*map(dict.get, self._places, self._names)]
+        self._buffers = [module._buffers for module in modules]
+        self._tensors = TensorValues(self._current_buffers())
+
+    def are_current(self) -> bool:
+        """Whether they still have these values."""
+        if [*map(dict.get, self._places, self._names)] != self._values:
+            return False
+        return self._tensors.are_in(self._current_buffers())
+
+    def _current_buffers(self) -> list[Tensor]:
+        return [one for one in chain.from_iterable(map(dict.values, self._buffers)) if one is not None]
 
 
 class _VersionRecord:

@@ -20,10 +20,10 @@ from skipstone.engines.native.structs import (
     BAD_LAYER,
     SKIP_ATTENTION,
     SKIP_MLP,
-    NativeError,
     PassStruct,
     ShortlistStruct,
     StoreStruct,
+    check,
     declare,
 )
 from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
@@ -31,7 +31,7 @@ from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.passes import Pass as PassOfTokens
-from skipstone.models.passes import SkipSet, Tree
+from skipstone.models.passes import SkipSet
 from skipstone.models.weight_version import TensorValues, keep_version, model_version
 
 MAX_SKIP_SETS = 256  # cached as bits; requests may name any number
@@ -87,7 +87,7 @@ class NativeEngine(Engine):
         self._pass_address = ctypes.addressof(self._pass)
         self._known_positions = 0  # positions of the rotary tables that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
-        self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
+        self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, tensors that it points at)
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
@@ -105,7 +105,7 @@ class NativeEngine(Engine):
 
     def is_current(self, version: int | None) -> bool:
         """Whether weights and plain attributes are still those that were copied, and no module has a new hook or forward."""
-        if self.version != version or not self._weights.attributes_are_current():
+        if self.version != version or not self._weights.attributes.are_current():
             return False
         has_forward = map(contains, self._attributes, repeat("forward"))
         if (any(self._hooks) or any(has_forward)) and any(map(changed, self._covered)):
@@ -127,22 +127,12 @@ class NativeEngine(Engine):
         hidden = dense(hidden, free=1)
         data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
-            raise NativeError(BAD_LAYER)
+            check(BAD_LAYER)
         out, target = new_buffer(hidden.shape)
         referenced = self._fill_pass(at)
-        self._library.sk_run(
-            self._model,
-            self._pass_address,
-            self._store_address(store),
-            layers.start,
-            layers.stop,
-            self._skip_bits(skip),
-            data,
-            hidden.stride(0),
-            target,
-            out.stride(0),
-            self.threads,
-        )
+        place = self._model, self._pass_address, self._store_address(store)
+        span = layers.start, layers.stop, skip and self._skip_bits(skip)
+        self._library.sk_run(*place, *span, data, hidden.stride(0), target, out.stride(0), self.threads)
         del referenced
         return out
 
@@ -153,45 +143,26 @@ class NativeEngine(Engine):
         root_ids = pointer("roots", roots, (rows,), torch.int64)
         if len(inputs.bases) != rows or len(inputs.ends) != rows or inputs.columns <= width:
             raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
+        if inputs.thresholds is None and (inputs.excludes_uncertain or inputs.survival is not None):
+            raise ValueError("excludes_uncertain and survival rules need the probabilities of drafts: set thresholds, too")
         numbers = ctypes.c_int64 * rows
         counts = numbers()
         drafts, draft_ids = new_buffer((rows, width), torch.int64, torch.zeros)
-        if inputs.excludes_uncertain and inputs.thresholds is None:
-            raise ValueError("excludes_uncertain needs thresholds")
         states, states_address = new_buffer((rows, inputs.columns, self._hidden), make=torch.zeros)
         thresholds = probabilities = probabilities_address = None
         if inputs.thresholds is not None:
             thresholds = (ctypes.c_float * rows)(*inputs.thresholds)
             probabilities, probabilities_address = new_buffer((rows, width), make=torch.zeros)
-        ends, longest = _ends(inputs)
         self._pass.b, self._pass.first_row, self._pass.extent = rows, 0, inputs.extent
         self._fill_rotary(inputs.extent)
-        self._library.sk_chain(
-            self._model,
-            self._pass_address,
-            self._store_address(store),
-            0,
-            inputs.layers,
-            self._skip_bits(inputs.skip),
-            root_ids,
-            numbers(*inputs.bases),
-            numbers(*inputs.max_drafts),
-            width,
-            thresholds,
-            ends,
-            longest,
-            inputs.keep_states,
-            None if inputs.transform is None else self._transform_address(inputs.transform),
-            self._shortlist_address(inputs.shortlist),
-            inputs.excludes_uncertain,
-            _survival(inputs, width),
-            draft_ids,
-            counts,
-            probabilities_address,
-            states_address,
-            states.stride(0),
-            self.threads,
-        )
+        place = self._model, self._pass_address, self._store_address(store)
+        span = 0, inputs.layers, inputs.skip and self._skip_bits(inputs.skip)
+        tokens = root_ids, numbers(*inputs.bases), numbers(*inputs.max_drafts), width
+        stops = thresholds, *_ends(inputs)
+        head = self._transform_address(inputs.transform), self._shortlist_address(inputs.shortlist)
+        rules = inputs.excludes_uncertain, _survival(inputs, width)
+        results = draft_ids, counts, probabilities_address, states_address, states.stride(0)
+        self._library.sk_chain(*place, *span, *tokens, *stops, inputs.keep_states, *head, *rules, *results, self.threads)
         end = max(counts)
         return ChainOutputs(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
 
@@ -209,8 +180,9 @@ class NativeEngine(Engine):
             logits = head(normed.to(weight.dtype)).float()
             return logits if shortlist is None else logits[..., shortlist]
         states, data = self._states("normed", normed)
-        logits, target = new_buffer((*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
-        rows, ids = states.numel() // self._hidden, self._shortlist_address(shortlist)
+        size, ids = (self._vocabulary, None) if shortlist is None else (len(shortlist), self._shortlist_address(shortlist))
+        logits, target = new_buffer((*states.shape[:-1], size))
+        rows = states.numel() // self._hidden
         self._library.sk_head(self._model, ids, data, rows, False, target, None, self.threads)
         return logits
 
@@ -226,8 +198,7 @@ class NativeEngine(Engine):
         states, data = self._states("hidden", hidden)
         tokens, tokens_address = new_buffer(states.shape[:-1], torch.int64)
         probability, probability_address = new_buffer(tokens.shape)
-        matrix = None if transform is None else self._transform_address(transform)
-        ids = self._shortlist_address(shortlist)
+        matrix, ids = self._transform_address(transform), self._shortlist_address(shortlist)
         self._library.sk_test(self._model, ids, data, tokens.numel(), matrix, tokens_address, probability_address, self.threads)
         return tokens, probability
 
@@ -267,41 +238,31 @@ class NativeEngine(Engine):
             self._warps = warps, shape, addresses
         return self._warps[2]
 
-    def _fill_pass(self, at: PassOfTokens) -> list[Any]:
-        """Point the pass struct at a pass. Returns the objects that must outlive its use."""
-        shape = b, n = at.shape
-        struct, positions, slots = self._pass, dense(at.positions, free=1), dense(at.slots, free=1)
-        struct.b, struct.n = b, n
-        struct.positions = pointer("positions", positions, shape, torch.int64, free=1)
-        struct.slots = pointer("slots", slots, shape, torch.int64, free=1)
-        struct.positions_stride, struct.slots_stride = positions.stride(0), slots.stride(0)
-        struct.first_row, struct.extent = at.rows.start or 0, at.extent
-        referenced: list[Any] = [positions, slots]
-        if at.valid is None:
-            struct.valid = None
-        else:
-            valid = dense(at.valid, free=1)
-            struct.valid, struct.valid_stride = pointer("valid", valid, shape, torch.bool, free=1), valid.stride(0)
-            referenced.append(valid)
-        if at.tree is None:
-            struct.base = None
-        else:
-            referenced += self._fill_tree(at.tree, b, n)
+    def _fill_pass(self, at: PassOfTokens) -> list[Tensor]:
+        """Point the pass struct at a pass. Returns the tensors that must outlive its use."""
+        struct, (b, n) = self._pass, at.positions.shape
+        struct.b, struct.n, struct.first_row, struct.extent = b, n, at.rows.start or 0, at.extent
+        struct.valid = struct.base = struct.seen = None
+        tensors = [("positions", at.positions, (b, n), torch.int64), ("slots", at.slots, (b, n), torch.int64)]
+        if at.valid is not None:
+            tensors.append(("valid", at.valid, (b, n), torch.bool))
+        if (tree := at.tree) is not None:
+            struct.columns = columns = tree.column_positions.shape[-1]
+            tensors.append(("base", tree.base, (b,), torch.int64))
+            tensors.append(("ancestors", tree.ancestors, (b, n, columns), torch.bool))
+            tensors.append(("column_positions", tree.column_positions, (b, columns), torch.int64))
+            if tree.seen is not None:
+                tensors.append(("seen", tree.seen, (b,), torch.int64))
+        referenced = []
+        for name, tensor, shape, dtype in tensors:
+            free = len(shape) - 1
+            tensor = dense(tensor, free)
+            setattr(struct, name, pointer(name, tensor, shape, dtype, free))
+            for dimension in range(free):
+                setattr(struct, f"{name}_stride_{dimension}", tensor.stride(dimension))
+            referenced.append(tensor)
         self._fill_rotary(at.extent)
         return referenced
-
-    def _fill_tree(self, tree: Tree, b: int, n: int) -> list[Any]:
-        """As `_fill_pass`, for the tree of a pass [b, n]."""
-        struct, columns = self._pass, tree.column_positions.shape[-1]
-        base, ancestors, positions = dense(tree.base), dense(tree.ancestors, free=2), dense(tree.column_positions, free=1)
-        seen = None if tree.seen is None else dense(tree.seen)
-        struct.base = pointer("base", base, (b,), torch.int64)
-        struct.ancestors = pointer("ancestors", ancestors, (b, n, columns), torch.bool, free=2)
-        struct.column_positions = pointer("column_positions", positions, (b, columns), torch.int64, free=1)
-        struct.seen = None if seen is None else pointer("seen", seen, (b,), torch.int64)
-        struct.ancestors_row, struct.ancestors_column, struct.columns = ancestors.stride(0), ancestors.stride(1), columns
-        struct.column_positions_stride = positions.stride(0)
-        return [base, ancestors, positions, seen]
 
     def _states(self, name: str, states: Tensor) -> tuple[Tensor, int]:
         """Dense states [..., hidden size] float32, and their address."""
@@ -339,13 +300,15 @@ class NativeEngine(Engine):
             view = store.engine_view = (ctypes.addressof(struct), struct, pointers, self._weights)
         return view[0]
 
-    def _transform_address(self, weight: Tensor) -> int:
-        """The struct of an exit head's matrix, packed again after its weights change."""
+    def _transform_address(self, weight: Tensor | None) -> int | None:
+        """The struct of an exit head's matrix, packed again after its weights change; None for no matrix."""
+        if weight is None:
+            return None
         cached = self._transforms.get(weight)
         if cached is None or not cached[0].are_in([weight]):
-            size = self._weights.model.head.inputs
-            cached = self._transforms[weight] = TensorValues([weight]), *self._weights.packed_square(weight, size)
-        return ctypes.addressof(cached[1])
+            panels = self._weights.packed_square(weight, self._weights.model.head.inputs)
+            cached = self._transforms[weight] = TensorValues([weight]), panels
+        return ctypes.addressof(cached[1].matrices[0])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:
         """The struct of some rows of the LM head, copied once per list of ids; None for all rows."""
@@ -359,10 +322,8 @@ class NativeEngine(Engine):
             cached = self._shortlists[ids] = ShortlistStruct(matrix, address), copied_ids, rows
         return ctypes.addressof(cached[0])
 
-    def _skip_bits(self, skip: SkipSet | None) -> Any:
-        """The skip set as bits per layer; None if nothing is skipped."""
-        if skip is None or not (skip.attention or skip.mlp):
-            return None
+    def _skip_bits(self, skip: SkipSet) -> int:
+        """The address of a skip set as bits per layer."""
         bits = self._skips.get(skip)
         if bits is None:
             if len(self._skips) >= MAX_SKIP_SETS:
@@ -383,8 +344,6 @@ def _survival(inputs: ChainInputs, width: int) -> Any:
     """The array of `SurvivalThresholds` for sk_chain, padded to the width of a draft; None without them."""
     if (rule := inputs.survival) is None:
         return None
-    if inputs.thresholds is None:
-        raise ValueError("a survival rule needs the probabilities of drafts: set thresholds, too")
     lists = (rule.min_survival[:width], (rule.min_survival_shared or rule.min_survival)[:width])
     padded = [survival for some in lists for survival in (*some, *[math.inf] * (width - len(some)))]
     return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *padded)

@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 import sys
-import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,8 @@ from skipstone.engines.native import build
 
 ABI = 3  # sk_abi() of a compatible library
 VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # environment variable that names a level instead of the best one
+REINSTALL = "pip install --force-reinstall --no-deps --no-binary skipstone skipstone"
 STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"
-_LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # another thread may hold it, and would not exist in the child to release it
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class LibrarySearchResult(NamedTuple):
@@ -32,7 +29,7 @@ def load() -> ctypes.CDLL:
     RuntimeError with the sentence of `missing` if there is none. ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this
     CPU.
     """
-    result = _cached_search()
+    result = _search()
     if result.library is None:
         raise RuntimeError(result.missing)
     return result.library
@@ -43,7 +40,12 @@ def missing() -> str | None:
 
     ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this CPU.
     """
-    return _cached_search().missing
+    return _search().missing
+
+
+@functools.cache
+def _search() -> LibrarySearchResult:
+    return find(build.HERE, features(), os.environ.get(VARIABLE))
 
 
 def features() -> frozenset[str]:
@@ -55,44 +57,34 @@ def features() -> frozenset[str]:
     return next((frozenset(words.split()) for key, _, words in named if key.strip() in ("flags", "Features")), frozenset())
 
 
-def find(folder: Path, cpu: frozenset[str], wanted: str | None) -> LibrarySearchResult:
-    """Find the library of the level `wanted`, or of the best level for a CPU with these features.
+def find(folder: Path, cpu: frozenset[str], requested: str | None) -> LibrarySearchResult:
+    """Find the library of the requested level, or of the best level for a CPU with these features.
 
-    ValueError if no level is named `wanted`, or the CPU lacks one of its features.
+    ValueError if no level has the requested name, or the CPU lacks one of its features.
     """
-    levels = build.levels()
-    if not levels:
+    features_of = {level.name: level.features for level in build.levels()}
+    if not features_of:
         here = f"{sys.platform} on {platform.machine()}"
         reason = f"the native engine runs on Linux on {' and '.join(build.LEVELS)} only, and this is {here}"
         return LibrarySearchResult(None, reason)
-    if wanted:
-        levels = (_named(wanted, cpu),)
-    able = [level.name for level in reversed(levels) if level.features <= cpu]
+    if requested and requested not in features_of:
+        known = ", ".join(features_of)
+        raise ValueError(f"{VARIABLE} is {requested!r}, and the levels of {platform.machine()} are {known}")
+    able = [name for name, needed in features_of.items() if needed <= cpu and requested in (None, "", name)]
     if not able:
-        lacking = ", ".join(sorted(levels[0].features - cpu))
-        reason = f"the native engine needs a CPU of level {levels[0].name} at least, and this one lacks {lacking}"
-        return LibrarySearchResult(None, reason)
-    path = next((path for path in (folder / build.name_of(name) for name in able) if path.exists()), None)
-    return LibrarySearchResult(None, _not_built(folder)) if path is None else _open(path)
-
-
-@functools.cache
-def _search() -> LibrarySearchResult:
-    return find(build.HERE, features(), os.environ.get(VARIABLE))
-
-
-def _cached_search() -> LibrarySearchResult:
-    with _LOCK:
-        return _search()
-
-
-def _named(wanted: str, cpu: frozenset[str]) -> build.CpuLevel:
-    known = {level.name: level for level in build.levels()}
-    if wanted not in known:
-        raise ValueError(f"{VARIABLE} is {wanted!r}, and the levels of {platform.machine()} are {', '.join(known)}")
-    if lacking := known[wanted].features - cpu:
-        raise ValueError(f"{VARIABLE} is {wanted!r}, and this CPU lacks {', '.join(sorted(lacking))}: unset it")
-    return known[wanted]
+        name = requested or next(iter(features_of))
+        lacking = ", ".join(sorted(features_of[name] - cpu))
+        if requested:
+            raise ValueError(f"{VARIABLE} is {requested!r}, and this CPU lacks {lacking}: unset it")
+        return LibrarySearchResult(
+            None, f"the native engine needs a CPU of level {name} at least, and this one lacks {lacking}"
+        )
+    for path in (folder / build.name_of(name) for name in reversed(able)):
+        if path.exists():
+            return _open(path)
+    command = build.COMMAND if (folder / build.CSRC.name).is_dir() else REINSTALL
+    reason = f"the native engine is not built: put a C++ compiler (g++ or clang++) on the PATH and run `{command}`"
+    return LibrarySearchResult(None, reason)
 
 
 def _open(path: Path) -> LibrarySearchResult:
@@ -109,10 +101,3 @@ def _open(path: Path) -> LibrarySearchResult:
     if library.sk_abi() != ABI or (csrc.is_dir() and library.sk_source_hash().decode() != build.source_hash(csrc)):
         return LibrarySearchResult(None, STALE)
     return LibrarySearchResult(library, None)
-
-
-def _not_built(folder: Path) -> str:
-    if (folder / build.CSRC.name).is_dir():
-        return f"the native engine is not built: put a C++ compiler (g++ or clang++) on the PATH and run `{build.COMMAND}`"
-    again = "pip install --force-reinstall --no-deps --no-binary skipstone skipstone"
-    return f"the native engine is not built: put a C++ compiler (g++ or clang++) on the PATH and run `{again}`"

@@ -61,17 +61,17 @@ class RotaryStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """The tokens of a pass; strides count elements."""
+    """The tokens of a pass. X_stride_D: elements from one index of the tensor X to the next one in its dimension D."""
 
     _fields_ = [
         *_fields(c_int64, "b", "n"),
         *_fields(c_void_p, "positions", "slots"),
-        *_fields(c_int64, "positions_stride", "slots_stride"),
-        *[("valid", c_void_p), ("valid_stride", c_int64)],
+        *_fields(c_int64, "positions_stride_0", "slots_stride_0"),
+        *[("valid", c_void_p), ("valid_stride_0", c_int64)],
         *_fields(c_int64, "first_row", "extent"),
         *_fields(c_void_p, "base", "ancestors"),
-        *_fields(c_int64, "ancestors_row", "ancestors_column", "columns"),
-        *[("column_positions", c_void_p), ("column_positions_stride", c_int64)],
+        *_fields(c_int64, "ancestors_stride_0", "ancestors_stride_1", "columns"),
+        *[("column_positions", c_void_p), ("column_positions_stride_0", c_int64)],
         *[("seen", c_void_p), ("rotary", RotaryStruct * ROTARY_TABLES)],
     ]
 
@@ -85,53 +85,46 @@ ERRORS = {
     5: "a tree in which a token sees nothing, or that lies outside the store",
     6: "more memory or threads than there are",
     7: "a number of threads that is not from 1 to 64",
-    8: "weights that cannot be quantised: one is not finite, or too large",
     9: "something with a buffer that is missing, or a size that is negative or does not fit the others",
 }
 """Error codes of the C ABI, and the invalid input that each one reports."""
 
 
-class NativeError(RuntimeError):
-    """An error code of the C ABI."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the native engine was asked for {ERRORS[code]}")
-        self.code = code
-
-
 def check(code: int, *_: Any) -> int:
-    """NativeError for an error code. ctypes calls this with the result of every function that may fail."""
+    """RuntimeError for an error code, ValueError for weights that cannot be quantised. ctypes calls this with the result of
+    every function that may fail."""
+    if code == BAD_WEIGHT:
+        raise ValueError("quantize needs finite weights, none of them beyond the range of float16 times 127")
     if code:
-        raise NativeError(code)
+        raise RuntimeError(f"the native engine was asked for {ERRORS[code]}")
     return code
 
 
+SIGNATURES = {
+    "sk_pack": "ipiiip",
+    "sk_quantize": "iipiiip",
+    "sk_take": "ppip",
+    "sk_embed": "ppip",
+    "sk_run": "pppiippipii",
+    "sk_norm": "ppip",
+    "sk_head": "pppiippi",
+    "sk_test": "pppipppi",
+    "sk_largest": "piiiipi",
+    "sk_draw": "piiipppppip",
+    "sk_chain": "pppiippppippiippipppppii",
+}
+"""Functions that return an error code, and the kinds of their arguments: p for a pointer, i for a 64-bit integer."""
+
+
 def declare(library: Any) -> Any:
-    """Declare the arguments of every function to ctypes, and have error codes raise NativeError. ValueError if the structs of
+    """Declare the arguments of every function to ctypes, and have error codes raise errors. ValueError if the structs of
     the library and of Python differ in size."""
-    pointer, whole = c_void_p, c_int64
-    pointers = [pointer] * 3
-    declared = {
-        "sk_pack": [whole, pointer, whole, whole, whole, pointer],
-        "sk_quantize": [whole, whole, pointer, whole, whole, whole, pointer],
-        "sk_take": [pointer, pointer, whole, pointer],
-        "sk_embed": [pointer, pointer, whole, pointer],
-        "sk_run": [*pointers, whole, whole, pointer, pointer, whole, pointer, whole, whole],
-        "sk_norm": [pointer, pointer, whole, pointer],
-        "sk_head": [*pointers, whole, whole, pointer, pointer, whole],
-        "sk_test": [*pointers, whole, *pointers, whole],
-        "sk_largest": [pointer, whole, whole, whole, whole, pointer, whole],
-        "sk_draw": [pointer, whole, whole, whole, *pointers, pointer, pointer, whole, pointer],
-        "sk_chain": [
-            *[*pointers, whole, whole, *pointers, pointer, whole, pointer, pointer, whole, whole],
-            *[pointer, pointer, whole, *pointers, pointer, pointer, whole, whole],
-        ],
-    }
-    for name, arguments in declared.items():
+    kinds = {"p": c_void_p, "i": c_int64}
+    for name, signature in SIGNATURES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes, function.errcheck = whole, arguments, check
-    library.sk_packed_bytes.restype, library.sk_packed_bytes.argtypes = whole, [whole] * 3
-    library.sk_sizes.restype, library.sk_sizes.argtypes = None, [pointer]
+        function.restype, function.argtypes, function.errcheck = c_int64, [kinds[kind] for kind in signature], check
+    library.sk_packed_bytes.restype, library.sk_packed_bytes.argtypes = c_int64, [c_int64] * 3
+    library.sk_sizes.restype, library.sk_sizes.argtypes = None, [c_void_p]
     sizes = (c_int64 * 6)()
     library.sk_sizes(ctypes.addressof(sizes))
     expected = [*map(ctypes.sizeof, (MatrixStruct, LayerStruct, ModelStruct, StoreStruct, PassStruct, ShortlistStruct))]

@@ -3,8 +3,9 @@
 import ctypes
 import math
 import mmap
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,19 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from skipstone.engines.host_transfer import dense, pointer
-from skipstone.engines.native.structs import BAD_WEIGHT, LayerStruct, MatrixStruct, ModelStruct, NativeError
+from skipstone.engines.native.structs import LayerStruct, MatrixStruct, ModelStruct
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.quantised_checkpoints import kernel
-from skipstone.models.weight_version import TensorValues
+from skipstone.models.weight_version import AttributeValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""
 QUANTIZED = {"int8": 3, "int4": 4}
 """Types of quantised weights and their numbers in the C ABI."""
-HEADS = {"int8": "int8", "int4": "int8"}
-"""Type of the quantised LM head. It stays at 8 bits, since its errors go straight into the logits."""
+QUANTIZED_HEAD = "int8"
+"""Type of any quantised LM head, whose errors go straight into the logits."""
 CHUNK = 32 << 20
 """Bytes of one allocation, which serves many matrices."""
 _NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
@@ -39,15 +40,14 @@ TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATION
 class LayerVariant:
     """How a family's layer differs from Llama's.
 
-    before_attention, after_attention, before_mlp, after_mlp: names of the layer's norms, None for no norm. norm_offset: added
-    to the stored weight of a norm (Gemma stores w - 1). query_norm: None, "head" (per head) or "whole" (over all heads of a
-    token). fused: q, k, v are one matrix, and so are gate and up. activation: name of the MLP's activation module.
+    norms: names of the layer's norms, by their places. norm_offset: added to the stored weight of a norm (Gemma stores w - 1).
+    query_norm: None, "head" (per head) or "whole" (over all heads of a token). fused: q, k, v are one matrix, and so are gate
+    and up. activation: name of the MLP's activation module.
     """
 
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
+    norms: Mapping[str, str] = field(
+        default_factory=lambda: {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+    )
     norm_offset: float = 0.0
     query_norm: str | None = None
     fused: bool = False
@@ -55,30 +55,16 @@ class LayerVariant:
 
 
 _LLAMA = LayerVariant()
-_FOUR_NORMS = LayerVariant(
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-    norm_offset=1.0,
-)
+_AFTER = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+_FOUR_NORMS = _AFTER | {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
 RECIPES: dict[str, LayerVariant] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite"), _LLAMA),
     "qwen3": LayerVariant(query_norm="head"),
-    "smollm3": _LLAMA,
-    "granite": _LLAMA,
-    "olmo2": LayerVariant(
-        before_attention=None,
-        after_attention="post_attention_layernorm",
-        before_mlp=None,
-        after_mlp="post_feedforward_layernorm",
-        query_norm="whole",
-    ),
+    "olmo2": LayerVariant(_AFTER, query_norm="whole"),
     "phi3": LayerVariant(fused=True, activation="activation_fn"),
     "gemma": LayerVariant(norm_offset=1.0),
-    "gemma2": _FOUR_NORMS,
-    "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
+    "gemma2": LayerVariant(_FOUR_NORMS, norm_offset=1.0),
+    "gemma3_text": LayerVariant(_FOUR_NORMS, norm_offset=1.0, query_norm="head"),
 }
 """The supported families, by transformers' model type."""
 
@@ -148,7 +134,7 @@ class Panels:
     """
 
     def __init__(self, library: Any, matrices: list[MatrixStruct], memory: list[Tensor], dtype: torch.dtype) -> None:
-        self._library, self.matrices, self._memory, self._dtype = library, matrices, memory, dtype
+        self._library, self.matrices, self.memory, self._dtype = library, matrices, memory, dtype
         self.type = matrices[0].type
 
     def unpacked(self) -> Tensor:
@@ -171,6 +157,7 @@ class NativeWeights:
     """A model's weights in panels, which live as long as this object.
 
     model: struct of the C ABI. bytes: of the panels. rotary: sources of the rotary tables, in the order of their numbers.
+    attributes: modules' plain attributes and buffers that were read.
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
     `PackedWeight` after its copy, before the next one is copied.
     """
@@ -181,8 +168,7 @@ class NativeWeights:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keep_weights else MemoryRelease()
         self._weight_places = [part._parameters for part in model.modules()] if self._releases else []
-        # modules' attributes that were read: the modules' dictionaries, their names and values
-        self._attributes: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
+        self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
         config, family = model.config, description.family
         self._recipe = RECIPES[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
@@ -194,8 +180,7 @@ class NativeWeights:
         rows = None if tied else embedding.weight.detach().contiguous()
         self._referenced.append(rows)
         norm = submodule(description.decoder, family.leaving[0])
-        self._embedding_buffers = embedding._buffers
-        self._scales = TensorValues(self._embedding_scales())
+        scale = embedding._buffers.get("embed_scale")  # Gemma's
         self.model = ModelStruct(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
@@ -206,68 +191,48 @@ class NativeWeights:
             vocabulary=description.head.weight.shape[0],
             embeddings=embedding.weight.shape[0],
             layers=ctypes.addressof(layers),
-            head=self._matrix(description.head, quantize and HEADS[quantize]),
+            head=self._matrix(description.head, quantize and QUANTIZED_HEAD),
             embedding=None if rows is None else pointer("embeddings", rows, embedding.weight.shape, embedding.weight.dtype),
             embedding_type=TYPES[embedding.weight.dtype],
             norm=self._norm(norm),
             epsilon=float(getattr(norm, _epsilon(norm))),
-            embedding_scale=math.prod(map(float, self._embedding_scales())),
+            embedding_scale=1.0 if scale is None else float(scale),
             embedding_multiplier=self._number(description.decoder, family.input_scale or "", 1.0),
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
+        self.attributes = AttributeValues(self._attributes, [embedding])
         if self._releases is not None:
             self._releases.trim()
-
-    def attributes_are_current(self) -> bool:
-        """Whether the modules' plain attributes and buffers still have the values that were read."""
-        places, names, values = self._attributes
-        return [*map(dict.get, places, names)] == values and self._scales.are_in(self._embedding_scales())
-
-    def _embedding_scales(self) -> list[Tensor]:
-        """The buffer with the scale of Gemma's embeddings; empty for other families."""
-        scale = self._embedding_buffers.get("embed_scale")
-        return [] if scale is None else [scale]
 
     def _number(self, module: Any, name: str, default: float) -> float:
         """A plain attribute of a module, or the default."""
         attributes = vars(module)
         if name not in attributes:
             return default
-        places, names, values = self._attributes
-        places.append(attributes)
-        names.append(name)
-        values.append(attributes[name])
+        self._attributes.append((attributes, name))
         return default if attributes[name] is None else float(attributes[name])
 
     def _layer(self, description: DecoderModel, index: int, config: Any) -> LayerStruct:
         layer, recipe, quantize = description.layers[index], self._recipe, self._quantize
         attention, mlp = getattr(layer, description.family.attention), layer.mlp
-        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         if recipe.fused:
-            q, k, v = self._matrices(attention.qkv_proj, [count * attention.head_dim for count in sizes], quantize)
-            gate, up = self._matrices(mlp.gate_up_proj, [config.intermediate_size] * 2, quantize)
+            heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+            matrices = self._matrices(attention.qkv_proj, [count * attention.head_dim for count in heads], quantize)
+            matrices += self._matrices(mlp.gate_up_proj, [config.intermediate_size] * 2, quantize)
         else:
-            q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
-            gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
+            parts = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+            matrices = [self._matrix(part, quantize) for part in parts]
+        norms = {f"norm_{place}": getattr(layer, name) for place, name in recipe.norms.items()}
+        if recipe.query_norm:
+            norms |= {"norm_q": attention.q_norm, "norm_k": attention.k_norm}
         rotates = bool(self._number(attention, "use_rope", 1.0))
         source = description.family.rotary[index]
-        norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
-        before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
         return LayerStruct(
-            q=q,
-            k=k,
-            v=v,
+            **dict(zip(("q", "k", "v", "gate", "up"), matrices, strict=True)),
+            **{place: self._norm(norm) for place, norm in norms.items()},
             o=self._matrix(attention.o_proj, quantize),
-            gate=gate,
-            up=up,
             down=self._matrix(mlp.down_proj, quantize),
-            norm_before_attention=before,
-            norm_after_attention=after,
-            norm_before_mlp=before_mlp,
-            norm_after_mlp=after_mlp,
-            norm_q=self._norm(attention.q_norm) if recipe.query_norm else None,
-            norm_k=self._norm(attention.k_norm) if recipe.query_norm else None,
             norm_whole=recipe.query_norm == "whole",
             window=description.reaches[index].window or 0,
             rotary=self.rotary.index(source) if rotates and source is not None else -1,
@@ -297,15 +262,11 @@ class NativeWeights:
         rows.bias = pointer("bias", biases, (len(ids),), torch.float32)
         return rows, [panels, biases]
 
-    def packed_square(self, weight: Tensor, size: int) -> tuple[MatrixStruct, list[Tensor]]:
-        """Another matrix [size, size] in float32 panels, and the tensors that it needs."""
-        kind, values = TYPES[torch.float32], dense(weight.detach().float())
-        data = pointer("transform", values, (size, size), torch.float32)
-        count = self._library.sk_packed_bytes(kind, size, size)
-        panels = torch.empty(count, dtype=torch.uint8, device="cpu")
-        packed = MatrixStruct(pointer("panels", panels, (count,), torch.uint8), None, size, size, kind)
-        self._library.sk_pack(kind, data, size, size, size, packed.panels)
-        return packed, [panels]
+    def packed_square(self, weight: Tensor, size: int) -> Panels:
+        """Another matrix [size, size] in float32 panels."""
+        values = dense(weight.detach().float())
+        pointer("transform", values, (size, size), torch.float32)  # checks its shape
+        return self._packed(values, [size], None)
 
     def _matrix(self, module: Any, quantize: str | None) -> MatrixStruct:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
@@ -317,17 +278,17 @@ class NativeWeights:
         """
         weight = module.weight
         kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
-        given_up: Panels | Any = weight.source if isinstance(weight, PackedWeight) else None
-        if given_up is not None and given_up.type == kind:
-            panels = given_up
-        elif given_up is not None and given_up.type in QUANTIZED.values():
+        panels: Panels | Any = weight.source if isinstance(weight, PackedWeight) else None
+        was_given_up = panels is not None
+        if panels is not None and panels.type != kind and panels.type in QUANTIZED.values():
             raise ValueError(
                 f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
                 "quantised: load it again"
             )
-        else:
-            panels = self._packed(weight.detach(), sizes, kind, quantize)
-            if given_up is None and self._releases is not None:
+        if panels is None or panels.type != kind:
+            panels = self._packed(weight.detach(), sizes, quantize)
+            self.bytes += sum(map(len, panels.memory))
+            if not was_given_up and self._releases is not None:
                 packed = PackedWeight(panels, weight)
                 for place in self._weight_places:
                     place |= {name: packed for name, other in place.items() if other is weight}
@@ -339,8 +300,10 @@ class NativeWeights:
             for one, bias in zip(panels.matrices, biases, strict=True)
         ]
 
-    def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
-        """Copy a weight into panels of a type. ValueError for weights that cannot be quantised."""
+    def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
+        """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised."""
+        stored = TYPES[weight.dtype]
+        kind = stored if quantize is None else QUANTIZED[quantize]
         matrices, memory = [], []
         for part in dense(weight, free=1).split(sizes):
             outputs, inputs = part.shape
@@ -351,20 +314,9 @@ class NativeWeights:
             if quantize is None:
                 self._library.sk_pack(kind, *shape)
             else:
-                self._quantized(kind, TYPES[part.dtype], shape, quantize)
+                self._library.sk_quantize(kind, stored, *shape)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
-            self.bytes += size
         return Panels(self._library, matrices, memory, weight.dtype)
-
-    def _quantized(self, kind: int, stored: int, shape: tuple[int, ...], quantize: str) -> None:
-        """`sk_quantize` of a weight. ValueError for weights that cannot be quantised."""
-        try:
-            self._library.sk_quantize(kind, stored, *shape)
-        except NativeError as error:
-            if error.code != BAD_WEIGHT:
-                raise
-            message = f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
-            raise ValueError(message) from None
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)
@@ -382,7 +334,7 @@ def quantised_bytes(model: Any, quantize: str) -> int:
     minimum) in float16."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     copied = [one for one in model.parameters() if one.dim() == 2 and one is not embedding and one is not head]
-    sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), HEADS[quantize])]
+    sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), QUANTIZED_HEAD)]
     return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
 
 
