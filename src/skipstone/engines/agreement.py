@@ -36,7 +36,7 @@ ACCEPTED_TOKENS = 2  # accepted tokens of a chain that is rolled back
 
 
 class ComparedPass(NamedTuple):
-    """A pass and the trace's tokens that it runs. rows, columns: [2, n], the place of every token in the trace. committed:
+    """A pass and the trace's tokens that it runs. rows, columns: [b, n], the place of every token in the trace. committed:
     earlier tokens of the store's rows. drafts: the tokens are rejected later, and their outputs are not compared."""
 
     name: str
@@ -115,27 +115,22 @@ def disagreement(engine: EagerEngine, description: DecoderModel, reference: Trac
     embedded = engine.embed(ids, positions)
     extra_inputs = embedded[..., size:]  # inputs of layers in addition to the hidden states
     difference.add("what enters layer 0", embedded[..., :size], first)
-    store = KVCache(2, len(description.layers), 2 * length)
-    store.reserve(2 * length)
-    passes = _batch_passes(length, ids.device, bool(description.family.recurrent))
-    single_store, single_passes = KVCache(1, len(description.layers), length), _single_row_passes(length, ids.device)
-    single_store.reserve(length)
+    passes = _passes(length, ids.device, bool(description.family.recurrent))
+    stores = {rows: KVCache(rows, len(description.layers), 2 * length) for rows in (1, 2)}
+    for store in stores.values():
+        store.reserve(2 * length)
     for index, call in reference.layers:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
         given, returned = folded(call.given[""]).to(ids.device), folded(output).to(ids.device)  # layers may be on several
-        states, layers = torch.cat([given, extra_inputs], -1), range(index, index + 1)
+        states = torch.cat([given, extra_inputs], -1)
         for name, at, rows, columns, committed, drafts in passes:
+            store = stores[len(rows)]
             store.length = committed
-            result = engine.run(states[rows, columns], at, store, layers)[..., :size]
+            result = engine.run(states[rows, columns], at, store, range(index, index + 1))[..., :size]
             valid = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
             if not drafts:
                 expected, inputs = returned[rows, columns][valid], given[rows, columns][valid]
                 difference.add(f"layer {index} {name}", result[valid], expected, inputs)
-        for name, at in single_passes:
-            span = slice(at.first_slot or 0, at.extent)
-            single_store.length = [at.first_slot or 0]
-            result = engine.run(states[:1, span], at, single_store, layers)[..., :size]
-            difference.add(f"layer {index} {name}", result, returned[:1, span], given[:1, span])
     last = reference.layers[-1][1].output
     last = (last[0] if isinstance(last, (tuple, list)) else last).to(ids.device)
     difference.add("the logits", engine.project(engine.normed(folded(last))), reference.logits)
@@ -149,80 +144,64 @@ def _allowed(description: DecoderModel) -> float:
     return EXACT if description.weight_dtype in (torch.float32, torch.float64) else ROUNDED
 
 
-def _single_row_passes(length: int, device: Any) -> list[tuple[str, Pass]]:
-    """The passes of plain decoding of one row: a prompt, which may need no mask, and one more token."""
-    count = min(PROMPT_TOKENS, length - 1)
-    prompt, token = (torch.arange(count, device=device, dtype=torch.int64)[None], on_device([[count]], device))
-    row = slice(0, 1)
-    return [
-        ("alone", Pass(prompt, prompt, None, row, count, 0)),
-        ("one token at a time", Pass(token, token, None, row, count + 1, count)),
-    ]
+def _passes(length: int, device: Any, recurrent: bool) -> list[ComparedPass]:
+    """All compared passes over a trace with `length` tokens per row.
 
+    One row reads a prompt, which may need no mask, and one more token. Of two rows of the store, row 0 reads the trace's common
+    prefix in a first chunk and as the trunk of a tree. The ends of both rows of the trace are the tree's branches. Row 1 reads
+    the trace's second row in chunks.
 
-def _batch_passes(length: int, device: Any, chains: bool) -> list[ComparedPass]:
-    """All passes over two rows.
-
-    Row 0 of the store reads the rows' common prefix in a first chunk and as the trunk of a tree. The ends of both rows are the
-    tree's branches. Row 1 reads the trace's second row in chunks. chains: both rows read a second chunk and chains instead of
-    the tree.
+    recurrent: in place of the tree both rows read a second chunk and a chain with ACCEPTED_TOKENS right tokens. Tokens of the
+    other row follow, which are rejected. The right ones follow them, the last of them alone.
     """
-    prefix = min(PREFIX, length - 1)
+    prompt, prefix = min(PROMPT_TOKENS, length - 1), min(PREFIX, length - 1)
     cut, short = min(FIRST_CHUNK, prefix - 1), min(SHORT_CHUNK, prefix - 2)
-    first = torch.arange(cut, device=device, dtype=torch.int64).expand(2, -1)
-    valid = torch.arange(cut, device=device, dtype=torch.int64) < on_device([[cut], [short]], device)
-    first = torch.where(valid, first, 0)
-    row_numbers, both_rows = on_device([[0], [1]], device), slice(0, 2)
-    ragged = Pass(first, first, valid, both_rows, cut)
-    passes = [ComparedPass("in a ragged batch", ragged, row_numbers.expand(-1, cut), first, [0, 0])]
-    if not chains:
-        return [*passes, _tree(prefix, [cut, short], length, row_numbers)]
-    rest = torch.arange(prefix - cut, device=device, dtype=torch.int64)[None] + on_device([[cut], [short]], device)  # [2, n]
-    chunk = Pass(rest, rest, None, both_rows, prefix)
-    passes.append(ComparedPass("in a chunk", chunk, row_numbers.expand(-1, prefix - cut), rest, [cut, short]))
-    return [*passes, *_chains([prefix, short + prefix - cut], length, row_numbers)]
-
-
-def _chains(starts: list[int], length: int, row_numbers: Tensor) -> list[ComparedPass]:
-    """A chain with ACCEPTED_TOKENS right tokens, then tokens of the other row, which are rejected; then the right ones, the
-    last of them alone. starts: earlier tokens of both rows. row_numbers: [2, 1], the rows of the trace."""
-    remaining = length - max(starts)
-    accepted = min(ACCEPTED_TOKENS, remaining - 1)
-    committed = [start + accepted for start in starts]
-
-    def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> ComparedPass:
-        places = on_device([[start + begin + column for column in range(width)] for start in starts], row_numbers.device)
-        rows = (1 - row_numbers if drafts else row_numbers).expand(-1, width)
-        return ComparedPass(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
-
     passes = [
-        (accepted, chain("in a draft", 0, accepted, starts)),
-        (remaining - accepted, chain("in a draft that is rejected", accepted, remaining - accepted, starts, True)),
-        (remaining - accepted - 1, chain("behind a rejected draft", accepted, remaining - accepted - 1, committed)),
-        (1, chain("as a single token", remaining - 1, 1, [start + remaining - 1 for start in starts])),
+        _chain("alone", [(0, 0, prompt)], device),
+        _chain("one token at a time", [(0, prompt, prompt + 1)], device),
+        _chain("in a ragged batch", [(0, 0, cut), (1, 0, short)], device),
     ]
-    return [compared for width, compared in passes if width]
+    if not recurrent:
+        return [*passes, _tree(prefix, [cut, short], length, device)]
+    starts, remaining = [prefix, short + prefix - cut], length - prefix
+    accepted = min(ACCEPTED_TOKENS, remaining - 1)
+    passes.append(_chain("in a chunk", [(0, cut, prefix), (1, short, starts[1])], device))
+    for name, begin, end, drafts in (
+        ("in a draft", 0, accepted, False),
+        ("in a draft that is rejected", accepted, remaining, True),
+        ("behind a rejected draft", accepted, remaining - 1, False),
+        ("as a single token", remaining - 1, remaining, False),
+    ):
+        if begin < end:
+            spans = [(1 - row if drafts else row, start + begin, start + end) for row, start in enumerate(starts)]
+            compared = _chain(name, spans, device)
+            passes.append(compared._replace(committed=starts, drafts=True) if drafts else compared)
+    return passes
 
 
-def _tree(prefix: int, starts: list[int], length: int, row_numbers: Tensor) -> ComparedPass:
+def _chain(name: str, spans: list[tuple[int, int, int]], device: Any) -> ComparedPass:
+    """A padded pass over tokens of the trace. spans: (row, start, stop) in the trace, for each row of the store."""
+    steps = range(max(stop - start for _, start, stop in spans))
+    valid = [[start + step < stop for step in steps] for _, start, stop in spans]
+    columns = on_device([[start + step if start + step < stop else 0 for step in steps] for _, start, stop in spans], device)
+    rows, starts = on_device([[row] * len(steps) for row, _, _ in spans], device), [start for _, start, _ in spans]
+    mask = None if all(map(all, valid)) else on_device(valid, device)
+    extent, first_slot = max(stop for _, _, stop in spans), starts[0] if len(spans) == 1 else None
+    return ComparedPass(name, Pass(columns, columns, mask, slice(0, len(spans)), extent, first_slot), rows, columns, starts)
+
+
+def _tree(prefix: int, starts: list[int], length: int, device: Any) -> ComparedPass:
     """On row 0 a tree: the rest of the first `prefix` tokens is the trunk, the ends of both rows are its branches. On row 1 the
-    rest of that row. starts: earlier tokens of both rows. row_numbers: [2, 1], the rows of the trace."""
-    trunk, ends, device = prefix - starts[0], length - prefix, row_numbers.device
+    rest of that row. starts: earlier tokens of both rows."""
+    trunk, ends = prefix - starts[0], length - prefix
     width = trunk + 2 * ends
-    branches = torch.arange(prefix, length, device=device, dtype=torch.int64).repeat(2)
-    chain = torch.arange(starts[1], starts[1] + width, device=device, dtype=torch.int64).clamp(max=length - 1)
-    places = torch.stack(
-        [torch.cat([torch.arange(starts[0], prefix, device=device, dtype=torch.int64), branches]), chain]
-    )  # [2, width]
-    valid = torch.ones_like(places, dtype=torch.bool)
-    valid[1, length - starts[1] :] = False
-    causal = torch.ones((width, width), dtype=torch.bool, device=device).tril()
-    forked = causal.clone()
-    forked[trunk + ends :, trunk : trunk + ends] = False  # the second branch does not see the first
+    end, chain = [*range(prefix, length)], range(starts[1], starts[1] + width)
+    columns = on_device([[*range(starts[0], prefix), *end, *end], [min(column, length - 1) for column in chain]], device)
+    valid = on_device([[True] * width, [column < length for column in chain]], device)
+    rows = on_device([[0] * (trunk + ends) + [1] * ends, [1] * width], device)
+    ancestors = torch.ones((2, width, width), dtype=torch.bool, device=device).tril()
+    ancestors[0, trunk + ends :, trunk : trunk + ends] = False  # the second branch does not see the first
     base = on_device(starts, device)
-    tree = Tree(base, torch.stack([forked, causal]), places)
-    rows = row_numbers.repeat(1, width)
-    rows[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
     slots = base[:, None] + torch.arange(width, device=device, dtype=torch.int64)
-    at = Pass(places, slots, valid, slice(0, 2), max(starts) + width, tree=tree)
-    return ComparedPass("in a tree", at, rows, places, starts)
+    at = Pass(columns, slots, valid, slice(0, 2), max(starts) + width, tree=Tree(base, ancestors, columns))
+    return ComparedPass("in a tree", at, rows, columns, starts)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -39,30 +39,32 @@ class SurvivalThresholds:
 class ChainInputs:
     """Inputs of `Engine.chain`: every row drafts a greedy chain after its last committed token.
 
-    roots: [B] int64, the last committed id of every row. bases: their positions. max_drafts: maximum number of drafts per row,
-    -1 for a row that does not draft. layers: number of layers that draft. skip: sublayers of these that are left out.
-    keep_states: return the states that leave these layers (an exit). thresholds: per row, the probability below which a draft
-    is its last one; None to compute no probabilities. ends: per row, the ids that end a draft. extent: number of slots that the
-    chain may need. columns: tokens per row in the returned states. transform: [d', d'] applied to normed states before the LM
+    max_drafts: maximum number of drafts per row, -1 for a row that does not draft. thresholds: per row, the probability below
+    which a draft is its last one; None to compute no probabilities. ends: per row, the ids that end a draft. layers: number of
+    layers that draft. skip: sublayers of these that are left out. transform: [d', d'] applied to normed states before the LM
     head, or None. excludes_uncertain: a draft at or below its threshold is dropped, so that the draft before it is the last.
-    shortlist: [S] int64, the ids that drafts and their probabilities are limited to; None for all. survival: a further stop
-    rule; it needs thresholds.
+    survival: a further stop rule; it needs thresholds.
+
+    `PartialForward` sets the others. roots: [B] int64, the last committed id of every row. bases: their positions. extent:
+    number of slots that the chain may need. columns: tokens per row in the returned states. keep_states: return the states that
+    leave the drafting layers (an exit). shortlist: [S] int64, the ids that drafts and their probabilities are limited to; None
+    for all.
     """
 
-    roots: Tensor
-    bases: list[int]
     max_drafts: list[int]
-    layers: int
-    skip: SkipSet | None
-    keep_states: bool
     thresholds: list[float] | None
     ends: Sequence[frozenset[int]]
-    extent: int
-    columns: int
+    layers: int = 0
+    skip: SkipSet | None = None
     transform: Tensor | None = None
     excludes_uncertain: bool = False
-    shortlist: Tensor | None = None
     survival: SurvivalThresholds | None = None
+    roots: Tensor = field(init=False)
+    bases: list[int] = field(init=False)
+    extent: int = field(init=False)
+    columns: int = field(init=False)
+    keep_states: bool = False
+    shortlist: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -1,14 +1,14 @@
 """The tokens of one step, each with the number of layers that it has passed."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.host_transfer import cached_arange, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
@@ -126,11 +126,12 @@ class PartialForward:
 
         parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
         """
-        start, stop = self.width, self.width + tokens.shape[1]
+        width = tokens.shape[1]
+        start, stop = self.width, self.width + width
         assert self.parents is None, "nothing follows a tree"
         self._extend_tokens()
         if self._reached is not None:
-            self._reached += [0] * tokens.shape[1]
+            self._reached += [0] * width
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
@@ -138,7 +139,9 @@ class PartialForward:
             last = min(self._end, self.model.max_positions) - 1  # nodes of a tree may be deeper than any text can become
             self._positions = positions.clamp(max=last)
         if valid is not None or self.valid is not None:
-            self._extend_valid(start, stop - start, valid)
+            new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
+            old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device) if self.valid is None else self.valid
+            self.valid = torch.cat([old, new if self._all_alive else new & self._alive], 1)
         self.width = stop
         self._tokens[:, start:stop] = tokens
 
@@ -148,65 +151,38 @@ class PartialForward:
             roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._max_width))
             self._tokens[:, :1] = roots
 
-    def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
-        new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
-        new = new if self._all_alive else new & self._alive
-        old = self.valid
-        if old is None:
-            old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
-        self.valid = torch.cat([old, new], 1)
-
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Run every token through at least the first `to` layers, the shallowest tokens first. Others join at their own depth,
         so that each pass over layers takes all tokens that need it. rows: active rows, None for all that are alive."""
-        if self._reached is not None and rows is None and self._all_alive:
-            self._advance_columns(self._reached, to)
-        else:
-            self._advance_rows(to, rows)
-
-    def _advance_columns(self, reached: list[int], to: int) -> None:
-        """`advance` if every column has one depth in all rows. reached: these depths, updated in place."""
-        levels = sorted({level for level in reached if level < to})
-        for low, high in pairwise([*levels, to]):
-            columns = [column for column, level in enumerate(reached) if level <= low]
-            first, last = columns[0], columns[-1] + 1
+        same = rows is None and self._all_alive
+        reached, alive = (self._reached if same else None) or [], np.array(self._alive_rows)
+        depth: Any = None if reached else self.depth  # all rows have the same depths, or each has its own
+        active = alive if rows is None else alive & rows
+        levels = {level for level in (reached or depth[active].ravel().tolist()) if level < to}
+        for low, high in pairwise([*sorted(levels), to]):
+            keep: Tensor | None = None
+            if depth is None:
+                columns = [column for column, level in enumerate(reached) if level <= low]
+                for column in columns:
+                    reached[column] = high
+            else:
+                running = (depth <= low) & active[:, None]  # [B, n]
+                depth[running] = high
+                columns = np.flatnonzero(running.any(0)).tolist()
+                if not running[alive, columns[0] : columns[-1] + 1].all():  # states of inactive rows are never read
+                    keep = on_device(running[:, columns].tolist(), self.device, torch.bool)
             self.passes.append((low, high, len(columns)))
-            if last - first == len(columns):
-                part = slice(first, last)
-                self._store_states(part, self._run(part, None, range(low, high)))
+            part = slice(columns[0], columns[-1] + 1)
+            if keep is None and part.stop - part.start == len(columns):
+                states = self._run(part, None, range(low, high))
+                if len(columns) == self._max_width:
+                    self._hidden = states
+                else:
+                    self.hidden[:, part] = states
             else:
                 index = on_device(columns, self.device)
-                self.hidden[:, index] = self._run(index, None, range(low, high))
-            for column in columns:
-                reached[column] = high
-
-    def _advance_rows(self, to: int, rows: list[bool] | None) -> None:
-        """`advance` if rows differ or some are inactive."""
-        depth, alive = self.depth, np.array(self._alive_rows)
-        active = alive if rows is None else alive & rows
-        levels = sorted(level for level in set(depth[active].ravel().tolist()) if level < to)
-        for low, high in pairwise([*levels, to]):
-            running = (depth <= low) & active[:, None]  # [B, n]
-            columns = np.flatnonzero(running.any(0))
-            first, last = int(columns[0]), int(columns[-1]) + 1
-            self.passes.append((low, high, len(columns)))
-            if running[alive, first:last].all():  # states of inactive rows are never read
-                part = slice(first, last)
-                self._store_states(part, self._run(part, None, range(low, high)))
-            else:
-                index = on_device(columns.tolist(), self.device)
-                keep = on_device(running[:, columns].tolist(), self.device, torch.bool)
-                new = self._run(index, keep, range(low, high))
-                hidden = self.hidden
-                hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
-            depth[running] = high
-
-    def _store_states(self, columns: slice, states: Tensor) -> None:
-        """Store the states of consecutive columns."""
-        if columns == slice(0, self._max_width):
-            self._hidden = states
-        else:
-            self.hidden[:, columns] = states
+                states, hidden = self._run(index, keep, range(low, high)), self.hidden
+                hidden[:, index] = states if keep is None else torch.where(keep[:, :, None], states, hidden[:, index])
 
     def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
         return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
@@ -215,42 +191,27 @@ class PartialForward:
         valid = None if self.valid is None else self.valid[:, columns]
         if keep is not None:
             valid = keep if valid is None else valid & keep
-        positions, slots, rows = self._positions[:, columns], self._slots[:, columns], slice(0, self.rows)
+        end, first_slot, tree = self._highest_base + self.width, None, None
         if self.parents is not None:
             tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
-            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end), tree=tree)
-        if not isinstance(columns, slice):
-            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end))
-        first_slot = self._highest_base + columns.start if self._uniform and valid is None else None
-        return Pass(positions, slots, valid, rows, min(self._highest_base + columns.stop, self._end), first_slot)
+        elif isinstance(columns, slice):
+            end = self._highest_base + columns.stop
+            first_slot = self._highest_base + columns.start if self._uniform and valid is None else None
+        positions, slots = self._positions[:, columns], self._slots[:, columns]
+        return Pass(positions, slots, valid, slice(0, self.rows), min(end, self._end), first_slot, tree)
 
-    def draft_greedily(
-        self,
-        layers: int,
-        skip: SkipSet | None,
-        max_drafts: list[int],
-        thresholds: list[float] | None,
-        ends: Sequence[frozenset[int]],
-        transform: Tensor | None = None,
-        excludes_uncertain: bool = False,
-        survival: SurvivalThresholds | None = None,
-    ) -> ChainOutputs | None:
-        """Append a greedy chain that the first `layers` layers draft without the sublayers in `skip`, in one engine call.
+    def draft_greedily(self, inputs: ChainInputs) -> ChainOutputs | None:
+        """Append a greedy chain that the first `inputs.layers` layers draft, in one engine call.
 
-        Returns None and changes nothing if the engine has no such call, or if the model changes logits after the engine (a
-        draft model maps them to its target's vocabulary). Without a skip set all tokens have then passed the layers that
-        drafted them. With one they are at depth 0, as the drafter may be another model runner. transform, excludes_uncertain,
-        survival: as in `ChainInputs`.
+        Returns None and changes nothing if no row drafts, if the engine has no such call, or if the model changes logits after
+        the engine (a draft model maps them to its target's vocabulary). Without a skip set all tokens have then passed the
+        layers that drafted them. With one they are at depth 0, as the drafter may be another model runner.
         """
         assert self.width == 1, "a chain starts at the root"
-        assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
-        if (limits := self._chain_limits(max_drafts)) is None:
+        assert inputs.skip is not None or self.drafter is self.model, "a token that another drafter ran has no state here"
+        inputs.keep_states = inputs.skip is None
+        if (chain := self._chain(self.drafter, inputs)) is None:
             return None
-        keeps_states, roots = skip is None, self._tokens[:, 0]
-        inputs = ChainInputs(roots, self.base, limits, layers, skip, keeps_states, thresholds, ends, self._end, self._max_width)
-        inputs.transform, inputs.excludes_uncertain = transform, excludes_uncertain
-        inputs.shortlist, inputs.survival = self.shortlist, survival
-        chain = self.drafter.chain(inputs, self.store)
         width = 1 + chain.tokens.shape[1]
         self._extend_tokens()
         self._tokens[:, 1:width] = chain.tokens
@@ -262,38 +223,31 @@ class PartialForward:
             self.valid = cached_arange(max(COUNTED, width), self.device)[:width] <= counts
             if not self._all_alive:
                 self.valid &= self._alive
-        self.passes += [(0, layers, 1)] * (width - 1 + keeps_states)
-        self._reached = [layers if keeps_states else 0] * width
+        self.passes += [(0, inputs.layers, 1)] * (width - 1 + inputs.keep_states)
+        self._reached = [inputs.layers if inputs.keep_states else 0] * width
         return chain
 
-    def _chain_limits(self, max_drafts: list[int]) -> list[int] | None:
-        """`ChainInputs.max_drafts`; None if no row drafts, or if the engine does not draft chains of this model."""
-        if not (self.drafter.uses_engine_argmax and self.drafter.engine.supports_chains):
-            return None
-        limits = [count if live else -1 for count, live in zip(max_drafts, self._alive_rows, strict=True)]
-        return limits if max(limits) > 0 else None
-
-    def draft_with_all_layers(
-        self,
-        max_drafts: list[int],
-        thresholds: list[float] | None,
-        ends: Sequence[frozenset[int]],
-        survival: SurvivalThresholds | None = None,
-    ) -> ChainOutputs | None:
+    def draft_with_all_layers(self, inputs: ChainInputs) -> ChainOutputs | None:
         """Greedy tokens of the whole model after the newest column, in one engine call: the drafts of a draft model.
 
         The model has then read all of them but the last one of each row. This forward cannot be used afterwards. Returns None
         and changes nothing where `draft_greedily` does.
         """
-        if (limits := self._chain_limits(max_drafts)) is None:
+        inputs.layers = self.top
+        return self._chain(self.model, inputs)
+
+    def _chain(self, drafter: ModelRunner, inputs: ChainInputs) -> ChainOutputs | None:
+        """A greedy chain after the newest column, or None. All earlier columns run through the whole model first."""
+        limits = [count if live else -1 for count, live in zip(inputs.max_drafts, self._alive_rows, strict=True)]
+        if max(limits) <= 0 or not (drafter.uses_engine_argmax and drafter.engine.supports_chains):
             return None
         before = self.width - 1
-        bases, newest = [base + before for base in self.base], self._tokens[:, before]
-        inputs = ChainInputs(newest, bases, limits, self.top, None, False, thresholds, ends, self._end, max(limits) + 1)
-        inputs.shortlist, inputs.survival = self.shortlist, survival
         if before:
             self._run(slice(0, before), None, range(self.top))
-        return self.model.chain(inputs, self.store)
+        inputs.max_drafts, inputs.shortlist = limits, self.shortlist
+        inputs.roots, inputs.bases = self._tokens[:, before], [base + before for base in self.base]
+        inputs.extent, inputs.columns = self._end, max(self._max_width, max(limits) + 1)
+        return drafter.chain(inputs, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """Logits of the newest column after E layers [B, V] float32, -inf outside of the shortlist. Its state stays at depth E

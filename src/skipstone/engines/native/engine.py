@@ -243,7 +243,10 @@ class NativeEngine(Engine):
         struct, (b, n) = self._pass, at.positions.shape
         struct.b, struct.n, struct.first_row, struct.extent = b, n, at.rows.start or 0, at.extent
         struct.valid = struct.base = struct.seen = None
-        tensors = [("positions", at.positions, (b, n), torch.int64), ("slots", at.slots, (b, n), torch.int64)]
+        tensors: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
+            ("positions", at.positions, (b, n), torch.int64),
+            ("slots", at.slots, (b, n), torch.int64),
+        ]
         if at.valid is not None:
             tensors.append(("valid", at.valid, (b, n), torch.bool))
         if (tree := at.tree) is not None:

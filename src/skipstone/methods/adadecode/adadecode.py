@@ -21,7 +21,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
-from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
@@ -206,10 +206,9 @@ class AdaDecodeDrafter(Drafter):
         if self.view.rows > 1 or self.method.recheck or not self._picks_at_exits:
             return [], self.exits
         index, layer = self.exits[0]
-        transform = self.heads.transform(index)
-        drafts = forward.draft_greedily(
-            layer, None, chain.max_drafts, [self.method.confidence_threshold], self.sampler.eos, transform, True
-        )
+        thresholds, transform = [self.method.confidence_threshold], self.heads.transform(index)
+        inputs = ChainInputs(chain.max_drafts, thresholds, self.sampler.eos, layer, None, transform, excludes_uncertain=True)
+        drafts = forward.draft_greedily(inputs)
         if drafts is None:
             return [], self.exits
         assert drafts.confidence is not None, "thresholds were given"

@@ -15,7 +15,7 @@ from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
 from skipstone.engines import host_transfer
-from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
@@ -189,7 +189,7 @@ class ChainDrafter(Drafter):
         rule = self.rule
         thresholds = rule.thresholds if rule.active else None
         chain = forward.draft_greedily(
-            *drafter, max_drafts, thresholds, self.sampler.eos, self.transform, survival=rule.survival
+            ChainInputs(max_drafts, thresholds, self.sampler.eos, *drafter, self.transform, survival=rule.survival)
         )
         if chain is None:
             return None

@@ -15,6 +15,7 @@ from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.engines.choose_engine import EngineOptions, attach, attached
+from skipstone.engines.engine import ChainInputs
 from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
@@ -296,7 +297,8 @@ class DraftModelDrafter(ChainDrafter):
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         )
         thresholds = self.rule.thresholds if self.rule.active else None
-        chain = self._forward.draft_with_all_layers(max_drafts, thresholds, self.sampler.eos, self.rule.survival)
+        inputs = ChainInputs(max_drafts, thresholds, self.sampler.eos, survival=self.rule.survival)
+        chain = self._forward.draft_with_all_layers(inputs)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]
