@@ -1,7 +1,7 @@
 """Chooses the engine of a model, by the user's options and by which engine can run it, and keeps prepared models."""
 
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import repeat
 from typing import Any
@@ -52,9 +52,7 @@ class EngineOptions:
 
     def over(self, other: "EngineOptions") -> "EngineOptions":
         """These options; settings that they leave open are taken from `other`."""
-        return EngineOptions(
-            *(other_value if value is None else value for value, other_value in zip(astuple(self), astuple(other), strict=True))
-        )
+        return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
 
     @property
     def quantizes(self) -> bool:
@@ -107,8 +105,8 @@ def _complete_options(
 
 
 class PreparedModel:
-    """The description of a model and its engines, valid while `holds` is true. ValueError for a model that skipstone does not
-    compute as the model does itself.
+    """The description of a model and its engines, valid while `state` is the current one. ValueError for a model that skipstone
+    does not compute as the model does itself.
 
     engines: (engine, why "auto" could not take the native engine or None) by the options' engine and quantize. methods:
     decoding methods that were read and checked for the model, by their callers' arguments.
@@ -123,16 +121,13 @@ class PreparedModel:
         self.methods: dict[Any, Any] = {}
         parts = list(model.modules())[1:]  # without the model itself, which would be kept alive
         self._hook_places = [vars(part) for part in parts] if any(map(hooks, parts)) or hooks(model) else []
-        self._modules, self._settings = model_version(model).modules, self._current_settings(model)
+        self.state = self.current_state(model, model_version(model).modules)
 
-    def holds(self, model: Any, modules: int) -> bool:
-        """Whether nothing has changed since. modules: the current version of the model's modules (`model_version`)."""
-        return self._modules == modules and self._settings == self._current_settings(model)
-
-    def _current_settings(self, model: Any) -> tuple[Any, ...]:
+    def current_state(self, model: Any, modules: int) -> tuple[Any, ...]:
+        """What the description was made of. modules: the current version of the model's modules (`model_version`)."""
         hook_ids = [*map(id, map(dict.get, self._hook_places, repeat("_hf_hook")))]
         places = repr(getattr(model, "hf_device_map", None)), hook_ids
-        return repr(vars(model.config)), places, getattr(model, "hf_quantizer", None)
+        return modules, repr(vars(model.config)), places, getattr(model, "hf_quantizer", None)
 
     def choose_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
         """(the engine of a model, made once; why "auto" could not take the native engine, or None). version: of the current
@@ -171,11 +166,11 @@ _PREPARED: WeakKeyDictionary[Any, PreparedModel] = WeakKeyDictionary()
 
 
 def prepare_model(model: Any, modules: int) -> PreparedModel:
-    """The prepared model, prepared again after changes. modules: as in `PreparedModel.holds`."""
+    """The prepared model, prepared again after changes. modules: as in `PreparedModel.current_state`."""
     prepared = _PREPARED.get(model)
-    if prepared is None or not prepared.holds(model, modules):
+    if prepared is None or prepared.state != prepared.current_state(model, modules):
         with RECOGNITION_LOCK:  # recognition changes configs, which models may share
-            if prepared is None or not prepared.holds(model, modules):
+            if prepared is None or prepared.state != prepared.current_state(model, modules):
                 prepared = _PREPARED[model] = PreparedModel(model)
     return prepared
 
@@ -183,11 +178,10 @@ def prepare_model(model: Any, modules: int) -> PreparedModel:
 def missing_room_for_copy(model: Any, quantize: str) -> str | None:
     """Why there is no memory for a copy of the weights in fewer bits, next to existing copies; None if there is."""
     prepared = _PREPARED.get(model)
-    engines = [] if prepared is None else prepared.engines.values()
-    kinds_made = {engine.quantize for engine, _ in engines if engine.quantize is not None}
+    kinds_made = {engine.quantize for engine, _ in prepared.engines.values()} if prepared is not None else set()
     if quantize in kinds_made:
         return None
-    kinds = kinds_made | {quantize}
+    kinds = {quantize, *kinds_made} - {None}
     needed_bytes = sum(quantised_bytes(model, kind) for kind in kinds)
     limit_bytes = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
     if needed_bytes <= limit_bytes:

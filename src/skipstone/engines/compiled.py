@@ -17,23 +17,26 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from skipstone.engines.eager import attention, linear
 from skipstone.engines.eager.eager import EagerEngine
-from skipstone.engines.eager.patches import changed
+from skipstone.engines.eager.patches import changed, changed_module
 from skipstone.engines.host_transfer import identity
 from skipstone.engines.kv_cache import KVCache
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import with_stable_defaults
+from skipstone.models.weight_version import AttributeValues
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 """Environment variable for torch.compile's backend, "inductor" by default. "eager" and "aot_eager" compile nothing; tests of
@@ -62,10 +65,7 @@ def why_not(model: Any, description: DecoderModel) -> str | None:
         return "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
     if description.family.mask_buffer_path or description.family.reads_cache_length or description.family.alibi:
         return "its layers mask or count by themselves, or add position biases, which its graphs do not do"
-    for name, module in model.named_modules():
-        if changed(module):
-            return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
-    return None
+    return changed_module(model)
 
 
 def round_up(count: int, minimum: int = 1) -> int:
@@ -108,46 +108,26 @@ class GraphCache:
         return buffer[:, :, :-1].to(new.dtype)
 
 
-@dataclass(eq=False, slots=True)
-class BorrowedKVBuffers:
-    """Buffers of all layers' keys and values, which one store after the other borrows. None for a layer that has not run
-    yet."""
-
-    keys: list[Tensor | None]
-    values: list[Tensor | None]
+LayerInputs = tuple[Tensor, Pass, dict[Any, Any]]
+"""The inputs of a range of layers in one pass: hidden states, the pass, and rotary phases by their source."""
+_pytree.register_dataclass(Tree)
+_pytree.register_dataclass(Pass, drop_field_names=["_masks"])
 
 
-@dataclass(eq=False, slots=True)
-class InputBuffers:
-    """The inputs of a range of layers in one pass. phases: rotary phases by their source."""
-
-    hidden: Tensor
-    at: Pass
-    phases: dict[Any, Any]
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors, in a fixed order."""
-        at, tensors = self.at, [self.hidden]
-        for part in (at.positions, at.slots, at.valid, *(_parts(at.tree) if at.tree else ()), *self.phases.values()):
-            tensors += part if isinstance(part, tuple) else [] if part is None else [part]
-        return tensors
-
-    def copied(self) -> "InputBuffers":
-        """A copy with memory of its own."""
-        at, tree = self.at, self.at.tree
-        if tree is not None:
-            tree = Tree(*map(_plain, _parts(tree)))
-        phases = {key: tuple(map(_plain, one)) if isinstance(one, tuple) else _plain(one) for key, one in self.phases.items()}
-        own = replace(at, positions=_plain(at.positions), slots=_plain(at.slots), valid=_plain(at.valid), tree=tree, _masks={})
-        return InputBuffers(_plain(self.hidden), own, phases)
+def _tensors(inputs: LayerInputs) -> list[Tensor]:
+    """All tensors of some inputs, in a fixed order."""
+    (hidden, at, phases), tensors = inputs, list[Tensor]()
+    tree = () if at.tree is None else (at.tree.base, at.tree.ancestors, at.tree.column_positions, at.tree.seen)
+    for part in (hidden, at.positions, at.slots, at.valid, *tree, *phases.values()):
+        tensors += part if isinstance(part, tuple) else [] if part is None else [part]
+    return tensors
 
 
-@dataclass(eq=False, slots=True)
-class CapturedGraph:
-    """A CUDA graph. inputs: that it reads. result: that it writes. weights: addresses of its layers' weights."""
+class CapturedGraph(NamedTuple):
+    """A CUDA graph. inputs: tensors that it reads. result: that it writes. weights: addresses of its layers' weights."""
 
     graph: Any
-    inputs: InputBuffers
+    inputs: list[Tensor]
     result: Tensor
     weights: list[int]
 
@@ -174,19 +154,20 @@ class CompiledEngine(EagerEngine):
         self.graphs = GraphBackend(os.environ.get(BACKEND_VARIABLE) or "inductor", description.device.type == "cuda")
         self._device, self._depth, self._positions = description.device, len(description.layers), description.max_positions
         self._parts = [part for layer in description.layers for part in layer.modules()]
-        self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
+        names = [(vars(part), name) for part in self._parts for name, _ in _plain_attributes(part) if name != "training"]
+        self._attributes = AttributeValues(names)
         config = self.config
         if self._attentions:  # all layers share one config with our attention
             config = copy.copy(config)
             config._attn_implementation = attention.NAME
         self._copies = [_copy_module(layer, config) for layer in description.layers]
-        names = [_kind(copied) for copied in self._copies]
-        self._kinds = [names.index(name) for name in names]
+        kinds = [_kind(copied) for copied in self._copies]
+        self._kinds = [kinds.index(kind) for kind in kinds]
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
         self._weights = [weight for layer in description.layers for weight in layer.parameters()]
-        self._borrowed: weakref.WeakKeyDictionary[KVCache, tuple[Any, BorrowedKVBuffers, Any]] = weakref.WeakKeyDictionary()
-        self._spare: dict[Any, list[BorrowedKVBuffers]] = {}
+        self._borrowed: weakref.WeakKeyDictionary[KVCache, tuple[Any, KVCache, Any]] = weakref.WeakKeyDictionary()
+        self._spare: dict[Any, list[KVCache]] = {}  # unused buffers, by their shape
         self._recorded: dict[Any, CapturedGraph | None] = {}  # None after the first run; the next one is recorded
         self._memory: Any = None  # shared by all CUDA graphs, which run one after the other
         self._capture_error: str | None = None  # CUDA's reason why no graph can be recorded
@@ -197,8 +178,7 @@ class CompiledEngine(EagerEngine):
     def is_current(self, version: int | None) -> bool:
         """Whether there are no new hooks, and plain attributes have the values that were compiled."""
         super().is_current(version)
-        same = all(attributes.get(name) == value for attributes, name, value in self._plain)
-        return same and not any(map(changed, self._parts))
+        return self._attributes.are_current() and not any(map(changed, self._parts))
 
     @with_stable_defaults
     def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
@@ -251,7 +231,7 @@ class CompiledEngine(EagerEngine):
             if borrowed is not None:
                 borrowed[2]()  # the store has outgrown them
             spare_buffers = self._spare.setdefault(shape, [])
-            buffers = spare_buffers.pop() if spare_buffers else BorrowedKVBuffers([None] * self._depth, [None] * self._depth)
+            buffers = spare_buffers.pop() if spare_buffers else KVCache(rows, self._depth, store.capacity)
             finalizer = weakref.finalize(store, spare_buffers.append, buffers)
             finalizer.atexit = False
             borrowed = self._borrowed[store] = shape, buffers, finalizer
@@ -270,16 +250,15 @@ class CompiledEngine(EagerEngine):
         (rows, width), (full_rows, full_width) = hidden.shape[:2], at.shape
         hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
         rotary = self.family.rotary
-        phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        inputs = InputBuffers(hidden, at, phases)
+        inputs = hidden, at, {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
         hidden = self._replay(inputs, store, layers) if hidden.is_cuda else self._run_layers(inputs, store, layers)
         return hidden[:rows, :width]
 
-    def _replay(self, inputs: InputBuffers, store: KVCache, layers: range) -> Tensor:
+    def _replay(self, inputs: LayerInputs, store: KVCache, layers: range) -> Tensor:
         """`_run_layers` as a CUDA graph: the first such pass over the same buffers compiles, the second one is recorded, and
         later ones replay it."""
-        shapes = tuple(one.shape for one in inputs.tensors())
-        key = layers, shapes, inputs.at.extent, inputs.at.valid is None, self._borrowed[store][1]
+        tensors, at = _tensors(inputs), inputs[1]
+        key = layers, tuple(one.shape for one in tensors), at.extent, at.valid is None, self._borrowed[store][1]
         if key not in self._recorded or self._capture_error:
             if len(self._recorded) < MAX_RECORDED_GRAPHS and not self._capture_error:
                 self._recorded.setdefault(key)
@@ -289,34 +268,37 @@ class CompiledEngine(EagerEngine):
         if recorded is None or recorded.weights != weights:
             self.preparations += 1
             try:
-                recorded = self._recorded[key] = self._record(inputs.copied(), store, layers, weights)
+                recorded = self._recorded[key] = self._record(inputs, store, layers, weights)
             except RuntimeError as error:
                 self._capture_error = str(error).strip().split("\n", 1)[0]
                 self._update_detail()
                 return self._run_layers(inputs, store, layers)
         else:
-            for mine, theirs in zip(recorded.inputs.tensors(), inputs.tensors(), strict=True):
+            for mine, theirs in zip(recorded.inputs, tensors, strict=True):
                 mine.copy_(theirs)
         recorded.graph.replay()
         return recorded.result.clone()  # the next replay writes over it
 
-    def _record(self, inputs: InputBuffers, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
-        """Record a CUDA graph of `_run_layers` without running it. RuntimeError if it would wait for the device."""
+    def _record(self, inputs: LayerInputs, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
+        """Record a CUDA graph of `_run_layers` without running it, with a copy of the inputs. RuntimeError if it would wait for
+        the device."""
+        own = _pytree.tree_map_only(Tensor, _plain, inputs)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = self._run_layers(inputs, store, layers)
-        return CapturedGraph(graph, inputs, result, weights)
+            result = self._run_layers(own, store, layers)
+        return CapturedGraph(graph, _tensors(own), result, weights)
 
-    def _run_layers(self, inputs: InputBuffers, store: KVCache, layers: range) -> Tensor:
+    def _run_layers(self, inputs: LayerInputs, store: KVCache, layers: range) -> Tensor:
         """Run layers one by one. Returns [R, n, d]."""
-        at, rotary, hidden = inputs.at, self.family.rotary, _plain(inputs.hidden)
+        (hidden, at, phases), rotary = inputs, self.family.rotary
+        hidden = _plain(hidden)
         places = torch.arange(at.shape[0], device=hidden.device, dtype=torch.int64)[:, None], at.slots
         masks: dict[tuple[AttentionReach, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (*at.shape, at.extent))
-            arguments = self._layer_arguments(index, at, inputs.phases[rotary[index]])
+            arguments = self._layer_arguments(index, at, phases[rotary[index]])
             key = self.reaches[index], self._groups[index]
             if key not in masks:
                 masks[key] = _plain(arguments["attention_mask"])
@@ -390,11 +372,9 @@ def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 def _split_layers(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, bool]]:
     """(consecutive layers, whether they run without skipped sublayers)."""
     skipped = skip.attention | skip.mlp if skip else frozenset()
-    start = layers.start
-    for index in layers:
-        if index + 1 == layers.stop or (index in skipped) != (index + 1 in skipped):
-            yield range(start, index + 1), index not in skipped
-            start = index + 1
+    for is_full, part in groupby(layers, lambda index: index not in skipped):
+        indices = [*part]
+        yield range(indices[0], indices[-1] + 1), is_full
 
 
 def _padded(at: Pass, store: KVCache) -> Pass:
@@ -426,7 +406,3 @@ def _padded_tree(tree: Tree, columns: int, rows: int) -> Tree:
         column_positions=F.pad(tree.column_positions, (0, nodes, 0, rows)),
         seen=None if tree.seen is None else F.pad(tree.seen, (0, rows)),
     )
-
-
-def _parts(tree: Tree) -> list[Any]:
-    return [getattr(tree, field.name) for field in fields(tree)]

@@ -10,7 +10,7 @@ NO_TOKEN = -1
 def greedy_token(scores: Tensor) -> Tensor:
     """argmax over the last dimension, the lowest id of equal ones; NO_TOKEN if no score is valid. [..., V] -> [...] int64."""
     best = scores.argmax(-1)  # the position of a NaN, if there is one
-    return without_invalid(best, scores.gather(-1, best[..., None])[..., 0])
+    return torch.where(scores.gather(-1, best[..., None])[..., 0] > float("-inf"), best, NO_TOKEN)
 
 
 def without_invalid(tokens: Tensor, scores: Tensor) -> Tensor:

@@ -58,11 +58,7 @@ class ModelRunner(DecoderModel):
             self._prepared = prepare_model(inner, version.modules)
             self.methods = self._prepared.methods
             vars(self).update(vars(self._prepared.description))
-            self._choose_engine(version.weights)
-
-    def _choose_engine(self, version: int | None) -> None:
-        """Take the engine of the options. version: of the weights."""
-        self.engine, self.engine_reason = self._prepared.choose_engine(self.engine_options, self.model, version)
+            self.engine, self.engine_reason = self._prepared.choose_engine(self.engine_options, inner, version.weights)
         self.dtype = self.engine.dtype
 
     @property
@@ -79,7 +75,10 @@ class ModelRunner(DecoderModel):
         drafting_model = copy(self)
         drafting_model.engine_options = replace(self.engine_options, engine="native", quantize=quantize)
         with self.lock:
-            drafting_model._choose_engine(self.engine.version)
+            drafting_model.engine, _ = self._prepared.choose_engine(
+                drafting_model.engine_options, self.model, self.engine.version
+            )
+        drafting_model.dtype = drafting_model.engine.dtype
         return drafting_model
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -117,9 +117,9 @@ def refuse_state(wrapper: Any, model: Any) -> None:
         raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
     # during a wrapper's generate() PEFT lends the model its own method: custom_generate sees the wrapper only there
     lender = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    adapters = {name: one for place in (model, wrapper, lender) for name, one in getattr(place, "peft_config", {}).items()}
-    for name, adapter in adapters.items():
-        _refuse_adapter(name, adapter)
+    for place in (model, wrapper, lender):
+        for name, adapter in getattr(place, "peft_config", {}).items():
+            _refuse_adapter(name, adapter)
 
 
 def _refuse_adapter(name: str, adapter: Any) -> None:

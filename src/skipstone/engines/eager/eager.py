@@ -1,5 +1,7 @@
 """The engine that calls transformers' own modules, layer by layer. Only `EagerEngine.run` calls layers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -33,12 +35,8 @@ class EagerEngine(Engine):
         spread = "" if description.spread is None else f", weights {description.spread}"
         self.detail = f"transformers' own modules, {description.weight_dtype}, {description.device}{spread}{slow}"
         self._home = description.device
-        self.family, self.config, self.decoder, self.head = (
-            description.family,
-            text_config(model),
-            description.decoder,
-            description.head,
-        )
+        self.family, self.config = description.family, text_config(model)
+        self.decoder, self.head = description.decoder, description.head
         self.layers, self.reaches = description.layers, description.reaches
         self._type = type(model).__name__
         self._fixed = dict(description.family.arguments)
@@ -90,9 +88,7 @@ class EagerEngine(Engine):
         absent = skip.attention & skip.mlp if skip and not changing else frozenset()
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        running = self._patched(skip)
-        try:
-            running.thread = get_ident()
+        with self._passing(skip):
             for index in layers:
                 if index not in absent:
                     given = self._layer_arguments(index, at, phases[rotary[index]])
@@ -100,8 +96,6 @@ class EagerEngine(Engine):
                         given[PER_LAYER] = layer_inputs[index]
                     output = self.layers[index](hidden, **given, **cache, **self._fixed)
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
-        finally:
-            running.thread = None
         hidden = self.family.folded(hidden).to(self._home)  # accelerate's hooks move it between layers only
         return torch.cat([hidden, *layer_inputs], -1) if layer_inputs else hidden
 
@@ -122,16 +116,12 @@ class EagerEngine(Engine):
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """As in `Engine`."""
         rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
-        running = self._patched()
-        try:
-            running.thread = get_ident()
+        with self._passing():
             if rows is None:
                 scores = (self.head if head is None else head)(normed)
             else:
                 states = normed.to(rows.weight.device)
                 scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
-        finally:
-            running.thread = None
         logits = self.family.scored(scores.to(self._home), self.config).float()
         return logits if shortlist is None or rows is not None else logits[..., shortlist]
 
@@ -151,8 +141,9 @@ class EagerEngine(Engine):
             cached = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return cached[1]
 
-    def _patched(self, skip: SkipSet | None = None) -> patches.PatchContext:
-        """Prepare the patches for a pass. RuntimeError in the middle of another pass."""
+    @contextmanager
+    def _passing(self, skip: SkipSet | None = None) -> Iterator[None]:
+        """Have the patches act in this thread. RuntimeError in the middle of another pass."""
         running = self._running
         if running.passing:
             raise RuntimeError(
@@ -163,14 +154,19 @@ class EagerEngine(Engine):
         if skip and not running.skippable:
             self._patch_sublayers()
         running.skip = skip or _NOTHING
-        return running
+        try:
+            running.thread = get_ident()
+            yield
+        finally:
+            running.thread = None
 
     def _patch(self) -> None:
         """Put on the patches that every pass needs."""
         patches.put_on([*self.layers, self.head], self._attentions, self._running)
-        patches.open_masks(self._masking, self._running)
+        for module in self._masking:
+            patches.cover(module, patches.MaskPatch, self._running, "bias")
         for index, sublayer in self._recurrent:
-            patches.cover(sublayer, patches.RecurrentPatch, self._running, index)
+            patches.cover(sublayer, patches.RecurrentPatch, self._running, layer=index)
 
     def _patch_sublayers(self) -> None:
         """Put on the patches that passes with a skip set need."""
@@ -181,20 +177,16 @@ class EagerEngine(Engine):
                     part = "read" if index in read else "attention"
                 else:
                     part = "before" if name in family.inner else "mlp"
-                patches.cover(getattr(layer, name), patches.SkippablePatch, self._running, part, index, returns, family.summed)
+                settings = {"part": part, "layer": index, "returns": returns, "summed": family.summed}
+                patches.cover(getattr(layer, name), patches.SkippablePatch, self._running, **settings)
         self._running.skippable = True
 
     def _layer_arguments(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
         """The arguments of a layer in a pass. phases: its rotary phases."""
-        arguments: dict[str, Any] = {}
-        for name in self.family.pass_arguments:
-            if name == "attention_mask":
-                masked = not self.family.recurs(index)  # recurrent layers get valid tokens only
-                arguments[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
-            elif name == "position_ids":
-                arguments[name] = at.positions
-            else:
-                arguments[name] = phases
+        # recurrent layers get valid tokens only
+        mask = None if self.family.recurs(index) else at.mask(self.reaches[index], self._form, self._groups[index])
+        values = {"attention_mask": mask, "position_ids": at.positions, "position_embeddings": phases}
+        arguments = {name: values[name] for name in self.family.pass_arguments}
         if self.family.alibi is not None:
             arguments[self.family.alibi] = self._biases(at)
         return arguments

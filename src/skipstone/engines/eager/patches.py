@@ -45,16 +45,15 @@ class PatchContext:
 
 
 class ForwardPatch:
-    """Replaces a module's forward. before: the instance's own forward that it covers (accelerate sets some), or None. The
-    module is referenced weakly, so that a model is freed with its last reference."""
+    """Replaces a module's forward. before: the instance's own forward that it covers (accelerate sets some), or None. more:
+    further attributes of the patch. The module is referenced weakly, so that a model is freed with its last reference."""
 
-    __slots__ = ("_module", "_more", "before", "running")
-
-    def __init__(self, module: nn.Module, running: PatchContext, before: Any, *more: Any) -> None:
+    def __init__(self, module: nn.Module, running: PatchContext, before: Any, more: dict[str, Any]) -> None:
         self._module, self.running, self.before, self._more = ref(module), running, before, more
+        vars(self).update(more)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self.running, self.before, *self._more)
+        return type(self), (self._module(), self.running, self.before, self._more)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The result without the patch."""
@@ -72,6 +71,12 @@ def changed(module: Any) -> bool:
     return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
+def changed_module(model: nn.Module) -> str | None:
+    """A sentence about the first module with hooks or a forward of its own, or None."""
+    name = next((name or type(model).__name__ for name, module in model.named_modules() if changed(module)), None)
+    return name and f"{name} has hooks or a forward of its own, which only transformers' modules run"
+
+
 def is_plain(head: Any) -> bool:
     """Whether a linear layer only multiplies by a plain matrix: not sharded, quantised or given up."""
     if type(head) is not nn.Linear or type(head.weight) not in (Tensor, nn.Parameter) or head.weight.is_meta:
@@ -86,8 +91,6 @@ def _foreign(hook: Any) -> bool:
 
 class FewRowsPatch(ForwardPatch):
     """Runs a linear layer by `linear.few_rows` in a pass."""
-
-    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self._module()
@@ -106,17 +109,15 @@ class SkippablePatch(ForwardPatch):
     module may return the sum itself.
     """
 
-    __slots__ = ("layer", "part", "returns", "summed")
-
-    def __init__(
-        self, module: nn.Module, running: PatchContext, before: Any, part: Part, layer: int, returns: int, summed: str | None
-    ) -> None:
-        super().__init__(module, running, before, part, layer, returns, summed)
-        self.part, self.layer, self.returns, self.summed = part, layer, returns, summed
+    part: Part
+    layer: int
+    returns: int
+    summed: str | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = self.running
-        if not (running.passing and self.layer in self._skipped(running.skip)):
+        skip = self.running.skip
+        skipped = skip.attention if self.part in ("attention", "read") else skip.mlp
+        if not (self.running.passing and self.layer in skipped):
             return self.own(*args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.part == "before":
@@ -128,20 +129,12 @@ class SkippablePatch(ForwardPatch):
         unchanged = torch.zeros_like(hidden) if stream is None else stream  # [..., d]
         return (unchanged, *[None] * (self.returns - 1)) if self.returns else unchanged
 
-    def _skipped(self, skip: SkipSet) -> frozenset[int]:
-        """Layers that skip their sublayer of this kind."""
-        return skip.attention if self.part in ("attention", "read") else skip.mlp
-
 
 class RecurrentPatch(ForwardPatch):
     """Runs a recurrent sublayer with the store's states, row by row, in a pass. The sublayer gets its cache by name, and hidden
     states as the first argument or as `hidden_states`."""
 
-    __slots__ = ("layer",)
-
-    def __init__(self, module: nn.Module, running: PatchContext, before: Any, layer: int) -> None:
-        super().__init__(module, running, before, layer)
-        self.layer = layer
+    layer: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.running.passing:
@@ -155,8 +148,6 @@ class RecurrentPatch(ForwardPatch):
 class MaskPatch(ForwardPatch):
     """Replaces the mask buffer `bias` of an attention. In a pass it hides nothing, since the masks of the pass are complete."""
 
-    __slots__ = ()
-
     def __getitem__(self, index: Any) -> Tensor:
         module: Any = self._module()
         own: Tensor = module._buffers["bias"]
@@ -166,14 +157,11 @@ class MaskPatch(ForwardPatch):
 class AttentionConfig:
     """Replaces the config of an attention module: while a pass runs, sdpa is `attention.attend`."""
 
-    __slots__ = ("before", "running")
-
-    def __init__(self, before: Any, running: PatchContext) -> None:
-        object.__setattr__(self, "before", before)
-        object.__setattr__(self, "running", running)
+    def __init__(self, _module: nn.Module | None, running: PatchContext, before: Any, _more: Any = None) -> None:
+        vars(self).update(before=before, running=running)  # `__setattr__` sets them on the config
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.before, self.running)
+        return type(self), (None, self.running, self.before)
 
     @property
     def _attn_implementation(self) -> str:
@@ -196,22 +184,14 @@ def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], runnin
         if linear.pays(part) and (forward is None or isinstance(forward, ForwardPatch)):
             cover(part, FewRowsPatch, running)
     for sublayer in attentions:
-        if not _has(sublayer, AttentionConfig, running):
-            sublayer.__dict__["config"] = AttentionConfig(sublayer.__dict__["config"], running)
+        cover(sublayer, AttentionConfig, running, "config")
     running.on = True
 
 
-def cover(module: nn.Module, kind: type[ForwardPatch], running: PatchContext, *more: Any) -> None:
-    """Patch a module's forward once. more: further arguments of the patch."""
-    if not _has(module, kind, running):
-        module.__dict__["forward"] = kind(module, running, module.__dict__.get("forward"), *more)
-
-
-def open_masks(modules: Iterable[nn.Module], running: PatchContext) -> None:
-    """Patch the mask buffers of modules."""
-    for module in modules:
-        if not _has(module, MaskPatch, running):
-            module.__dict__["bias"] = MaskPatch(module, running, module.__dict__.get("bias"))
+def cover(module: nn.Module, kind: type[Any], running: PatchContext, attribute: str = "forward", **more: Any) -> None:
+    """Patch an attribute of a module once. more: further attributes of the patch."""
+    if not any(type(patch) is kind and patch.running is running for _, patch in _patches(module)):
+        module.__dict__[attribute] = kind(module, running, module.__dict__.get(attribute), more)
 
 
 def take_off(model: nn.Module) -> None:
@@ -232,7 +212,3 @@ def _patches(module: nn.Module) -> Iterator[tuple[str, ForwardPatch | AttentionC
         while isinstance(patch, (ForwardPatch, AttentionConfig)):
             yield name, patch
             patch = patch.before
-
-
-def _has(module: nn.Module, kind: type[Any], running: PatchContext) -> bool:
-    return any(type(patch) is kind and patch.running is running for _, patch in _patches(module))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.engines.eager.patches import changed
+from skipstone.engines.eager.patches import changed, changed_module
 from skipstone.engines.engine import ChainInputs, ChainOutputs, Engine, WarperInputs
 from skipstone.engines.greedy_tokens import top_k_tokens
 from skipstone.engines.host_transfer import CPU, dense, new_buffer, pointer
@@ -44,12 +44,7 @@ def why_not(model: Any, description: DecoderModel) -> str | None:
         return reason
     if description.spread is not None:
         return f"its weights are {description.spread}, and the native engine wants all of them in this process's memory"
-    if (reason := unsupported(model, description)) is not None:
-        return reason
-    for name, module in model.named_modules():
-        if changed(module):
-            return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
-    return None
+    return unsupported(model, description) or changed_module(model)
 
 
 class NativeEngine(Engine):
