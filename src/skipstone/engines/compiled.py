@@ -35,7 +35,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
-from skipstone.models.torch_defaults import with_stable_defaults
+from skipstone.models.torch_defaults import stable_defaults
 from skipstone.models.weight_version import AttributeValues
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
@@ -180,7 +180,7 @@ class CompiledEngine(EagerEngine):
         super().is_current(version)
         return self._attributes.are_current() and not any(map(changed, self._parts))
 
-    @with_stable_defaults
+    @stable_defaults()
     def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         known = all(store.keys[index] is not None for index in layers)
@@ -193,7 +193,7 @@ class CompiledEngine(EagerEngine):
             hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
         return hidden
 
-    @with_stable_defaults
+    @stable_defaults()
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`, for passes of up to `columns` tokens per row. CUDA graphs are recorded when they are first needed."""
         with torch.inference_mode():

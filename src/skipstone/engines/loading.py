@@ -133,10 +133,12 @@ def load_model(  # noqa: PLR0913
     else:
         config = _read_config(name, revision)
         auto = _auto_class(name, config, trust_remote_code)
-        options |= _defaults_option(name, revision, generation_config)
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        elif (values := _read_defaults(name, revision)) is not None:
+            build_generation_config(values, f"{FILE} of {name}")  # checks it
     expect_loadable(config.get("quantization_config"))
-    explained = _explained_errors(f"the checkpoint {name}", OF_CHECKPOINT, config)
-    with explained, gguf.reading(name, options), torch_defaults.loading():
+    with _explained_errors(f"the checkpoint {name}", OF_CHECKPOINT, name, options, config), torch_defaults.loading():
         loaded: Any = auto.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -148,17 +150,21 @@ def load_model(  # noqa: PLR0913
 
 
 @contextmanager
-def _explained_errors(what: str, remedy: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+def _explained_errors(
+    what: str, remedy: str, place: str, options: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Turn any error of a library that reads files into one sentence, as an OSError or a ValueError.
 
-    what: name of the files. remedy: for incomplete files. config: its values, to explain the cause. The system's OSErrors,
-    which name the file, and missing packages pass unchanged.
+    what: name of the files. remedy: for incomplete files. place, options: as in `_locate`. config: its values, to explain the
+    cause. The system's OSErrors, which name the file, and missing packages pass unchanged.
     """
     try:
         yield
-    except (ImportError, gguf.UnreadableFile):
+    except ImportError:
         raise
     except Exception as error:  # libraries fail in any way on unexpected contents
+        if "gguf_file" in options and isinstance(error, gguf.FAILURES):
+            raise gguf.explained(Path(place, options["gguf_file"]), error) from error
         if (reason := out_of_memory(error)) is not None:
             raise type(error)(f"{what} cannot be loaded: {reason}") from error
         if isinstance(error, OSError) and error.filename is not None:
@@ -230,7 +236,7 @@ def _tensor_parallel_options(name: str, tp_plan: str, revision: str | None) -> d
 def _read_config(name: str, revision: str | None) -> dict[str, Any]:
     """The config of a checkpoint as plain JSON values. OSError without one, so that an unreachable hub is tried only once."""
     try:
-        with _explained_errors(f"the config.json of {name}", OF_CONFIG):
+        with _explained_errors(f"the config.json of {name}", OF_CONFIG, name, {}):
             config = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
             if not isinstance(config, dict):  # transformers does not check it
                 raise TypeError(f"expected a JSON object of settings, found {config!r}")
@@ -277,15 +283,6 @@ def _read_defaults(name: str, revision: str | None) -> dict[str, Any] | None:
     return None if path is None else read_generation_config(Path(path))
 
 
-def _defaults_option(name: str, revision: str | None, chosen: GenerationConfig | None) -> dict[str, Any]:
-    """Options of `from_pretrained` for generation defaults. ValueError if none are chosen and the model's own are broken."""
-    if chosen is not None:
-        return {"generation_config": chosen}
-    if (values := _read_defaults(name, revision)) is not None:
-        build_generation_config(values, f"{FILE} of {name}")
-    return {}
-
-
 def build_generation_config(values: dict[str, Any], source: str) -> GenerationConfig:
     """Build a GenerationConfig. ValueError with a remedy for values that it does not allow."""
     try:
@@ -324,7 +321,7 @@ def _auto_class(name: str, config: dict[str, Any], trust_remote_code: bool) -> A
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     place, options = _locate(name)
-    with _explained_errors(f"the tokenizer of {name}", OF_TOKENIZER), gguf.reading(place, options):
+    with _explained_errors(f"the tokenizer of {name}", OF_TOKENIZER, place, options):
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
@@ -348,13 +345,10 @@ def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
 def expect_config(name: str | Path) -> None:
     """OSError or ValueError if a name has no readable config. Loads nothing else."""
     place, options = _locate(name)
-    try:
-        with _explained_errors(f"the config of {name}", OF_CONFIG), gguf.reading(place, options):
-            AutoConfig.from_pretrained(place, **options)
-    except OSError as error:
-        if Path(place).exists():
-            raise
-        raise not_found_error(str(name), error, "config.json") from error
+    if "gguf_file" not in options:
+        _read_config(place, options.get("revision"))
+    with _explained_errors(f"the config of {name}", OF_CONFIG, place, options):
+        AutoConfig.from_pretrained(place, **options)
 
 
 def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:

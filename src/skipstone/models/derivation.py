@@ -32,6 +32,11 @@ HARMLESS = ("use_cache", "return_dict")  # arguments of a layer that a pass may 
 CLOSE = 1e-3  # tolerance of equal tensors, relative to the largest entry
 SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale", "embed_scale", "hidden_multiplier")
 """Fields of a config that are tried first as the scale of the embeddings."""
+OPERATIONS: tuple[tuple[Literal["divide", "multiply", "softcap"], str], ...] = (
+    *(("softcap", "final_logit_softcapping"), ("multiply", "logit_scale"), ("multiply", "lm_head_multiplier")),
+    ("divide", "logits_scaling"),
+)
+"""Operations on logits, with fields of a config that are tried first."""
 BIASES = ("alibi", "position_bias")  # names of a layer's argument for linear position biases
 
 
@@ -227,14 +232,9 @@ def _leaving(owner: Any, trace: Trace, streams: int) -> tuple[str, ...]:
 def _logits(config: Any, trace: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
     """The operation on the output of the LM head, and its field of the config."""
     scores, logits = trace.heads[-1].output, trace.logits
-    cap = getattr(config, "final_logit_softcapping", None)  # the config comes first: small logits look uncapped
-    if cap is not None and close((scores / cap).tanh() * cap, logits):
-        return "softcap", "final_logit_softcapping"
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if (value := getattr(config, name, None)) and close(scores * value, logits):
-            return "multiply", name
-    if (value := getattr(config, "logits_scaling", None)) and close(scores / value, logits):
-        return "divide", "logits_scaling"
+    for operation in OPERATIONS:  # the config comes first: small logits look uncapped
+        if getattr(config, operation[1], None) and close(Family(logits=operation).scored(scores, config), logits):
+            return operation
     if close(scores, logits):
         return "", ""
     factor = float((scores.float() * logits.float()).sum() / (scores.float() ** 2).sum())

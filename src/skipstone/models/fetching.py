@@ -12,18 +12,18 @@ NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?"
 """A hub id (ORG/NAME or NAME), optionally with @REVISION."""
 HTTP_ERROR = errors.HTTPError  # type: ignore[reportPrivateImportUsage]
 """Base class of all errors of the hub's client, whichever HTTP library it uses."""
-UNREACHABLE = "ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"  # classes of that library, which changes
-CANNOT_REACH = "the hub at {endpoint} cannot be reached"
-CLAUSES: dict[type[BaseException], str] = {
-    errors.GatedRepoError: "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
-    errors.RepositoryNotFoundError: "the hub has no repository {repo}, or a private one that your login may not see "
-    "(`hf auth login`)",
-    errors.RevisionNotFoundError: "{repo} has no revision {revision!r} on the hub",
-    errors.RemoteEntryNotFoundError: "{repo} has no file {file} on the hub",
-    errors.OfflineModeIsEnabled: "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have "
-    "{file} of {repo}",
+_UNREACHABLE = "the hub at {endpoint} cannot be reached{not_cached}"
+_OFFLINE = "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have {file} of {repo}"
+CLAUSES = {
+    "GatedRepoError": "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
+    "RepositoryNotFoundError": "the hub has no {repo}, or a private one that your login (`hf auth login`) may not see",
+    "RevisionNotFoundError": "{repo} has no revision {revision!r} on the hub",
+    "RemoteEntryNotFoundError": "{repo} has no file {file} on the hub",
+    "OfflineModeIsEnabled": _OFFLINE,
+    # of the HTTP library, which changes
+    **dict.fromkeys(("ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"), _UNREACHABLE),
 }
-"""Messages by class of error; subclasses first."""
+"""Messages by the name of an error's class or base class."""
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -84,17 +84,14 @@ def explain_failure(name: str, error: BaseException, file: str | None = None) ->
     """Why the hub or its cache failed, as a clause. name: of the repository, with its revision."""
     meant = hub_name(name) or HubName(name, None)
     known = {"repo": meant.repo, "revision": meant.revision or constants.DEFAULT_REVISION, "endpoint": constants.ENDPOINT}
+    known |= {"file": file or "its files", "not_cached": f", and its cache here does not have {file}" if file else ""}
     for one in _chain(error):
-        if type(one).__name__ in UNREACHABLE:
-            return CANNOT_REACH.format(**known) + ("" if file is None else f", and its cache here does not have {file}")
-        for kind, clause in CLAUSES.items():
-            if isinstance(one, kind):
-                return clause.format(**known, file=file or "its files")
+        for base in type(one).__mro__:
+            if base.__name__ in CLAUSES:
+                return CLAUSES[base.__name__].format(**known)
         if isinstance(one, errors.HfHubHTTPError):
             return f"the hub answers {one.response.status_code} for {meant.repo}: {one.server_message or _first_line(one)}"
-    if constants.is_offline_mode():
-        return CLAUSES[errors.OfflineModeIsEnabled].format(**known, file=file or "its files")
-    return f"from the hub: {_first_line(error)}"
+    return _OFFLINE.format(**known) if constants.is_offline_mode() else f"from the hub: {_first_line(error)}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

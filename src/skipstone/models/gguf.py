@@ -2,8 +2,6 @@
 
 import errno
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
 """Parts of NumPy's messages about an array with too few bytes."""
 
 
-class UnreadableFile(ValueError):
-    """A GGUF file that cannot be loaded, with the cause and the remedy."""
+FAILURES = (OSError, ValueError, LookupError, NotImplementedError, struct.error)
+"""Errors of transformers about a GGUF file."""
 
 
 def expect_gguf(path: Path) -> None:
@@ -46,21 +44,11 @@ def unpacked() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-@contextmanager
-def reading(folder: str, options: dict[str, Any]) -> Iterator[None]:
-    """Turn transformers' errors about a GGUF file into UnreadableFile. Errors of other models pass.
-
-    options: of the file, empty for other models.
-    """
-    try:
-        yield
-    except (OSError, ValueError, LookupError, NotImplementedError, struct.error) as error:
-        if "gguf_file" not in options:
-            raise
-        path, message = Path(folder, options["gguf_file"]), str(error)
-        if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in message for words in TOO_SHORT):
-            raise UnreadableFile(
-                f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({message})"
-            ) from error
-        remedy = "fetch it again, or load the model's safetensors"
-        raise UnreadableFile(f"the GGUF file {path} cannot be loaded by transformers: {remedy} ({message})") from error
+def explained(path: Path, error: Exception) -> ValueError:
+    """One sentence with the cause and the remedy, for one of FAILURES."""
+    message = str(error)
+    if isinstance(error, (OSError, struct.error, UnicodeError)) or any(words in message for words in TOO_SHORT):
+        size = path.stat().st_size
+        return ValueError(f"the GGUF file {path} is cut off or damaged, it has {size} bytes: fetch it again ({message})")
+    remedy = "fetch it again, or load the model's safetensors"
+    return ValueError(f"the GGUF file {path} cannot be loaded by transformers: {remedy} ({message})")

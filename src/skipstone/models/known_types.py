@@ -36,65 +36,59 @@ UNCOMPILED: frozenset[str] = frozenset(
 """Tested types that engine="compiled" refuses; its `why_not` gives the reasons."""
 
 ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers only next to layers with an attention"
-_BOTH = "keeps a recurrent state next to keys and values in one layer, which skipstone does not roll back"
-_UNTRIED = "keeps a recurrent state of a form that skipstone has not been tested with"
-_ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
-_DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
-_PAIR = "is an encoder-decoder; skipstone decodes decoder-only models"
-_SEEING = "takes no prompt without a picture; skipstone decodes text"
-_CONVOLVED = "mixes convolutions into its layers, and their states have no positions"
-_INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
-_ASSISTANT = "drafts for a larger model and reads its states; it has no text of its own"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(_types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"), ONLY_RECURRENT),
-    **dict.fromkeys(_types("falcon_h1 zamba zamba2 zaya"), _BOTH),
-    **dict.fromkeys(_types("bailing_hybrid kimi_linear"), _UNTRIED),
-    **dict.fromkeys(
-        _types("""
-        bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta
-        roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
-        """),
-        _ENCODER,
+_REASONS: dict[str, str] = {
+    ONLY_RECURRENT: "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm",
+    "keeps a recurrent state next to keys and values in one layer, which skipstone does not roll back": (
+        "falcon_h1 zamba zamba2 zaya"
     ),
-    **dict.fromkeys(
-        _types("""
-        bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus
-        plbart prophetnet trocr whisper
-        """),
-        _DECODER,
+    "keeps a recurrent state of a form that skipstone has not been tested with": "bailing_hybrid kimi_linear",
+    "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
     ),
-    **dict.fromkeys(_types("axk2 deepseek_v32 deepseek_v4 glm5_next glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"), _INDEXED),
-    **dict.fromkeys(_types("gemma4_assistant gemma4_unified_assistant"), _ASSISTANT),
-    **dict.fromkeys(_types("inkling2 inkling2_text inkling_mm_model inkling_text"), _CONVOLVED),
-    **dict.fromkeys(_types("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"), _PAIR),
-    **dict.fromkeys(_types("blip blip-2 instructblip instructblipvideo kosmos-2"), _SEEING),
-    **dict.fromkeys(_types("cohere_compass cohere_compass_text"), "embeds whole texts and attends both ways"),
-    **dict.fromkeys(_types("idefics mllama"), "attends across to images; load a text model"),
-    **dict.fromkeys(_types("nemotron_h nemotron_h_omni"), "keeps a recurrent state, and has layers that mix no tokens"),
-    **dict.fromkeys(_types("dots3_note dots3_note_text"), "has layers with different numbers of heads"),
-    "beam": "scales the attention of some layers by position, in a tensor that only its own forward makes",
-    "blt": "decodes patches of bytes, not tokens",
-    "cpmant": "computes its position biases from whole prompts and segments",
-    "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
-    "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
-    "diffusion_gemma": "writes blocks by diffusion, not token by token",
-    "evolla": "reads proteins, and transformers' AutoModelForImageTextToText does not load it",
-    "hrm_text": "runs its layers in cycles, not once each",
-    "jamba": "keeps a recurrent state, and its own forward cannot continue it with several tokens at once",
-    "kosmos-2.5": "enters its embeddings in a way that skipstone does not know",
-    "longcat_flash": "has two attention sublayers in each layer",
-    "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
-    "minimax": "keeps a recurrent state in a cache of its own",
-    "modernbert-decoder": "hands its LM head over in the place of its decoder",
-    "moshi": "speaks, and its config promises windows that its masks do not have",
-    "moss_transcribe_diarize": "transcribes audio; load a text model",
-    "openai-gpt": "has no KV cache in transformers",
-    "paligemma": "attends to its prompt both ways",
-    "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
-    "pi0": "moves robots; it writes no text",
-    "reformer": "attends by hashing, with a cache of its own",
-    "xlm": "keeps its sublayers in separate lists, without layers",
-    "xlnet": "attends in permuted order",
+    "is the decoder of an encoder-decoder; skipstone decodes decoder-only models": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
+        "prophetnet trocr whisper"
+    ),
+    "attends to tokens that an indexer with a cache of its own chooses": (
+        "axk2 deepseek_v32 deepseek_v4 glm5_next glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"
+    ),
+    "drafts for a larger model and reads its states; it has no text of its own": "gemma4_assistant gemma4_unified_assistant",
+    "mixes convolutions into its layers, and their states have no positions": (
+        "inkling2 inkling2_text inkling_mm_model inkling_text"
+    ),
+    "is an encoder-decoder; skipstone decodes decoder-only models": (
+        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"
+    ),
+    "takes no prompt without a picture; skipstone decodes text": "blip blip-2 instructblip instructblipvideo kosmos-2",
+    "embeds whole texts and attends both ways": "cohere_compass cohere_compass_text",
+    "attends across to images; load a text model": "idefics mllama",
+    "keeps a recurrent state, and has layers that mix no tokens": "nemotron_h nemotron_h_omni",
+    "has layers with different numbers of heads": "dots3_note dots3_note_text",
+    "scales the attention of some layers by position, in a tensor that only its own forward makes": "beam",
+    "decodes patches of bytes, not tokens": "blt",
+    "computes its position biases from whole prompts and segments": "cpmant",
+    "adds sinusoidal positions to its embeddings in its own forward": "ctrl",
+    "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)": "dbrx",
+    "writes blocks by diffusion, not token by token": "diffusion_gemma",
+    "reads proteins, and transformers' AutoModelForImageTextToText does not load it": "evolla",
+    "runs its layers in cycles, not once each": "hrm_text",
+    "keeps a recurrent state, and its own forward cannot continue it with several tokens at once": "jamba",
+    "enters its embeddings in a way that skipstone does not know": "kosmos-2.5",
+    "has two attention sublayers in each layer": "longcat_flash",
+    "scales the states before its LM head by a ratio of two fields of its config": "minicpm3",
+    "keeps a recurrent state in a cache of its own": "minimax",
+    "hands its LM head over in the place of its decoder": "modernbert-decoder",
+    "speaks, and its config promises windows that its masks do not have": "moshi",
+    "transcribes audio; load a text model": "moss_transcribe_diarize",
+    "has no KV cache in transformers": "openai-gpt",
+    "attends to its prompt both ways": "paligemma",
+    "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model": "phi4_multimodal",
+    "moves robots; it writes no text": "pi0",
+    "attends by hashing, with a cache of its own": "reformer",
+    "keeps its sublayers in separate lists, without layers": "xlm",
+    "attends in permuted order": "xlnet",
 }
+"""Why skipstone cannot decode some model types, and the types."""
+REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in _types(kinds)}
 """Model types that skipstone cannot decode, and why."""

@@ -18,7 +18,7 @@ from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import PER_LAYER, SHARED, RotarySource, alibi_slopes, submodule, text_config
 from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
-from skipstone.models.torch_defaults import with_stable_defaults
+from skipstone.models.torch_defaults import stable_defaults
 from skipstone.models.weight_version import TensorValues
 
 _NOTHING = SkipSet()
@@ -64,12 +64,12 @@ class EagerEngine(Engine):
         self._rotary.is_current()
         return True
 
-    @with_stable_defaults
+    @stable_defaults()
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
         return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
 
-    @with_stable_defaults
+    @stable_defaults()
     def run(self, hidden: Tensor, at: Pass, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         if self._recurrent and (skip or at.tree is not None):
@@ -99,7 +99,7 @@ class EagerEngine(Engine):
         hidden = self.family.folded(hidden).to(self._home)  # accelerate's hooks move it between layers only
         return torch.cat([hidden, *layer_inputs], -1) if layer_inputs else hidden
 
-    @with_stable_defaults
+    @stable_defaults()
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         return self.family.finish(self.decoder, hidden).to(self._home)
@@ -112,7 +112,7 @@ class EagerEngine(Engine):
         """As in `Engine`."""
         return greedy_tokens.top_k_tokens(logits, count)
 
-    @with_stable_defaults
+    @stable_defaults()
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """As in `Engine`."""
         rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
