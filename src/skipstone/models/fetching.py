@@ -16,7 +16,7 @@ _UNREACHABLE = "the hub at {endpoint} cannot be reached{not_cached}"
 _OFFLINE = "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have {file} of {repo}"
 CLAUSES = {
     "GatedRepoError": "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
-    "RepositoryNotFoundError": "the hub has no {repo}, or a private one that your login (`hf auth login`) may not see",
+    "RepositoryNotFoundError": "the hub has no repository {repo}, or a private one that you may not see (`hf auth login`)",
     "RevisionNotFoundError": "{repo} has no revision {revision!r} on the hub",
     "RemoteEntryNotFoundError": "{repo} has no file {file} on the hub",
     "OfflineModeIsEnabled": _OFFLINE,
