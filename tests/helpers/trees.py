@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter, Requirements
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.engine import SurvivalThresholds
@@ -40,7 +40,7 @@ class Trees(Method):
 
 class TreeDrafter(Drafter):
     def __init__(self, method: Trees, model: ModelRunner, rows: int) -> None:
-        self.requirements = Requirements(method.nodes)
+        self.scratch_slots = method.nodes
         self.method, self.model = method, model
         self.texts: list[list[int]] = [[] for _ in range(rows)]
 

@@ -3,9 +3,9 @@
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,23 +103,11 @@ class Verdict:
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
-        optional = [tensor for tensor in (self.overruled, self.notes) if tensor is not None]
-        if not draft.width and not optional and draft.draft_steps is None:
-            return [RowVerdict([], tokens, "bonus", 0, 0) for tokens in self.tokens.tolist()]
-        accepted, path, tokens, host_drafts, *rest = _read_with_draft(
-            [self.accepted[:, None], self.path, self.tokens], draft, optional
-        )
-        overruled = None if self.overruled is None else rest[0]
-        notes = None if self.notes is None else rest[-1]
+        parts = {"path": self.path, "picks": self.tokens, "against": self.overruled, "notes": self.notes}
         verdicts = []
-        for row, (count,) in enumerate(accepted):
-            verdict = host_drafts[row].verdict(path[row][:count], tokens[row][: count + 1])
-            if overruled is not None:
-                verdict.against = overruled[row]
-                verdict.overruled = sum(overruled[row])
-            if notes is not None:
-                verdict.notes = notes[row]
-            verdicts.append(verdict)
+        for row in _rows_on_host(draft, accepted=self.accepted[:, None], **parts):
+            count = row["accepted"][0]
+            verdicts.append(_row_verdict(row, row["path"][:count], row["picks"][: count + 1], row.get("against", [])))
         return verdicts
 
 
@@ -127,85 +115,72 @@ class Verdict:
 class GreedyVerdict:
     """A verdict for greedy rows only: the host walks the draft along the target's picks.
 
-    picks: [B, n+1] int64, the target's pick after the root and every node; NO_TOKEN and notes as in `Verdict`.
+    picks: [B, n+1] int64, the target's pick after the root and every node; NO_TOKEN and notes as in `Verdict`. waived: [B, n]
+    bool, tokens of a chain that the walk accepts for any pick; None for none.
     """
 
     draft: Draft
     picks: Tensor
+    waived: Tensor | None = None
     notes: Tensor | None = None
 
     @property
     def accepted(self) -> Tensor:
         """[B] int64, the number of accepted tokens of a chain."""
         assert self.draft.parents is None, "trees are walked on the host"
-        return ((self.draft.tokens == self.picks[:, :-1]) & self.draft.offered).long().cumprod(1).sum(1)
+        passed = self.draft.tokens == self.picks[:, :-1]
+        passed = passed if self.waived is None else passed | self.waived
+        return (passed & self.draft.offered).long().cumprod(1).sum(1)
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
-        if not draft.width and self.notes is None:
-            return [RowVerdict([], picks, "bonus", 0, 0) for picks in self.picks.tolist()]
-        picks, host_drafts, *notes = _read_with_draft([self.picks], draft, [] if self.notes is None else [self.notes])
         verdicts = []
-        for row, (picked, drafted) in enumerate(zip(picks, host_drafts, strict=True)):
-            path = drafted.walk(picked)
-            verdict = drafted.verdict(path, [*(drafted.tokens[node] for node in path), picked[path[-1] + 1 if path else 0]])
-            if notes:
-                verdict.notes = notes[0][row]
-            verdicts.append(verdict)
+        for row in _rows_on_host(draft, picks=self.picks, waived=self.waived, notes=self.notes):
+            path, drafts, picks = _walk(row), row["tokens"], row["picks"]
+            tokens = [*(drafts[node] for node in path), picks[path[-1] + 1 if path else 0]]
+            against = [int(drafts[node] != picks[node]) for node in path] if "waived" in row else []
+            verdicts.append(_row_verdict(row, path, tokens, against))
         return verdicts
 
 
-@dataclass(slots=True)
-class _HostDraft:
-    """A row's draft on the host. offered: 1 for nodes that may be accepted. parents: None for a chain. scored: node count."""
-
-    tokens: list[int]
-    offered: list[int]
-    parents: list[int] | None
-    scored: int
-    draft_steps: int | None
-
-    def walk(self, picks: list[int]) -> list[int]:
-        """The accepted nodes. picks: the target's, after the root and every node."""
-        if self.parents is None:
-            count = 0
-            while count < len(self.tokens) and self.offered[count] and self.tokens[count] == picks[count]:
-                count += 1
-            return list(range(count))
-        nodes = zip(self.parents, self.tokens, self.offered, strict=True)
-        children = {(parent, token): node for node, (parent, token, offered) in enumerate(nodes) if offered}
-        path, node = [], -1
-        while (child := children.get((node, picks[node + 1]))) is not None:
-            path.append(child)
-            node = child
-        return path
-
-    def verdict(self, path: list[int], tokens: list[int]) -> "RowVerdict":
-        """The row's verdict. path: accepted nodes. tokens: theirs and the target's own."""
-        if self.parents is None:
-            has_rejected = len(path) < len(self.tokens) and bool(self.offered[len(path)])
-        else:
-            last = path[-1] if path else -1
-            has_rejected = any(offered and parent == last for parent, offered in zip(self.parents, self.offered, strict=True))
-        drafted = sum(self.offered)
-        steps = drafted if self.draft_steps is None else self.draft_steps
-        return RowVerdict(path, tokens, "recovered" if has_rejected else "bonus", drafted, 0, self.scored, steps)
+def _rows_on_host(draft: Draft, **verdict: Tensor | None) -> Iterator[dict[str, list[int]]]:
+    """A draft and its verdict, tensors [B, k], row by row without those that are None or empty, from one transfer."""
+    parts = {"tokens": draft.tokens, "valid": draft.valid, "parents": draft.parents, **verdict}
+    parts["offered"] = None if draft.candidate is None else draft.offered
+    parts["draft_steps"] = None if draft.draft_steps is None else draft.draft_steps[:, None]
+    given = {name: part for name, part in parts.items() if part is not None and part.shape[1]}
+    for row in zip(*host_transfer.read(*given.values()), strict=True):
+        yield {"tokens": [], "valid": [], "path": [], **dict(zip(given, row, strict=True))}
 
 
-def _read_with_draft(before: list[Tensor], draft: Draft, after: list[Tensor]) -> list[Any]:
-    """Read tensors [B, k] and a draft in one transfer: lists of `before`, a list of `_HostDraft`, lists of `after`."""
-    parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
-    parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
-    lists = iter(host_transfer.read(*before, *(part for part in parts if part is not None), *after))
-    first = [next(lists) for _ in before]
-    tokens, valid, parents, offered, steps = (None if part is None else next(lists) for part in parts)
-    assert tokens is not None
-    assert valid is not None
-    rows = []
-    for row, scored in enumerate(valid):
-        row_parents, row_steps = None if parents is None else parents[row], None if steps is None else steps[row][0]
-        rows.append(_HostDraft(tokens[row], scored if offered is None else offered[row], row_parents, sum(scored), row_steps))
-    return [*first, rows, *lists]
+def _walk(row: dict[str, list[int]]) -> list[int]:
+    """The nodes of a row that the target's picks accept."""
+    tokens, picks, offered = row["tokens"], row["picks"], row.get("offered", row["valid"])
+    if "parents" not in row:
+        waived, count = row.get("waived", [0] * len(tokens)), 0
+        while count < len(tokens) and offered[count] and (tokens[count] == picks[count] or waived[count]):
+            count += 1
+        return list(range(count))
+    nodes = zip(row["parents"], tokens, offered, strict=True)
+    children = {(parent, token): node for node, (parent, token, is_offered) in enumerate(nodes) if is_offered}
+    path, node = [], -1
+    while (child := children.get((node, picks[node + 1]))) is not None:
+        path.append(child)
+        node = child
+    return path
+
+
+def _row_verdict(row: dict[str, list[int]], path: list[int], tokens: list[int], against: list[int]) -> "RowVerdict":
+    """A row's verdict. path: accepted nodes. tokens: theirs and the target's own. against: as in `RowVerdict`."""
+    offered, last = row.get("offered", row["valid"]), path[-1] if path else -1
+    if "parents" in row:
+        has_rejected = any(is_offered and parent == last for parent, is_offered in zip(row["parents"], offered, strict=True))
+    else:
+        has_rejected = last + 1 < len(offered) and bool(offered[last + 1])
+    drafted, final = sum(offered), "recovered" if has_rejected else "bonus"
+    steps = row["draft_steps"][0] if "draft_steps" in row else drafted
+    notes = row.get("notes", [])
+    return RowVerdict(path, tokens, final, drafted, sum(against), sum(row["valid"]), steps, notes=notes, against=against)
 
 
 @dataclass(slots=True)

@@ -17,16 +17,6 @@ from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.passes import SkipSet
 
 
-@dataclass(frozen=True)
-class Requirements:
-    """What a drafter needs from its session.
-
-    scratch_slots: number of slots per row after its tokens, for nodes of trees and for evaluations.
-    """
-
-    scratch_slots: int = 0
-
-
 class SessionView:
     """The rows of a session: their KV cache, their sampler and their last committed tokens.
 
@@ -57,11 +47,12 @@ class SessionView:
 class Drafter:
     """Proposes tokens for the rows of a session, and keeps the method's own state of each row.
 
-    Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. own_threads: its torch
+    Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. scratch_slots: number
+    of slots that it needs per row after the row's tokens, for nodes of trees and for evaluations. own_threads: its torch
     operations are too short for several threads.
     """
 
-    requirements = Requirements()
+    scratch_slots = 0
     own_threads = True
     view: SessionView
 

@@ -131,11 +131,6 @@ class Method(metaclass=_AcceptsAliases):
         """Number of target layers to run; None for all."""
         return None
 
-    @property
-    def accepts_all_drafts(self) -> bool:
-        """Whether every draft token is accepted without verification."""
-        return False
-
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """A drafter for a session of `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
@@ -150,8 +145,7 @@ class Method(metaclass=_AcceptsAliases):
 
     def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
-        drafter = self.create_drafter(model, rows, capacity)
-        return Session(model, rows, capacity, drafter, depth=self.target_depth, accepts_all=self.accepts_all_drafts)
+        return Session(model, rows, capacity, self.create_drafter(model, rows, capacity), depth=self.target_depth)
 
 
 @dataclass(frozen=True, kw_only=True)

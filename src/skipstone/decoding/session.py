@@ -32,22 +32,15 @@ class Session:
     """Scores, verifies and commits the drafts of its drafter.
 
     model: the target. rows: batch size. capacity: maximum number of tokens in a row. depth: number of target layers to run,
-    None for all (early_exit runs fewer). accepts_all: accept every draft token unverified (lossy AdaDecode).
+    None for all (early_exit runs fewer).
     """
 
     def __init__(
-        self,
-        model: ModelRunner,
-        rows: int,
-        capacity: int,
-        drafter: Drafter | None = None,
-        *,
-        depth: int | None = None,
-        accepts_all: bool = False,
+        self, model: ModelRunner, rows: int, capacity: int, drafter: Drafter | None = None, *, depth: int | None = None
     ) -> None:
-        self.model, self.capacity, self.accepts_all = model, capacity, accepts_all
+        self.model, self.capacity = model, capacity
         self.drafter = NoDrafter() if drafter is None else drafter
-        slots = capacity + self.drafter.requirements.scratch_slots
+        slots = capacity + self.drafter.scratch_slots
         self.view = SessionView(model, rows, slots, model.depth if depth is None else depth)
         self.rows, self.store, self.sampler, self.alive = rows, self.view.store, self.view.sampler, self.view.alive
         self.prompts = Prefill(model, self.store)
@@ -83,10 +76,8 @@ class Session:
             raise ValueError("the prompt is empty: there is no token to start from")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-        total, too_long = (
-            length + max_new_tokens,
-            f"prompt of {length} tokens + max_new_tokens={max_new_tokens} is more than the",
-        )
+        total = length + max_new_tokens
+        too_long = f"prompt of {length} tokens + max_new_tokens={max_new_tokens} is more than the"
         if total > self.model.max_positions:
             raise ValueError(f"{too_long} model's {self.model.max_positions} positions ({self.model.max_positions_source})")
         if total > self.capacity:
@@ -138,17 +129,14 @@ class Session:
         return verdict
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        if self.accepts_all:
-            return verify.accept_all(draft, scores.p, scores.logits[:, :-1].argmax(-1), scores.position, self.sampler.noise)
-        waived = self.drafter.waive_tokens(draft, scores)
-        if draft.q is None and self.sampler.uses_argmax_only:
+        waived, noise = self.drafter.waive_tokens(draft, scores), self.sampler.noise
+        if draft.q is not None:
+            everywhere = scores.everywhere()
+            p = scores.p if everywhere is None else everywhere
+            return verify.leviathan(draft, p, scores.position, noise, waived)
+        if self.sampler.uses_argmax_only:
             return verify.match_greedy(draft, scores.best, waived)
-        noise = self.sampler.noise
-        if draft.q is None:
-            return verify.match(draft, scores.chances, scores.position, noise, waived)
-        everywhere = scores.everywhere()
-        p = scores.p if everywhere is None else everywhere
-        return verify.leviathan(draft, p, scores.position, noise, waived)
+        return verify.match(draft, scores.chances, scores.position, noise, waived)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Commit the accepted tokens: move lengths, compact tree paths, set the last tokens. Nothing is cloned.

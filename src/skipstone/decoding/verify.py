@@ -65,33 +65,10 @@ def match(draft: Draft, p: DrawSource, position: Tensor, noise: Noise, waived: T
     return verdict
 
 
-def accept_all(draft: Draft, p: Probability, picks: Tensor, position: Tensor, noise: Noise) -> Verdict:
-    """Accept every draft token of a chain and draw the target's next token (AdaDecode without verification; lossy).
-
-    picks: [B, n] int64, the target's likeliest token at each draft token's place. position: as in `match`."""
-    accepted = draft.valid.sum(1)  # [B]
-    last = torch.zeros_like(accepted)
-    for depth in range(draft.width + 1):  # one depth at a time, because processors must see each row's own prefix
-        ends = accepted == depth
-        drawn = noise.draw(p(torch.full_like(accepted, depth - 1), draft.tokens[:, :depth], ends), position + depth, TARGET)
-        last = torch.where(ends, drawn, last)
-    tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])  # [B, n + 1]
-    path = torch.arange(draft.width, device=accepted.device, dtype=torch.int64).expand(len(accepted), -1)
-    return Verdict(path, tokens, accepted, overruled=(picks != draft.tokens) & draft.valid)
-
-
-def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | GreedyVerdict:
+def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> GreedyVerdict:
     """`match` for greedy rows. picks: [B, n+1] int64, the target's likeliest tokens, the root's first. waived: as there."""
-    if waived is None:
-        return GreedyVerdict(draft, picks)
-    assert draft.parents is None, "only tokens of a chain can be waived"
-    rows, width = draft.tokens.shape
-    same = draft.tokens == picks[:, :-1]
-    accepted = ((same | waived) & draft.offered).long().cumprod(1).sum(1)  # [B]
-    path = torch.arange(width, device=picks.device, dtype=torch.int64).expand(rows, width)
-    drafted = path < accepted[:, None]
-    tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
-    return Verdict(path, tokens, accepted, drafted & ~same)
+    assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
+    return GreedyVerdict(draft, picks, waived)
 
 
 def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:

@@ -59,7 +59,7 @@ class BatchGroup:
         slots = max(longest, tokens)
         nbytes = 0
         for model, store in session.stores:
-            capacity = store.capacity_for(slots + session.drafter.requirements.scratch_slots) if slots else store.capacity
+            capacity = store.capacity_for(slots + session.drafter.scratch_slots) if slots else store.capacity
             token_bytes, state_bytes = row_bytes(model, self.prefill_chunk_size)
             nbytes += store.rows * ((capacity + 1) * token_bytes * store.layers // model.depth + state_bytes)
         return nbytes

@@ -216,10 +216,7 @@ def test_a_waived_token_stands_where_the_walk_gets_to_it(lazily: bool, stochasti
             verdict = verify.match(draft, at, position, Scripted(), mask)
         else:
             verdict = verify.match_greedy(draft, p.argmax(-1), mask)
-        count = int(verdict.accepted)
-        assert verdict.tokens[0, : count + 1].tolist() == [*kept, final]
-        assert verdict.overruled is not None
-        assert int(verdict.overruled.sum()) == against
+        assert int(verdict.accepted) == len(kept)
         (row,) = verdict.tolist(draft)
         assert (row.overruled, row.tokens) == (against, [*kept, final])
         row.cut(2)

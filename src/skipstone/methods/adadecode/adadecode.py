@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
-from skipstone.decoding.sampling import Sampler
+from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
@@ -100,10 +100,6 @@ class AdaDecode(ShortlistMethod):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return method_states.method_report(self, None, model)
 
-    @property
-    def accepts_all_drafts(self) -> bool:
-        return not self.verification
-
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return AdaDecodeDrafter(self, model, rows)
 
@@ -165,8 +161,8 @@ class AdaDecodeDrafter(Drafter):
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [layers_used(name, exits=[layer for _, layer in self.exits])]
 
-    def needs_logits(self, draft: Draft) -> bool:
-        return not self.method.verification
+    def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
+        return None if self.method.verification else draft.valid
 
     @property
     def _picks_at_exits(self) -> bool:

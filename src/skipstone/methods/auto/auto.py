@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
-from skipstone.decoding.drafter import Candidate, Drafter, Requirements, SessionView
+from skipstone.decoding.drafter import Candidate, Drafter, SessionView
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
@@ -111,8 +111,7 @@ class AutoDrafter(Drafter):
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = {name: one.drafter for name, one in self.candidates.items()}
         self.own_threads = all(one.own_threads for one in drafters.values())
-        slots = [one.requirements.scratch_slots for one in drafters.values()]
-        self.requirements = Requirements(max([WINDOW, TABLE, *slots]))
+        self.scratch_slots = max([WINDOW, TABLE, *(one.scratch_slots for one in drafters.values())])
         self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters.values()]
         self._draft_models = {name: one for name, one in drafters.items() if isinstance(one, DraftModelDrafter)}
         # other chains come from the model's own layers, which need no commits

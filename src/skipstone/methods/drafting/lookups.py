@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter, Requirements
+from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
 from skipstone.engines.host_transfer import on_device
 
@@ -46,10 +46,10 @@ def random_prompt_tokens(request: Request, count: int) -> list[int]:
 
 
 class LookupDrafter(Drafter):
-    """Base class of drafters that keep every row's text on the host. scratch_slots: as in `Requirements`."""
+    """Base class of drafters that keep every row's text on the host. scratch_slots: as in `Drafter`."""
 
     def __init__(self, rows: int, scratch_slots: int = 0) -> None:
-        self.requirements = Requirements(scratch_slots)
+        self.scratch_slots = scratch_slots
         self.text: list[list[int]] = [[] for _ in range(rows)]
 
     def add_request(self, row: int, request: Request) -> None:

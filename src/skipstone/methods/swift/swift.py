@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
-from skipstone.decoding.drafter import Candidate, Drafter, Requirements, layers_used
+from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.engines.engine import SurvivalThresholds
@@ -76,7 +76,7 @@ class SwiftDrafter(SkippingDrafter):
         max_drafts = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
         super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)
-        self.requirements = Requirements(max(min(max_drafts * RANKS, max_drafts + MAX_LEAVES), method.context_window))
+        self.scratch_slots = max(min(max_drafts * RANKS, max_drafts + MAX_LEAVES), method.context_window)
         self.optimisation, self.shortlist, self.gamma = optimisation, method.shortlist(model), method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, each with the target's own choice
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
