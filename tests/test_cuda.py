@@ -69,7 +69,7 @@ def test_greedy_text_on_the_gpu_is_that_of_generate(model: PreTrainedModel, meth
 def test_a_decode_step_synchronises_once(model: PreTrainedModel, method: skipstone.Method, sampling: dict) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     call = prepare(skipstone.ModelRunner(model), ids, seed=3, max_new_tokens=120, **sampling)
-    decoder, _ = api.admitted(paired(method), call)
+    decoder = api.admitted(paired(method), call)
     for _ in range(3):  # prefill and warm-up
         decoder.step()
     for _ in range(8 if isinstance(method, skipstone.Auto) else 1):  # it times plain decoding first, then tries this and that
@@ -91,7 +91,7 @@ def waits(decoder: skipstone.Decoder) -> list[str]:
 
 def test_auto_waits_for_what_layers_drafted_and_for_a_shadow(model: PreTrainedModel) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    decoder, _ = api.admitted(WAITING[1], prepare(skipstone.ModelRunner(model), ids, max_new_tokens=200, do_sample=False))
+    decoder = api.admitted(WAITING[1], prepare(skipstone.ModelRunner(model), ids, max_new_tokens=200, do_sample=False))
     decoder.step()
     found: list[list[str]] = []
     while decoder.busy and len(found) < 60:

@@ -20,14 +20,14 @@ class Example:
     above: float | Literal["adaptive"] | None = setting(None, "at least 1.", within=(1, math.inf))
     flag: bool = setting(True, "on or off.")
     width: Literal[2, 4] = setting(2, "one of two.")
-    name: str = setting("", "a text: not looked at here.")
+    name: str = setting("", "a text.")
     plain: int = 0
     foreign: int = dataclasses.field(default=-1, metadata={"unit": "tokens"})
 
 
 RIGHT: list[tuple[str, Any]] = [
     *(("count", 1), ("steps", 0), ("steps", None), ("share", 0), ("share", 1.0), ("scale", -3), ("above", "adaptive")),
-    *(("above", None), ("above", 7.5), ("flag", False), ("width", 4), ("name", object()), ("plain", 0), ("foreign", -1)),
+    *(("above", None), ("above", 7.5), ("flag", False), ("width", 4), ("name", "x"), ("plain", 0), ("foreign", -1)),
 ]
 WRONG: list[tuple[str, Any, str]] = [
     ("count", 0, "count must be at least 1, found 0"),

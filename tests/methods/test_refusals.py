@@ -27,7 +27,7 @@ def test_every_setting_with_a_range_is_checked(name: str) -> None:
 IMPOSSIBLE: list[Any] = [
     (PromptLookup(2, 3), "prompt_lookup_min=3 is more than prompt_lookup_max=2"),
     (Lookahead(7, 1), "ngram must be at least 2, found 1"),
-    (Speculative(draft_device=[]), "draft_device must be the name of a device or none"),  # type: ignore[arg-type]
+    (Speculative(draft_device=[]), "draft_device must be a text or None"),  # type: ignore[arg-type]
     (Speculative("x", confidence_threshold=0.4), 'confidence_threshold goes with schedule="confidence"'),
     (AdaSD("x", variant="A", relaxed=False), "it goes with relaxed=True"),
     (Swift(skip_ratio=1.0), "leaves out 4 of the 4 sublayers"),
@@ -37,7 +37,7 @@ IMPOSSIBLE: list[Any] = [
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
     (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
     (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
-    (SelfSpeculative(draft_quantize="int2"), "draft_quantize must be one of int8, int4 or none, found 'int2'"),
+    (SelfSpeculative(draft_quantize="int2"), 'draft_quantize must be "int8", "int4" or None, found \'int2\''),
     (AdaDecode("original", exit_layers=(4,)), r"after layers 1 to 3 of this model, in order, found \[4\]"),
     (AdaDecode("original", exit_layers=(0, 2)), r"after layers 1 to 3 of this model, in order, found \[0, 2\]"),
     (AdaDecode("original", exit_layers=[3, 2]), r"in order, found \[3, 2\]"),  # type: ignore[arg-type]

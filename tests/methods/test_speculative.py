@@ -278,10 +278,10 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
         refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model of transformers, found 7")
         refused(make(draft, draft_device="cpu"), "one that is given as an object stays")
         refused(make(draft, draft_quantize="int8"), "one that is given as an object stays")
-        refused(make(str(here), draft_quantize="int2"), "draft_quantize must be one of int8, int4 or none, found 'int2'")
+        refused(make(str(here), draft_quantize="int2"), 'draft_quantize must be "int8", "int4" or None, found \'int2\'')
         nowhere = rf"draft model {here} for .*target cannot be loaded: device 'nowhere' cannot be"
         refused(make(str(here), draft_device="nowhere"), nowhere)
-        dtypes = "draft_dtype must be one of float32, bfloat16, float16 or none, found 'int8'"
+        dtypes = 'draft_dtype must be "float32", "bfloat16", "float16" or None, found \'int8\''
         refused(make(str(here), draft_dtype="int8"), dtypes)
     refused(Speculative(target.model), r"for .*target has no LM head \(LlamaModel\): load it with AutoModelForCausalLM")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import skipstone
+from skipstone.decoding import method_states
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting import method_states
 from skipstone.methods.recycle import AdjacencyMatrix
 from skipstone.utils.limits import MAX_METHOD_STATES
 from tests.helpers import families

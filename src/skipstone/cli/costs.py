@@ -24,10 +24,10 @@ def costs(
         expect_model(name)
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.timing.measure_costs import BATCHES, costs_of
-    from skipstone.methods.drafting.draft_model import draft_model_for
+    from skipstone.methods.speculative import Speculative
 
     runner = ModelRunner(model.load()[0])
-    drafts = [draft_model_for(name, runner) for name in draft_model or ()]
+    drafts = [Speculative(name).draft_model_for(runner) for name in draft_model or ()]
     stored = costs_of(runner, tuple(sorted(set(batch or BATCHES))), drafts, again)
     if as_json:
         about = {"kind": "skipstone-costs", "model": model.name, "key": stored.key, "measured": stored.measured}

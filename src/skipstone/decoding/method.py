@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from transformers import PreTrainedModel
 
 from skipstone.decoding.drafter import Candidate, Drafter
+from skipstone.decoding.method_states import method_report
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.engines.model_runner import ModelRunner
@@ -124,7 +125,12 @@ class Method(metaclass=_AcceptsAliases):
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty if it learns nothing."""
-        return {}
+        return method_report(self, None, model)
+
+    @property
+    def unguarded(self) -> Self:
+        """This method without `guard`."""
+        return self
 
     @property
     def target_depth(self) -> int | None:
@@ -156,5 +162,4 @@ class DraftingMethod(Method):
 
     @property
     def unguarded(self) -> Self:
-        """This method without `guard`."""
         return replace(self, guard=False) if self.guard else self

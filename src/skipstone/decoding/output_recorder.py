@@ -1,6 +1,7 @@
 """Records probabilities of tokens, raw logits and processed scores of every step."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,52 +25,43 @@ class OutputRecorder:
     scores: bool = False
 
     def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
-        if self.record:
-            step.records = self._records(draft, scores, verdicts)
-        if self.logits:
-            step.logits = self._committed(scores, verdicts, processed=False)
-        if self.scores:
-            step.scores = self._committed(scores, verdicts, processed=True)
-
-    def _committed(self, scores: Scores, verdicts: list[RowVerdict], processed: bool) -> list[Tensor]:
-        """[k, V] per row: the logits or scores of each of the k committed tokens."""
-        values_by_row: list[list[Tensor]] = [[] for _ in verdicts]
-        for place in range(max((len(v.tokens) for v in verdicts), default=0)):
-            node, path, reached = _at(verdicts, place, scores.logits.device)
-            values = scores.at(node)
-            if processed:
-                p = scores.sampler.process(values, path, reached)
-                values = p if scores.sampler.greedy else scores.sampler.warped(p, path, reached).log()
-            for row, verdict in enumerate(verdicts):
-                if place < len(verdict.tokens):
-                    values_by_row[row].append(values[row])
-        empty = scores.logits.new_empty((0, scores.logits.shape[2]))
-        return [torch.stack(row_values) if row_values else empty for row_values in values_by_row]
-
-    def _records(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> list[list[TokenRecord]]:
-        """Per row: the committed tokens, the drafts rejected at the final token's place with the target's p, and the drafts
-        that the verification did not reach."""
+        sampler, logits, processed_scores = scores.sampler, list[Tensor](), list[Tensor]()  # one [B, V] per place
         records: list[list[TokenRecord]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
             node, path, reached = _at(verdicts, place, scores.logits.device)
-            processed = scores.sampler.process(scores.at(node), path, reached)
-            p = scores.sampler.warped(processed, path, reached)
+            logits.append(scores.at(node))
+            processed = sampler.process(logits[-1], path, reached)
+            p = sampler.warped(processed, path, reached)
+            processed_scores.append(processed if sampler.greedy else p.log())
             spread = entropy(processed.softmax(-1), base=math.e)
             for row, verdict in enumerate(verdicts):
-                if not reached[row]:
-                    continue
-                is_accepted = place < len(verdict.path)
-                source = verdict.path[place] if is_accepted else None
-                records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], is_accepted))
-                if place == len(verdict.tokens) - 1:
-                    rejected = [] if is_accepted else _children(draft, row, int(node[row]))
-                    for child in rejected:
-                        token = int(draft.tokens[row, child])
-                        records[row].append(_token(draft, row, child, token, p[row], spread[row], False))
-                    for unreached in sorted(set(_valid(draft, row)) - set(rejected) - set(verdict.path)):
-                        token = int(draft.tokens[row, unreached])
-                        records[row].append(_token(draft, row, unreached, token, None, None, False))
-        return records
+                if self.record and reached[row]:
+                    records[row] += _records(draft, row, verdict, place, int(node[row]), p[row], spread[row])
+        if self.record:
+            step.records = records
+        empty = scores.logits.new_empty((0, scores.logits.shape[2]))
+        for name, columns in (("logits", logits), ("scores", processed_scores)):
+            if getattr(self, name):
+                rows = [[column[row] for column in columns[: len(v.tokens)]] for row, v in enumerate(verdicts)]
+                setattr(step, name, [torch.stack(row) if row else empty for row in rows])
+
+
+def _records(
+    draft: Draft, row: int, verdict: RowVerdict, place: int, node: int, p: Tensor, spread: Tensor
+) -> Iterator[TokenRecord]:
+    """Of the committed token number `place`, which follows a node. With the last one also those of the drafts rejected there,
+    with the target's p, and of the drafts that the verification did not reach."""
+    is_accepted = place < len(verdict.path)
+    yield _token(draft, row, verdict.path[place] if is_accepted else None, verdict.tokens[place], p, spread, is_accepted)
+    if place < len(verdict.tokens) - 1:
+        return
+    valid = draft.valid[row].nonzero().flatten().tolist()
+    parents = list(range(-1, draft.width - 1)) if draft.parents is None else draft.parents[row].tolist()
+    rejected = [] if is_accepted else [child for child in valid if parents[child] == node]
+    for child in rejected:
+        yield _token(draft, row, child, int(draft.tokens[row, child]), p, spread, False)
+    for unreached in sorted({*valid} - {*rejected, *verdict.path}):
+        yield _token(draft, row, unreached, int(draft.tokens[row, unreached]), None, None, False)
 
 
 def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor, list[bool]]:
@@ -78,16 +70,6 @@ def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[T
     path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
     before = torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)
     return torch.tensor(nodes, dtype=torch.int64, device=device), before, [place < len(v.tokens) for v in verdicts]
-
-
-def _valid(draft: Draft, row: int) -> list[int]:
-    return draft.valid[row].nonzero().flatten().tolist()
-
-
-def _children(draft: Draft, row: int, node: int) -> list[int]:
-    """Valid draft nodes that follow a node (-1: the root)."""
-    parents = list(range(-1, draft.width - 1)) if draft.parents is None else draft.parents[row].tolist()
-    return [child for child in _valid(draft, row) if parents[child] == node]
 
 
 def _token(

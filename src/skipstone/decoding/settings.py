@@ -6,6 +6,7 @@ import math
 import shlex
 import warnings
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -67,7 +68,7 @@ class Setting:
         return parse_value(self.name, self.type, text)
 
     def check(self, value: Any) -> None:
-        """ValueError for an invalid value. Methods check texts, lists, objects and mixed types (`int | float`) themselves."""
+        """ValueError for an invalid value. Methods check lists, objects and mixed types (`int | float`) themselves."""
         choices = [choice for member in self.members if get_origin(member) is Literal for choice in get_args(member)]
         kinds = [member for member in self.members if get_origin(member) is not Literal and member is not NoneType]
         is_choice = any(type(value) is type(choice) and value == choice for choice in choices)
@@ -79,6 +80,8 @@ class Setting:
             return
         if kinds == [bool]:
             fits, words = isinstance(value, bool), ["true", "false"]
+        elif kinds == [str]:
+            fits, words = isinstance(value, (str, Path)), ["a text"]
         elif kinds == [float]:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
             words = ["a number" if self.within == ANY_NUMBER else f"a number in [{low:g}, {high:g}]"]

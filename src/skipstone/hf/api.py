@@ -1,7 +1,7 @@
 """`generate` and `stream`: text or tensors in, text, tensors or Steps out."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.output_recorder import OutputRecorder
-from skipstone.decoding.request import Request
 from skipstone.decoding.stats import Stats
 from skipstone.engines.host_transfer import left_padded
 from skipstone.hf.build_request import build_requests
@@ -94,21 +93,14 @@ def generate(
     """
     ids, options = _encode(inputs, tokenizer, options)
     call = prepare_call(model, ids, tokenizer, seed, options, engine)
-    try:
-        return _with_text(complete(method, call, streamer, record), call, inputs, tokenizer)
-    except RowError as error:
-        if error.output is not None:
-            _with_text(error.output, call, inputs, tokenizer)
-        raise
 
+    def read(new: list[list[int]]) -> Any:
+        if tokenizer is None or isinstance(inputs, (Tensor, np.ndarray, Mapping)):
+            return None
+        texts = [detokenize(tokenizer, tokens, ids.tolist()) for ids, tokens in zip(call.prompts, new, strict=True)]
+        return texts[0] if _single(inputs) and len(texts) == 1 else texts
 
-def _with_text(output: Output, call: GenerateCall, inputs: Inputs, tokenizer: Any) -> Output:
-    """Add the text of every row to the output if the inputs were text."""
-    if not isinstance(inputs, (Tensor, np.ndarray, Mapping)) and tokenizer is not None:
-        rows = zip(call.prompts, output.new_tokens or [], strict=True)
-        texts = [detokenize(tokenizer, tokens, prompt.tolist()) for prompt, tokens in rows]
-        output.text = texts[0] if _single(inputs) and len(texts) == 1 else texts
-    return output
+    return complete(method, call, streamer, record, read)
 
 
 def stream(
@@ -126,7 +118,20 @@ def stream(
 
     Errors are raised at the call, except RowError, which comes after the last step."""
     ids, options = _encode(inputs, tokenizer, options)
-    return steps(method, prepare_call(model, ids, tokenizer, seed, options, engine), record)
+    call = prepare_call(model, ids, tokenizer, seed, options, engine)
+    chosen = prepare_method(method, call)
+    decoder = admitted(chosen, call, OutputRecorder(record=True) if record else None)
+
+    def watched() -> Iterator[Step]:
+        errors: dict[int, str] = {}
+        for step in run(decoder):
+            errors |= step.errors
+            yield step
+        _warn_if_slower(chosen, decoder.stats, stacklevel=3)
+        if errors:
+            raise RowError(errors, call.runner.model)
+
+    return watched()
 
 
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -180,17 +185,13 @@ def chat_text(messages: Sequence[Any], tokenizer: Any, tools: Sequence[Mapping[s
         text.encode()  # tokenizers reject unpaired surrogates
         return text
     except Exception as error:  # a template is a program that comes with the model, so it may raise anything
-        raise ValueError(f"the model's chat template refuses the messages: {_template_error(error)}") from error
+        kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+        reason = str(error).strip() or "no reason was given"
+        raise ValueError(f"the model's chat template refuses the messages: {kind}{reason}") from error
 
 
-def _template_error(error: Exception) -> str:
-    """The message of a chat template's error, with its type unless it is a TemplateError."""
-    message = str(error).strip() or "no reason was given"
-    return message if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {message}"
-
-
-def admitted(method: Method, call: GenerateCall, recorder: OutputRecorder | None = None) -> tuple[DecodingLoop, list[Request]]:
-    """A decoder with every row of a call admitted, and the rows' requests. All user errors are raised here."""
+def admitted(method: Method, call: GenerateCall, recorder: OutputRecorder | None = None) -> DecodingLoop:
+    """A decoder with every row of a call admitted. All user errors are raised here."""
     runner = call.runner
     with runner.lock:
         requests = build_requests(call)
@@ -202,68 +203,48 @@ def admitted(method: Method, call: GenerateCall, recorder: OutputRecorder | None
         decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=recorder)
         for row, request in enumerate(requests):
             decoder.admit(row, request)
-    return decoder, requests
+    return decoder
 
 
-def steps(method: MethodLike, call: GenerateCall, record: bool = False) -> Iterator[Step]:
-    """The loop as an iterator of Steps. Errors are raised at the call, and RowError after the last step."""
-    chosen = prepare_method(method, call)
-    decoder, _ = admitted(chosen, call, OutputRecorder(record=True) if record else None)
-
-    def watched() -> Iterator[Step]:
-        errors: dict[int, str] = {}
-        for step in run(decoder):
-            errors |= step.errors
-            yield step
-        _warn_if_slower(chosen, decoder.stats, stacklevel=3)
-        if errors:
-            raise RowError(errors, call.runner.model)
-
-    return watched()
-
-
-def complete(method: MethodLike, call: GenerateCall, streamer: Any = None, record: bool = False) -> Output:
+def complete(
+    method: MethodLike,
+    call: GenerateCall,
+    streamer: Any = None,
+    record: bool = False,
+    read: Callable[[list[list[int]]], Any] = lambda _: None,
+) -> Output:
     """Decode a call to its end. RowError if rows failed, when all others are complete.
 
-    streamer: a transformers streamer (for one row); it gets the prompt and 1-D chunks of new tokens."""
+    streamer: a transformers streamer (for one row); it gets the prompt and 1-D chunks of new tokens. read: new tokens of all
+    rows -> `Output.text`."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
-    recorder = OutputRecorder(*kinds) if any(kinds) else None
     chosen = prepare_method(method, call)
-    decoder, requests = admitted(chosen, call, recorder)
+    decoder = admitted(chosen, call, OutputRecorder(*kinds) if any(kinds) else None)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
     recorded: list[Step] = []
     errors: dict[int, str] = {}
-    new: list[list[int]] = [[] for _ in requests]
     for step in run(decoder):
         errors |= step.errors
-        for row_tokens, step_tokens in zip(new, step.tokens, strict=True):
-            row_tokens.extend(step_tokens)
         if streamer is not None and step.tokens[0]:
             streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu"))
-        if recorder is not None:
+        if any(kinds):
             recorded.append(step)
     if streamer is not None:
         streamer.end()
     _warn_if_slower(chosen, decoder.stats, stacklevel=4)
-    output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new)  # type: ignore[arg-type]
+    runner, new = decoder.session.model, [row.tokens for row in decoder.rows if row is not None]
+    output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new, text=read(new))  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = chosen.name, chosen.lossless, recorded if record else None
-    runner = decoder.session.model
     output.engine, output.engine_reason, output.quantize = runner.engine.name, runner.engine_reason, runner.engine.quantize
-    _add_scores(output, call.config, recorded, new)
+    for name in ("logits", "scores"):
+        if getattr(call.config, f"output_{name}"):
+            setattr(output, name, _per_token([getattr(step, name) for step in recorded], new))
     if errors:
         raise RowError(errors, call.runner.model, output)
     return output
-
-
-def _add_scores(output: Output, config: Any, recorded: list[Step], new: list[list[int]]) -> None:
-    """Add logits and scores of every new token to the output, if they are requested."""
-    if config.output_logits:
-        output.logits = _per_token([step.logits for step in recorded], new)
-    if config.output_scores:
-        output.scores = _per_token([step.scores for step in recorded], new)
 
 
 def _sequences(call: GenerateCall, new: list[list[int]]) -> Tensor:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.engines.choose_engine import attach
@@ -18,7 +16,7 @@ from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.hf.api import Output, complete
-from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, prepare_call, resolve_for, token_tensor
+from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, captured, prepare_call, resolve_for
 from skipstone.hf.generation_config_fields import refuse_fields
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
@@ -123,8 +121,7 @@ class _Generate:
         if inputs is None:
             inputs = options.pop("input_ids", None)
         call = prepare_call(self.model, inputs, tokenizer, seed, options)
-        output = complete(self.method, call, streamer)
-        return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+        return _as_asked(call, complete(self.method, call, streamer))
 
 
 def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTensor]:
@@ -133,19 +130,14 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
     transformers drops `streamer` and stop strings on this path; `skipstone.enable` keeps them.
     """
 
-    def decode(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        seed: int | list[int] | None = None,
-        **model_kwargs: Any,
-    ) -> Output | LongTensor:
-        refuse_fields(generation_config.to_dict())
-        runner, ids = ModelRunner(model), token_tensor(input_ids)
-        call = GenerateCall(runner, ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
-        output = complete(method, call)
-        return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+    def decode(model: PreTrainedModel, seed: int | list[int] | None = None, **prepared: Any) -> Output | LongTensor:
+        refuse_fields(prepared["generation_config"].to_dict())
+        call = captured(ModelRunner(model), prepared, seed)
+        return _as_asked(call, complete(method, call))
 
     return decode
+
+
+def _as_asked(call: GenerateCall, output: Output) -> Output | LongTensor:
+    """The result of a call in the form that its options ask for."""
+    return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]

@@ -179,20 +179,20 @@ def prepare(
         input_ids = token_tensor(input_ids)
         check_shapes(input_ids, kwargs.get("attention_mask"))
 
-    def capture(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Any:
-        return GenerateCall(
-            runner, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs, stops
-        )
+    def capture(model: PreTrainedModel, **prepared: Any) -> Any:
+        return captured(runner, prepared, seed, stops)
 
     with _without_device_warning() if model.device.type == "meta" else nullcontext():
         return type(model).generate(model, input_ids, custom_generate=capture, **kwargs)
+
+
+def captured(
+    runner: ModelRunner, prepared: dict[str, Any], seed: int | list[int] | None = None, stops: StopStrings | None = None
+) -> GenerateCall:
+    """The call that transformers has prepared for a custom decoding function. prepared: the function's keyword arguments."""
+    names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+    ids, processors, criteria, config = (prepared.pop(name) for name in names)
+    return GenerateCall(runner, token_tensor(ids), processors, criteria, config, seed, prepared, stops)
 
 
 @contextmanager

@@ -89,8 +89,8 @@ def _make_methods(given: Any) -> tuple[Method, ...] | None:
     """The methods in a list or in a text with semicolons, without guards."""
     if given is None:
         return None
-    methods = [_make_method(item, None) for item in (given.split(";") if isinstance(given, str) else given)]
-    return tuple(method.unguarded if isinstance(method, DraftingMethod) else method for method in methods)
+    items = given.split(";") if isinstance(given, str) else given
+    return tuple(_make_method(item, None).unguarded for item in items)
 
 
 def parse(

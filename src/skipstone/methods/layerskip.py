@@ -9,22 +9,20 @@ acceptance is no special case. Drafting may stop at low confidence (`confidence_
 Draft & Verify's rule, arXiv 2309.08168) and may use a part of the vocabulary (`draft_vocabulary`, off by default).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.drafter import Candidate, layers_used
+from skipstone.decoding.drafter import Candidate
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.chain_stop_rule import Threshold
-from skipstone.methods.drafting.replay import replay_hidden_states
-from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 
@@ -52,12 +50,10 @@ class LayerSkip(ShortlistMethod):
         "standard",
         "'standard' is Leviathan's rule; 'coupled' draws drafts from the target's own noise: same seed, same text as plain",
     )
-    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)
         check_exit_layer(self.exit_layer, model)
-        self.shortlist(model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "LayerSkipDrafter":
         return LayerSkipDrafter(self, model, rows)
@@ -79,28 +75,19 @@ class LayerSkipDrafter(ChainDrafter):
     def __init__(self, method: LayerSkip, model: ModelRunner, rows: int) -> None:
         max_drafts, threshold = method.num_speculative_tokens, method.confidence_threshold
         coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled)
-        assert method.exit_layer is not None
-        self.shortlist = method.shortlist(model)
-        self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
-
-    def describe(self, name: str) -> list[dict[str, Any]]:
-        return [layers_used(name, exits=[self.exit_layer])]
+        exit_layer = method.exit_layer
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled, exit_layer=exit_layer)
+        self.shortlist, self.reuse_cache = method.shortlist(model), method.reuse_cache
 
     def one_call(self) -> tuple[int, None] | None:
-        return (self.exit_layer, None) if self.reuse_cache else None
+        return (self.layers, None) if self.reuse_cache else None
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
-        return forward.exit_logits(self.exit_layer)
+        return forward.exit_logits(self.layers)
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """Self-verification (section 4.3.2) continues from the exit states, or from layer 0 without cache reuse."""
         if not self.reuse_cache:
             forward.restart()
-        return chain.draft(forward, exit_layer=self.exit_layer)
-
-    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """Run the tokens through the first E layers in one pass."""
-        states = replay_hidden_states(self.view.store, row, tokens[:-1], self.model, self.exit_layer, None)
-        return self.model.logits(states, self.shortlist)[0]
+        return super().finish(chain, forward)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import DraftingMethod
@@ -24,7 +25,6 @@ from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 from skipstone.policy.cost_model import TABLE
 from skipstone.policy.draft_length import best_tree
@@ -48,9 +48,6 @@ class Recycle(DraftingMethod):
 
     num_speculative_tokens: int = setting(8, "tokens of the drafted tree; the paper has 80.")
     num_candidates: int = setting(8, "k, stored continuations of every token.", within=(1, len(RANK_ACCEPTANCES)))
-
-    def report(self, model: Any) -> dict[str, Any]:
-        return method_states.method_report(self, None, model)
 
     def auto_candidates(self, model: ModelRunner, rows: int, capacity: int) -> dict[str, Candidate]:
         """None, because `auto` drafts like this by itself."""

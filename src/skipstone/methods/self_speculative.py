@@ -15,10 +15,10 @@ from typing import ClassVar
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.candidates import check_draft_quantize, layer_candidate
+from skipstone.methods.drafting.candidates import FewerBits, layer_candidate
 from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
-from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.models.passes import SkipSet
 from skipstone.policy.draft_length import MAX_DRAFTS
@@ -49,8 +49,7 @@ class SelfSpeculative(ShortlistMethod):
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
         within=(0, 1),
     )
-    draft_vocabulary: int | str | None = vocabulary_setting()
-    draft_quantize: str | None = setting(
+    draft_quantize: FewerBits | None = setting(
         None,
         "int8 or int4: drafts with a copy of the weights that the native engine quantises; without a set, of all layers.",
         kw_only=True,
@@ -64,7 +63,6 @@ class SelfSpeculative(ShortlistMethod):
         super().check(model)
         if (skip := self.skip_set(model)).attention or skip.mlp:
             LayerSetSpace.of(model).from_skip_set(skip)
-        self.shortlist(model)
         self.drafting_model(model)
 
     def skip_set(self, model: ModelRunner) -> SkipSet:
@@ -85,7 +83,6 @@ class SelfSpeculative(ShortlistMethod):
         """The quantised target that drafts; None for the target itself. ValueError if the engine cannot quantise it."""
         if self.draft_quantize is None:
             return None
-        check_draft_quantize(self.draft_quantize)
         if model.engine.name != "native":
             why = f": {model.engine_reason}" if model.engine_reason else ""
             raise ValueError(

@@ -16,8 +16,8 @@ from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.drafting.chain import replay_hidden_states
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
-from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.methods.swift.tree import MAX_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.sampling import Sampler, Scores
@@ -25,13 +25,11 @@ from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.adadecode.auto_candidate import HeadChainDrafter
 from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
-from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.candidates import layer_candidate
-from skipstone.methods.drafting.chain import DraftChain
-from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 
@@ -62,7 +60,6 @@ class AdaDecode(ShortlistMethod):
         "standard",
         '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',
     )
-    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_layers", layer_numbers("exit_layers", self.exit_layers))
@@ -74,7 +71,6 @@ class AdaDecode(ShortlistMethod):
     def check(self, model: ModelRunner) -> None:
         super().check(model)
         self.heads_for(model)
-        self.shortlist(model)
 
     def heads_for(self, model: ModelRunner) -> ExitHeads:
         """The heads for a model. ValueError for another model's heads; OSError if there are none."""
@@ -97,9 +93,6 @@ class AdaDecode(ShortlistMethod):
         """As in `ShortlistMethod`. Without `draft_vocabulary` it is the heads' own shortlist."""
         return self.heads_for(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
 
-    def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return method_states.method_report(self, None, model)
-
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return AdaDecodeDrafter(self, model, rows)
 
@@ -108,7 +101,7 @@ class AdaDecode(ShortlistMethod):
         heads, shortlist, candidates = self.heads_for(model), self.shortlist(model), dict[str, Candidate]()
         for number, layer in enumerate(heads.card.layers):
             if not self.exit_layers or layer in self.exit_layers:
-                drafter = HeadChainDrafter(heads, number, model, rows, MAX_DRAFTS, shortlist)
+                drafter = HeadChainDrafter(heads, number, model, rows, shortlist)
                 candidates[f"adadecode, head {layer}"] = layer_candidate(drafter, self, model, layer)
         return candidates
 
@@ -135,6 +128,27 @@ class LayerSweep:
         self.confidence = confidence if self.confidence is None else torch.where(rows, confidence, self.confidence)
         if q is not None:
             self.q = q if self.q is None else torch.where(rows[:, None], q, self.q)
+
+
+class HeadChainDrafter(ChainDrafter):
+    """A candidate of `auto`: it drafts chains with the first layers of the target and exit head number `number`."""
+
+    def __init__(self, heads: ExitHeads, number: int, model: ModelRunner, rows: int, shortlist: Tensor | None) -> None:
+        layer = heads.card.layers[number]
+        super().__init__(model, rows, max_drafts=MAX_DRAFTS, threshold=None, coupled=True, exit_layer=layer)
+        self.heads, self.number, self.shortlist = heads, number, shortlist
+        if heads.linear:
+            self.transform = heads.transform(number)
+
+    def one_call(self) -> tuple[int, None] | None:
+        return (self.layers, None) if self.heads.linear else None
+
+    def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
+        forward.advance(self.layers)
+        return self.read_states(forward.hidden[:, -1:])[:, 0]
+
+    def read_states(self, states: Tensor) -> Tensor:
+        return self.heads.logits(self.model, self.number, states, self.shortlist)
 
 
 class AdaDecodeDrafter(Drafter):

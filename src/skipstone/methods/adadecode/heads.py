@@ -97,7 +97,7 @@ class ExitHeads(nn.Module):
     @property
     def linear(self) -> bool:
         """Whether every head is E* after at most one matrix (`transform`), without hooks and overridden methods."""
-        inherited = all(getattr(type(self), name) is getattr(ExitHeads, name) for name in ("logits", "read", "states"))
+        inherited = all(getattr(type(self), name) is getattr(ExitHeads, name) for name in ("logits", "states"))
         return inherited and self.card.kind in ("square", ORIGINAL) and all(map(_is_plain, self.heads))
 
     def transform(self, index: int) -> Tensor | None:
@@ -107,11 +107,7 @@ class ExitHeads(nn.Module):
     def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Logits of head number `index` from states after its layer. hidden: [B, n, d]. shortlist: as in
         `ModelRunner.project`. Returns [B, n, V] float32."""
-        return self.read(model, index, model.normed(hidden), shortlist)
-
-    def read(self, model: ModelRunner, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
-        """`logits` from normed states."""
-        return model.project(*self.projected(index, normed), shortlist)
+        return model.project(*self.projected(index, model.normed(hidden)), shortlist)
 
     def projected(self, index: int, normed: Tensor) -> tuple[Tensor, nn.Module | None]:
         """The inputs of `ModelRunner.project` for head number `index`: (states [..., d], its own LM head or None for the

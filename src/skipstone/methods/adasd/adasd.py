@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
 from skipstone.decoding.request import Request
@@ -30,7 +31,6 @@ from skipstone.decoding.verify import js_distances, spread
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, Variant, VerificationThreshold
-from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.models.generation_config import OWN_FIELD
 

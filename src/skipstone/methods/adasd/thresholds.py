@@ -18,21 +18,22 @@ Variant = Literal["A", "B", "C"]
 
 
 class RunningMean:
-    """Running means of masked values, one per row. total: [B] float64, count: [B] int64."""
+    """Running means of masked values, one per row. total: [B] float64, of `count` values from `additions`, [B] int64 each."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.total = torch.zeros(rows, dtype=torch.float64, device=device)
         self.count = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.additions = torch.zeros_like(self.count)
 
     def add(self, values: Tensor, where: Tensor) -> None:
         """Add values [B, n]. where: [B, n] bool, the values that count."""
         self.total = self.total + torch.where(where, values.double(), 0.0).sum(1)
-        self.count = self.count + where.sum(1)
+        self.count, self.additions = self.count + where.sum(1), self.additions + where.any(1)
 
     def reset(self, row: int) -> None:
         """Reset a row to zero values."""
         others = torch.arange(len(self.count), device=self.count.device, dtype=torch.int64) != row
-        self.total, self.count = self.total * others, self.count * others
+        self.total, self.count, self.additions = self.total * others, self.count * others, self.additions * others
 
     @property
     def value(self) -> Tensor:
@@ -59,8 +60,6 @@ class VerificationThreshold:
     def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:
         self.variant = variant
         self.accepted, self.rejected = RunningMean(rows, device), RunningMean(rows, device)
-        # numbers of drafts with an accepted token and with a rejected token, [B] each
-        self._drafts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
 
     @property
     def value(self) -> Tensor:
@@ -70,7 +69,8 @@ class VerificationThreshold:
         if self.variant == "A":
             weights = (1.0, 0.0)
         elif self.variant is not None:
-            counts = (accepted.count, rejected.count) if self.variant == "B" else self._drafts
+            by_tokens = self.variant == "B"
+            counts = (accepted.count, rejected.count) if by_tokens else (accepted.additions, rejected.additions)
             total = (counts[0] + counts[1]).clamp(min=1).double()
             weights = (counts[0] / total, counts[1] / total)
         mean = weights[0] * accepted.value + weights[1] * rejected.value
@@ -80,12 +80,9 @@ class VerificationThreshold:
         """Add a draft of every row. distances: [B, n]; accepted, rejected: [B, n] bool, both False for unreached tokens."""
         self.accepted.add(distances, accepted)
         self.rejected.add(distances, rejected)
-        self._drafts = [self._drafts[0] + accepted.any(1), self._drafts[1] + rejected.any(1)]
 
     def reset(self, row: int) -> None:
         """Reset a row for a new request."""
-        others = torch.arange(len(self.accepted.count), device=self.accepted.count.device, dtype=torch.int64) != row
-        self._drafts = [count * others for count in self._drafts]
         self.accepted.reset(row)
         self.rejected.reset(row)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
 from skipstone.decoding.drafter import Candidate, Drafter, SessionView
 from skipstone.decoding.method import Method
@@ -29,7 +29,6 @@ from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
@@ -86,9 +85,6 @@ class Auto(Method):
             one.check(model)
         if self.profile is not None:
             saved_profile.read_named(self.profile, model)
-
-    def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return method_states.method_report(self, None, model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
         return AutoDrafter(self, model, rows, capacity)

@@ -1,12 +1,14 @@
 """Prior costs of `auto`'s candidates, and the setting `draft_quantize`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import Method
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.utils.files import digest
 
+FewerBits = Literal["int8", "int4"]
+"""Values of the setting `draft_quantize` next to none."""
 QUANTIZED_STEP_COST = {"int8": 0.6, "int4": 0.35}
 """Assumed time of a quantised draft step relative to one in the stored weights, from the bytes that it reads. A replay is not
 faster, because with many tokens arithmetic takes the time."""
@@ -28,9 +30,3 @@ def layer_candidate(
     share = layers / model.depth
     replay = None if model.family.recurrent else share
     return Candidate(drafter, lambda: digest([method.spelled, *more]), share * QUANTIZED_STEP_COST.get(bits, 1.0), replay)
-
-
-def check_draft_quantize(value: Any) -> None:
-    """ValueError for a value that the native engine does not support."""
-    if value is not None and value not in QUANTIZED_STEP_COST:
-        raise ValueError(f"draft_quantize must be one of {', '.join(QUANTIZED_STEP_COST)} or none, found {value!r}")

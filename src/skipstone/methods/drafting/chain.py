@@ -6,22 +6,24 @@ Shapes: B rows, k tokens drafted so far, V vocabulary.
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.drafter import Drafter, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
 from skipstone.engines import host_transfer
 from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.chain_stop_rule import ConfidenceRule, SurvivalRule, Threshold
-from skipstone.models.passes import SkipSet
+from skipstone.models.passes import Pass, SkipSet, Tree
 
 CHECK_EVERY = 4
 """Number of drafted tokens between two checks whether every row has stopped. Each check synchronises with an accelerator."""
@@ -127,7 +129,8 @@ class ChainDrafter(Drafter):
     confidence is computed (`observe`) and what reads a drafted token (`append`, `finish`).
 
     max_drafts: maximum number of draft tokens per row and step; `self.max_drafts` has one per row. threshold: confidence below
-    which a row stops drafting.
+    which a row stops drafting. exit_layer: number of first layers of the target that draft, None for
+    all; `self.layers` is the same as a number.
     """
 
     checks_for_stops = True  # whether to check on an accelerator, from time to time, if every row has stopped
@@ -135,8 +138,18 @@ class ChainDrafter(Drafter):
     shortlist: Tensor | None = None  # [S], the ids that may be drafted; None for all
     drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, if these draft
 
-    def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, coupled: bool) -> None:
+    def __init__(
+        self,
+        model: ModelRunner,
+        rows: int,
+        *,
+        max_drafts: int,
+        threshold: Threshold,
+        coupled: bool,
+        exit_layer: int | None = None,
+    ) -> None:
         self.model, self.coupled = model, coupled
+        self.exit_layer, self.layers = exit_layer, exit_layer or model.depth
         self.max_drafts = [max_drafts] * rows
         self.confidence = ConfidenceRule(threshold, rows, model.device, max_drafts)
         self.rule = self.confidence  # of this step
@@ -219,7 +232,40 @@ class ChainDrafter(Drafter):
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         """The draft. Its tokens are in the forward that the target scores."""
-        return chain.draft(forward)
+        return chain.draft(forward, exit_layer=self.exit_layer)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         self.confidence.update(verdicts)
+
+    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
+        """Run the tokens through the layers that draft, in one pass."""
+        model, skip = self.drafting_model or self.model, self.choose_replay_skip()
+        return self.read_states(replay_hidden_states(self.view.store, row, tokens[:-1], model, self.layers, skip))[0]
+
+    def choose_replay_skip(self) -> SkipSet | None:
+        """The skip set of the next replay."""
+        return None
+
+    def read_states(self, states: Tensor) -> Tensor:
+        """The drafter's logits [B, n, V] of states [B, n, d] after its last layer."""
+        return (self.drafting_model or self.model).logits(states, self.shortlist)
+
+    def describe(self, name: str) -> list[dict[str, Any]]:
+        return [] if self.exit_layer is None else [layers_used(name, exits=[self.exit_layer])]
+
+
+def replay_hidden_states(
+    store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
+) -> Tensor:
+    """Hidden states [1, n, d] after the last n committed tokens of a row in the cache (SWIFT, Eq. 3).
+
+    One pass of the first `layers` layers of a model, without the sublayers in `skip`. It reads the target's keys and values
+    before these tokens, and writes its own after all committed slots."""
+    end, width, device = store.length[row], len(tokens), model.device
+    store.reserve(end + width)
+    positions = torch.arange(end - width, end, device=device, dtype=torch.int64)[None]  # [1, n]
+    below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
+    tree = Tree(on_device([end], device), below, positions, seen=on_device([end - width], device))
+    at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
+    hidden = model.embed(on_device([list(tokens)], device), positions)
+    return model.run(hidden, at, store, range(layers), skip)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.loading import COMMIT, load_model, vocabulary
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.drafting.candidates import check_draft_quantize
+from skipstone.methods.drafting.candidates import FewerBits
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.chain_stop_rule import Threshold
-from skipstone.methods.drafting.shortlist import ShortlistMethod, vocabulary_setting
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.per_model_cache import PerModelCache
 
-DTYPES = ("float32", "bfloat16", "float16")
 _LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
 
@@ -78,65 +77,6 @@ def _vocabulary_of(model: Any) -> dict[str, int] | None:
     return vocabulary(_folder_or_hub_id(model), getattr(model.config, COMMIT, None))
 
 
-def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
-    """ValueError for invalid settings, and for settings that would change a model given as an object."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
-    if device is not None and not isinstance(device, str):
-        raise ValueError(f"draft_device must be the name of a device or none, found {device!r}")
-    check_draft_quantize(quantize)
-    if isinstance(given, PreTrainedModel) and (device, dtype, quantize) != (None, None, None):
-        raise ValueError(
-            "draft_device, draft_dtype and draft_quantize need the name of a draft model: "
-            "one that is given as an object stays unchanged"
-        )
-    if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
-        raise ValueError(
-            f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model of transformers, "
-            f"found {given if isinstance(given, (int, float, bool)) else type(given).__name__}"
-        )
-
-
-def draft_model_for(
-    given: str | PreTrainedModel | None,
-    target: ModelRunner,
-    device: str | None = None,
-    dtype: str | None = None,
-    quantize: str | None = None,
-) -> DraftModel:
-    """The draft model for a target, loaded once. Its engine options default to the target's.
-
-    given: a name, a model object, or None for the bundled model with the target's vocabulary. device, dtype, quantize: of a
-    model given by name; None for the target's. OSError for an unknown name; ValueError if none is bundled or vocabularies
-    differ.
-    """
-    _check_choice(device, dtype, quantize, given)
-    if isinstance(given, PreTrainedModel):
-        return _checked(given, name_of(given), target)
-    given = None if given is None else str(given)
-    sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
-    key = (given, device, dtype, quantize, *sizes, target.engine_options)
-    return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype, quantize))
-
-
-def _loaded(given: str | None, target: ModelRunner, device: str | None, dtype: str | None, quantize: str | None) -> DraftModel:
-    name = given or _bundled_name(target)
-    if name is None:
-        raise ValueError(
-            f"no draft model for {name_of(target.model)}: pass draft_model=, a folder or hub id of a smaller "
-            "one with the same tokenizer"
-        )
-    kind = target.model.dtype if dtype is None else getattr(torch, dtype)
-    try:
-        model = load_model(DRAFTS.get(str(name), name), dtype=kind, device=device or target.device)
-    except OSError as error:
-        raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
-    attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # no other code holds this model
-    return _checked(model, str(name), target)
-
-
 def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftModel:
     """The model as a draft model. ValueError if it does not fit the target or skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
@@ -149,12 +89,6 @@ def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftMod
         return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.engine_options))
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
-
-
-def _bundled_name(target: ModelRunner) -> str | None:
-    """The name of the bundled draft model with the target's vocabulary; None if there is none."""
-    tokens = _vocabulary_of(target.model)
-    return next((name for name, folder in DRAFTS.items() if tokens is not None and tokens == vocabulary(str(folder))), None)
 
 
 def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) -> None:
@@ -191,8 +125,10 @@ class DraftModelMethod(ShortlistMethod):
         "a folder, a hub id, a bundled name or a model object with the target's vocabulary; none: the bundled one that fits",
     )
     draft_device: str | None = setting(None, "where a named draft model is loaded; none: where the target is", kw_only=True)
-    draft_dtype: str | None = setting(None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True)
-    draft_quantize: str | None = setting(
+    draft_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True
+    )
+    draft_quantize: FewerBits | None = setting(
         None,
         "int8 or int4: quantise a named draft model in the native engine; texts of lossless methods stay; none: as the target",
         kw_only=True,
@@ -200,15 +136,50 @@ class DraftModelMethod(ShortlistMethod):
     rejection_sample_method: RejectionRule = setting(
         "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
     )
-    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: ModelRunner) -> None:
+        given = self.draft_model
+        if isinstance(given, PreTrainedModel) and (self.draft_device or self.draft_dtype or self.draft_quantize):
+            raise ValueError(
+                "draft_device, draft_dtype and draft_quantize need the name of a draft model: "
+                "one that is given as an object stays unchanged"
+            )
+        if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
+            raise ValueError(
+                f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model of transformers, "
+                f"found {given if isinstance(given, (int, float, bool)) else type(given).__name__}"
+            )
         super().check(model)
-        self.shortlist(self.draft_model_for(model))
 
     def draft_model_for(self, target: ModelRunner) -> DraftModel:
-        """The draft model for a target. OSError if there is none of that name; ValueError if the two do not fit."""
-        return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype, self.draft_quantize)
+        """The draft model for a target, loaded once. Its engine options default to the target's.
+
+        OSError if there is none of that name; ValueError if none is bundled or the two do not fit."""
+        given = self.draft_model
+        if isinstance(given, PreTrainedModel):
+            return _checked(given, name_of(given), target)
+        sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
+        key = (str(given), self.draft_device, self.draft_dtype, self.draft_quantize, *sizes, target.engine_options)
+        return _LOADED.get(target.model, key, lambda: self._load(target))
+
+    def _load(self, target: ModelRunner) -> DraftModel:
+        own, ids = name_of(target.model), _vocabulary_of(target.model)
+        bundled = (name for name, folder in DRAFTS.items() if ids is not None and ids == vocabulary(str(folder)))
+        name = str(self.draft_model or next(bundled, ""))
+        if not name:
+            raise ValueError(
+                f"no draft model for {own}: pass draft_model=, a folder or hub id of a smaller one with the same tokenizer"
+            )
+        dtype = target.model.dtype if self.draft_dtype is None else getattr(torch, self.draft_dtype)
+        try:
+            model = load_model(DRAFTS.get(name, name), dtype=dtype, device=self.draft_device or target.device)
+        except OSError as error:
+            raise OSError(f"the draft model {name} for {own} is not there: {error}") from error
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"the draft model {name} for {own} cannot be loaded: {error}") from error
+        quantize = self.draft_quantize
+        attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # no other code holds this model
+        return _checked(model, name, target)
 
 
 class DraftModelDrafter(ChainDrafter):

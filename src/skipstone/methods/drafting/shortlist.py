@@ -6,6 +6,7 @@ target verifies with its whole vocabulary, so a shortlist changes no text of a l
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,21 @@ from skipstone.models.per_model_cache import PerModelCache
 _SHORTLISTS: PerModelCache[Tensor | None] = PerModelCache()
 
 
-def vocabulary_setting() -> Any:
-    """The field `draft_vocabulary` of a method."""
-    return setting(
+@dataclass(frozen=True, kw_only=True)
+class ShortlistMethod(DraftingMethod):
+    """A method that drafts with an LM head."""
+
+    draft_vocabulary: int | str | None = setting(
         None, "tokens that may be drafted: a number of first ids, or a JSON file with a list of ids; none: all.", kw_only=True
     )
 
+    def check(self, model: ModelRunner) -> None:
+        super().check(model)
+        self.shortlist(self.draft_model_for(model))
 
-class ShortlistMethod(DraftingMethod):
-    """A method that drafts with an LM head. Subclasses must have the field below."""
-
-    draft_vocabulary: int | str | None
+    def draft_model_for(self, target: ModelRunner) -> ModelRunner:
+        """The model that drafts for a target, by default itself."""
+        return target
 
     def shortlist(self, drafter: ModelRunner) -> Tensor | None:
         """The ids [S] int64 that a model may draft, ascending and unique; None for all.

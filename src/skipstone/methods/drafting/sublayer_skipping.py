@@ -14,7 +14,6 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
 from skipstone.methods.drafting.chain_stop_rule import Threshold
-from skipstone.methods.drafting.replay import replay_hidden_states
 from skipstone.models.passes import SkipSet
 
 Ranked = tuple[Tensor, Tensor]
@@ -53,7 +52,7 @@ class SkippingDrafter(ChainDrafter):
         return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
 
     def one_call(self) -> tuple[int, SkipSet] | None:
-        return (self.model.depth, self.skip) if self.ranks == 1 else None
+        return (self.layers, self.skip) if self.ranks == 1 else None
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         return forward.sketched_logits(self.skip)
@@ -71,12 +70,5 @@ class SkippingDrafter(ChainDrafter):
         confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.rule.of(scores)
         return confidence, self.rule.keep(confidence)
 
-    def replay_tokens(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """Run the tokens through the layers without the skipped sublayers, in one pass."""
-        model = self.drafting_model or self.model
-        states = replay_hidden_states(self.view.store, row, tokens[:-1], model, self.model.depth, self.choose_replay_skip())
-        return model.logits(states, self.shortlist)[0]
-
     def choose_replay_skip(self) -> SkipSet:
-        """The skip set of the next replay."""
         return self.skip

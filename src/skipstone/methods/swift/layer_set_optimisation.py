@@ -6,7 +6,6 @@ from typing import Any
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
 from skipstone.methods.swift.layer_set_search import SEARCHES, LayerSetSearch
-from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.models.passes import SkipSet
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
@@ -17,11 +16,12 @@ NUMBER_BYTES = 64  # assumed size of a number in the history
 class LayerSetOptimisation:
     """Section 4.1.2, across requests: evaluates sets until the stopping rule holds. The best one so far drafts.
 
-    profile: a fixed set instead of a search. skipped, skip: the set in use, as a mask and as a SkipSet. matchness: its
-    estimate, None if unknown. evaluations: number so far. searching: the search continues. steps: number of steps with drafts.
+    method: a `Swift`. profile: a fixed set instead of a search. skipped, skip: the set in use, as a mask and as a SkipSet.
+    matchness: its estimate, None if unknown. evaluations: number so far. searching: the search continues. steps: number of
+    steps with drafts.
     """
 
-    def __init__(self, method: SwiftSettings, model: ModelRunner, profile: SkipSet | None = None) -> None:
+    def __init__(self, method: Any, model: ModelRunner, profile: SkipSet | None = None) -> None:
         self.space, self.patience, self.target_matchness = LayerSetSpace.of(model), method.patience, method.target_matchness
         if profile is None:
             kind, count = SEARCHES[method.search], self.space.count(method.skip_ratio)

@@ -11,37 +11,74 @@ temperature. With `auto` and `guard=true` the drafts are chains, and the budget 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
+from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.methods.drafting import method_states
 from skipstone.methods.drafting.candidates import layer_candidate
-from skipstone.methods.drafting.layer_sets import LayerMask, load_profile, save_profile
-from skipstone.methods.drafting.replay import replay_hidden_states
+from skipstone.methods.drafting.chain import replay_hidden_states
+from skipstone.methods.drafting.chain_stop_rule import Threshold
+from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, load_profile, save_profile
+from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
-from skipstone.methods.swift.auto_candidate import SwiftChainDrafter
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
-from skipstone.methods.swift.settings import SwiftSettings
+from skipstone.methods.swift.layer_set_search import SearchName
 from skipstone.methods.swift.tree import MAX_LEAVES, RANKS, with_leaves
+from skipstone.models.passes import SkipSet
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 Window = deque[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
-class Swift(SwiftSettings):
-    """SWIFT: the target drafts without some sublayers, which a search finds while decoding."""
+class Swift(ShortlistMethod):
+    """SWIFT: the target drafts without some sublayers, which a search finds while decoding. Defaults: appendix B.2."""
+
+    name: ClassVar[str] = "swift"
+    positional: ClassVar[str] = "leaves sublayers out and verifies trees"
+    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens", "enough": "target_matchness"}
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that drafting skips too many sublayers of this model."
+
+    skip_ratio: float = setting(
+        0.45, "share of the sublayers between the first and the last layer that drafting skips.", within=(0, 1)
+    )
+    num_speculative_tokens: int = setting(25, "maximum drafts a step.")
+    confidence_threshold: Threshold = setting(
+        0.8, "stop after a draft whose probability is below it; None never stops early.", within=(0, 1)
+    )
+    context_window: int = setting(32, "generated tokens that evaluate a layer set.")
+    search: SearchName = setting("swift", "swift (the paper's), linear_ts, random or uniform (none).")
+    bayes_interval: int = setting(25, "beta: one of so many evaluations of search=swift is Bayesian.")
+    max_steps: int = setting(1000, "the search ends after so many evaluations.", min_value=0)
+    patience: int = setting(300, "it ends after so many evaluations without a better set.")
+    target_matchness: float = setting(0.95, "it ends at this matchness.", within=(0, 1))
+    dynamic_verification: bool = setting(True, "verify runners-up, too.")
+    profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of a search.")
+    search_seed: int = setting(0, "of the search; it changes speed and never the text.", min_value=0)
+
+    def check(self, model: ModelRunner) -> None:
+        super().check(model)
+        space = LayerSetSpace.of(model)
+        if not 0 < space.count(self.skip_ratio) < space.size:
+            raise ValueError(
+                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "
+                f"may be skipped in a model of {model.depth} layers: it must skip at least one and keep at least one"
+            )
+        if self.profile is not None:
+            space.from_skip_set(load_profile(self.profile, model.model).skip)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         return SwiftDrafter(self, model, rows, self.optimisation(model))
@@ -58,9 +95,6 @@ class Swift(SwiftSettings):
         skip = None if self.profile is None else load_profile(self.profile, model.model).skip
         return method_states.method_state(self, model, 1, skip, lambda: LayerSetOptimisation(self, model, skip))
 
-    def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return method_states.method_report(self, None, model)
-
     def save(self, model: PreTrainedModel, path: str | Path) -> None:
         """Write the best layer set for a model to a profile. ValueError before the first request."""
         if not (report := self.report(model)):
@@ -69,10 +103,34 @@ class Swift(SwiftSettings):
         save_profile(Path(path), unwrapped(model), about, **report["skipped"])
 
 
+class SwiftChainDrafter(SkippingDrafter):
+    """Drafts with the best layer set of SWIFT's optimisation. While that searches, each replay evaluates a candidate set.
+
+    Such a replay counts as one of this drafter only if the candidate becomes the set in use."""
+
+    def __init__(
+        self, optimisation: LayerSetOptimisation, model: ModelRunner, rows: int, max_drafts: int, shortlist: Tensor | None
+    ) -> None:
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=None)
+        self.optimisation, self._candidate, self.shortlist = optimisation, optimisation.skipped, shortlist
+        self.skip = optimisation.skip
+
+    def choose_replay_skip(self) -> SkipSet:
+        self.skip, candidate = self.optimisation.skip, self.optimisation.candidate()
+        self._candidate = self.optimisation.skipped if candidate is None else candidate
+        return self.optimisation.space.to_skip_set(self._candidate)
+
+    def observe_replay(self, right: Sequence[bool]) -> bool:
+        if self.optimisation.searching:
+            self.optimisation.evaluated(self._candidate, sum(right) / len(right), len(right))
+            self.skip = self.optimisation.skip
+        return bool((self._candidate == self.optimisation.skipped).all())
+
+
 class SwiftDrafter(SkippingDrafter):
     """Drafts with a layer set that is optimised across requests."""
 
-    def __init__(self, method: SwiftSettings, model: ModelRunner, rows: int, optimisation: LayerSetOptimisation) -> None:
+    def __init__(self, method: Swift, model: ModelRunner, rows: int, optimisation: LayerSetOptimisation) -> None:
         max_drafts = method.num_speculative_tokens
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
         super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, ranks=ranks)

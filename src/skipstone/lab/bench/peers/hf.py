@@ -25,7 +25,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.timing.measure import GeneratedOutput, GenerationBackend, MethodBackend, synchronise
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.drafting.draft_model import draft_model_for
+from skipstone.methods.speculative import Speculative
 from skipstone.models.families import text_config
 
 
@@ -162,10 +162,10 @@ class DraftAlone(GenerationBackend):
         return False
 
     def check(self, model: PreTrainedModel) -> None:
-        draft_model_for(self.draft_model, ModelRunner(model))
+        Speculative(self.draft_model).draft_model_for(ModelRunner(model))
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
-        helper: Any = draft_model_for(self.draft_model, ModelRunner(model)).model
+        helper: Any = Speculative(self.draft_model).draft_model_for(ModelRunner(model)).model
         stop: Any = model.generation_config
         with neutral_defaults(helper, stop.eos_token_id is not None):
             return MethodBackend(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)

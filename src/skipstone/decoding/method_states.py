@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.models.per_model_cache import PerModelCache
 from skipstone.utils.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
@@ -29,23 +28,18 @@ _STATES: PerModelCache[Any] = PerModelCache(MAX_METHOD_STATES, METHOD_STATE_BYTE
 """Limited, because every combination of settings has a state, and clients of a server may choose many."""
 
 
-def method_state(method: Method, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
+def method_state(method: Any, model: ModelRunner, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, for its present device, dtype and engine and a batch of `rows` rows.
 
-    more: distinguishes further states."""
+    more: distinguishes further states. With and without `guard` a method has the same state."""
     engine = model.engine.name, model.engine.quantize
-    return _STATES.get(model.model, (_unguarded(method), rows, str(model.device), str(model.dtype), engine, more), make)
+    return _STATES.get(model.model, (method.unguarded, rows, str(model.device), str(model.dtype), engine, more), make)
 
 
-def _unguarded(method: Method) -> Method:
-    """The method without its guard, which shares its state."""
-    return method.unguarded if isinstance(method, DraftingMethod) else method
-
-
-def method_report(method: Method, more: Any, model: Any) -> dict[str, Any]:
+def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
     """The report of the method's state with most steps on a model; empty before its first request.
 
     more: as in `method_state`, None for any."""
     known = _STATES.known(unwrapped(model)).items()
-    states = [state for key, state in known if key[0] == _unguarded(method) and (more is None or key[-1] == more)]
+    states = [state for key, state in known if key[0] == method.unguarded and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}
