@@ -32,7 +32,7 @@ IMPOSSIBLE: list[Any] = [
     (AdaSD("x", variant="A", relaxed=False), "it goes with relaxed=True"),
     (Swift(skip_ratio=1.0), "leaves out 4 of the 4 sublayers"),
     (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
-    (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
+    (Swift(profile=5), "profile must be a text or None, found 5"),  # type: ignore[arg-type]
     (SelfSpeculative(), "no layer set is given: name skip_attention .* or let all layers draft in fewer bits"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
     (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),

@@ -15,11 +15,12 @@ import pytest
 import skipstone
 from skipstone import METHODS, AdaSD, Auto, Autoregressive, LayerSkip, Recycle, SelfSpeculative, Speculative
 from skipstone.decoding.method import Method
+from skipstone.decoding.method_text import parse
 from skipstone.decoding.settings import Setting, settings_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench.run_file import RunFile
-from skipstone.methods import MethodMissing, parse, resolve, spell
+from skipstone.methods import MethodMissing, known, resolve, spell
 from skipstone.serving.request_parser import RequestParser
 from tests.helpers.commandline import succeed
 
@@ -186,7 +187,7 @@ def test_a_text_fills_in_the_models_own_method_and_one_without_a_name_changes_it
 
 def test_several_values_are_a_list_but_a_list_is_one_value() -> None:
     read = {"method": "layerskip", "exit_layer": [3, 6], "label": "1"}
-    assert parse("layerskip exit_layer=3,6 label=1", labels=("label",), several=True) == read
-    assert parse("adadecode exit_layers=3,6", several=True)["exit_layers"] == [3, 6]
+    assert parse("layerskip exit_layer=3,6 label=1", known(), None, labels=("label",), several=True) == read
+    assert parse("adadecode exit_layers=3,6", known(), None, several=True)["exit_layers"] == [3, 6]
     with pytest.raises(ValueError, match=r"exit_layer takes int\|none, found '3,6'"):
-        parse("layerskip exit_layer=3,6")
+        parse("layerskip exit_layer=3,6", known(), None)

@@ -79,7 +79,7 @@ def known_methods() -> Known:
     if "skipstone.methods" in sys.modules:
         from skipstone import methods
 
-        return {name: methods.names_of(kind) for name, kind in methods.METHODS.items()}
+        return methods.known()
     registry = (PACKAGE / "methods" / "__init__.py").read_text(encoding="utf-8")
     names = read_names(PACKAGE / "methods")
     return {name: names[name] for name in re.findall(r'"(\w+)": [A-Z]\w*,', registry)}

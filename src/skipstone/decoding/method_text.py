@@ -63,11 +63,12 @@ def parse(text: str, known: Known, own: str | None, labels: tuple[str, ...] = ()
     return parsed
 
 
-def check_names(method: Mapping[str, Any], known: Known, labels: tuple[str, ...] = ()) -> None:
-    """ValueError for a method or a setting that does not exist, also within settings that name methods."""
+def check_names(method: Mapping[str, Any], known: Known, labels: tuple[str, ...] = (), place: str = "method") -> None:
+    """ValueError for a method or a setting that does not exist, also within settings that name methods. place: where the
+    method was given, for messages."""
     if "method" not in method:
-        raise MethodMissing(f"the key 'method' is missing in {dict(method)!r}; there are {', '.join(known)}")
-    name = expect_method(method["method"], known)
+        raise MethodMissing(f"the key 'method' is missing in {place}={dict(method)!r}; there are {', '.join(known)}")
+    name = expect_method(method["method"], known, place)
     for key, value in method.items():
         if key == "method" or key in labels:
             continue

@@ -13,7 +13,7 @@ from skipstone.decoding import method_text
 from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.method_text import MethodMissing as MethodMissing
 from skipstone.decoding.method_text import MethodNames
-from skipstone.decoding.settings import Setting, settings_of
+from skipstone.decoding.settings import settings_of
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
 from skipstone.methods.auto.auto import Auto
@@ -93,21 +93,13 @@ def _make_methods(given: Any) -> tuple[Method, ...] | None:
     return tuple(_make_method(item, None).unguarded for item in items)
 
 
-def parse(
-    text: str, kinds: Mapping[str, type] = METHODS, own: type | None = None, labels: tuple[str, ...] = (), several: bool = False
-) -> dict[str, Any]:
-    """As `method_text.parse`, with classes of methods."""
-    name: Any = None if own is None else getattr(own, "name")  # noqa: B009  # any class that `kinds` may hold
-    return method_text.parse(text, _known(kinds), name, labels, several)
-
-
-def _known(kinds: Mapping[str, type]) -> dict[str, MethodNames]:
-    return {name: names_of(kind) for name, kind in kinds.items()}
+def known(kinds: Mapping[str, type] = METHODS) -> dict[str, MethodNames]:
+    """The names in the texts of methods, from their classes."""
+    return {name: _names_of(kind) for name, kind in kinds.items()}
 
 
 @cache
-def names_of(kind: Any) -> MethodNames:
-    """The names in the text of a method, from its class."""
+def _names_of(kind: Any) -> MethodNames:
     types = {setting.name: setting.type for setting in settings_of(kind).values()}
     return MethodNames(types, getattr(kind, "aliases", {}))
 
@@ -115,17 +107,6 @@ def names_of(kind: Any) -> MethodNames:
 def spell(method: Method) -> str:
     """The text of a method, which `resolve` reads."""
     return method.spelled
-
-
-def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:
-    """The class of a method by name. ValueError lists the methods. place: where the name was given, for messages."""
-    return kinds[method_text.expect_method(name, _known(kinds), place)]
-
-
-def find_setting(kind: Any, key: str) -> Setting:
-    """A setting by its name or an alias. Errors as in `method_text.expect_setting`."""
-    known = _known({**METHODS, kind.name: kind})
-    return settings_of(kind)[method_text.expect_setting(kind.name, key, known)]
 
 
 def stored_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,14 +119,9 @@ def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type
     """(class, settings with their given names) of a text or a mapping. own: the class if no method is named."""
     if not isinstance(given, (str, Mapping)):
         raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {given!r}")
-    settings = dict(parse(given, own=own) if isinstance(given, str) else given)
-    if "method" in settings:
-        kind: Any = find(settings.pop("method"), place=place)
-    elif own is not None:
-        kind = own
-    else:
-        raise MethodMissing(f"the key 'method' is missing in {place}={given!r}; there are {', '.join(METHODS)}")
-    for key in settings:
-        find_setting(kind, key)
+    default = {} if own is None else {"method": own.name}
+    settings = default | dict(method_text.parse(given, known(), default.get("method")) if isinstance(given, str) else given)
+    method_text.check_names(settings, known(), place=place)
+    kind = METHODS[settings.pop("method")]
     kind.warn_of_aliases(settings, stacklevel=6)
     return kind, settings

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from transformers import PreTrainedModel
 
 from skipstone import methods
+from skipstone.decoding import method_text
 from skipstone.decoding.settings import settings_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
@@ -98,9 +99,7 @@ class BenchPlan(TaskOptions):
     def _check_methods(cls, specs: tuple[MethodSpec, ...]) -> tuple[MethodSpec, ...]:
         """ValueError for methods and settings that do not exist, and for labels that are given twice."""
         for spec in specs:
-            kind = methods.find(spec.get("method"), KINDS)
-            for key in (key for key in spec if key not in NAMING):
-                methods.find_setting(kind, key)
+            method_text.check_names(spec, methods.known(KINDS), NAMING)
             if label(spec) != spec["method"] and label(spec) in KINDS:
                 raise ValueError(f"label={label(spec)} is another method's name")
         labels = [label(spec) for spec in specs]
@@ -158,7 +157,7 @@ def resolved(plan: BenchPlan) -> list[tuple[Task, TaskSettings]]:
 
 def parse(text: str) -> MethodSpec:
     """`layerskip exit_layer=3,6 confidence_threshold=none,0.4`, or JSON. ValueError for anything else."""
-    spec = methods.parse(text, KINDS, labels=("label",), several=True)
+    spec = method_text.parse(text, methods.known(KINDS), None, ("label",), several=True)
     if "method" not in spec:
         raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
     return spec

@@ -176,8 +176,6 @@ def save_profile(
 def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
     """The profile of a model, from a file or the hub (ORG/NAME or ORG/NAME@REVISION). OSError if there is none; ValueError for
     other files and for another model's profile."""
-    if not isinstance(source, (str, Path)):
-        raise ValueError(f"profile must be the name of a file, found {source!r}")
     profile = read_profile(_file_of(source), source)
     if profile.model != (here := fingerprint(model)):
         raise ValueError(f"{source} is the profile of another model ({profile.name or profile.model}; this one is {here})")
