@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.engines.eager import linear
 from skipstone.hf import api
-from skipstone.hf.generate_call import prepare
+from skipstone.hf.generate_call import prepare_call
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 
@@ -68,7 +68,7 @@ def test_greedy_text_on_the_gpu_is_that_of_generate(model: PreTrainedModel, meth
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_decode_step_synchronises_once(model: PreTrainedModel, method: skipstone.Method, sampling: dict) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    call = prepare(skipstone.ModelRunner(model), ids, seed=3, max_new_tokens=120, **sampling)
+    call = prepare_call(model, ids, None, 3, {"max_new_tokens": 120, **sampling})
     decoder = api.admitted(paired(method), call)
     for _ in range(3):  # prefill and warm-up
         decoder.step()
@@ -91,7 +91,7 @@ def waits(decoder: skipstone.Decoder) -> list[str]:
 
 def test_auto_waits_for_what_layers_drafted_and_for_a_shadow(model: PreTrainedModel) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    decoder = api.admitted(WAITING[1], prepare(skipstone.ModelRunner(model), ids, max_new_tokens=200, do_sample=False))
+    decoder = api.admitted(WAITING[1], prepare_call(model, ids, None, None, {"max_new_tokens": 200, "do_sample": False}))
     decoder.step()
     found: list[list[str]] = []
     while decoder.busy and len(found) < 60:

@@ -20,9 +20,9 @@ def methods(name: str | None = argument("The method to explain.", None, metavar=
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
     if name is not None:
         expect_method(name, known_methods())
-    from skipstone.methods import METHODS, find
+    from skipstone.methods import METHODS
 
-    rows = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]
+    rows = [described(kind) for kind in (METHODS.values() if name is None else [METHODS[name]])]
     if as_json:
         terminal.print_json(rows if name is None else rows[0], indent=2)
     elif name is None:

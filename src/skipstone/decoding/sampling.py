@@ -6,7 +6,7 @@ gives a one-hot distribution, so greedy decoding needs no code of its own.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -228,25 +228,19 @@ def _apply_min_p(scores: Tensor, p: Tensor, min_p: Tensor) -> Tensor:
     return scores.masked_fill(p < min_p * p.amax(-1, keepdim=True), float("-inf")).softmax(-1)
 
 
-@dataclass
 class Sampler:
     """The sampling settings of all rows, and the ids that their processors see.
 
     rows: batch size. engine_draw: the engine's own draw, or None.
     """
 
-    rows: int
-    device: torch.device
-    noise_type: type[Noise] = Noise
-    engine_draw: EngineDraw | None = None
-    settings: list[Sampling | None] = field(init=False)
-    eos: list[frozenset[int]] = field(init=False)
-    ids: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.settings = [None] * self.rows
-        self.eos = [frozenset()] * self.rows
-        self.ids = [torch.empty(0, dtype=torch.long, device=self.device)] * self.rows
+    def __init__(
+        self, rows: int, device: torch.device, noise_type: type[Noise] = Noise, engine_draw: EngineDraw | None = None
+    ) -> None:
+        self.device, self.noise_type, self.engine_draw = device, noise_type, engine_draw
+        self.settings: list[Sampling | None] = [None] * rows
+        self.eos: list[frozenset[int]] = [frozenset()] * rows
+        self.ids = [torch.empty(0, dtype=torch.long, device=device)] * rows
 
     def admit(self, row: int, sampling: Sampling, prompt: Tensor, eos: frozenset[int] = frozenset()) -> None:
         """Give a row its settings. prompt: [T] int64 ids. eos: ids after which the row's processors are not called."""
@@ -328,29 +322,24 @@ class Sampler:
         for row, sampling in enumerate(self.settings):
             scores = logits[row : row + 1]
             if sampling is not None and sampling.processors and self._calls_processors(row, path, active):
-                ids = self._text(row, path)
-                scores = scores.clone()
-                with stable_defaults():
-                    for processor in sampling.processors:
-                        scores = processor(ids, scores)
+                scores = self._run(sampling.processors, row, path, scores.clone())
             rows.append(scores)
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
-    def _text(self, row: int, path: Tensor) -> Tensor:
-        """All ids of a row [1, T], path [B, k] included."""
-        ids = self.ids[row]
-        return (torch.cat([ids, path[row]]) if path.shape[1] else ids)[None]
+    def _run(self, processors: Sequence[Processor], row: int, path: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] after processors that see all ids of a row, path [B, k] included."""
+        ids = (torch.cat([self.ids[row], path[row]]) if path.shape[1] else self.ids[row])[None]
+        with stable_defaults():
+            for processor in processors:
+                scores = processor(ids, scores)
+        return scores
 
     def warped(self, scores: Tensor, path: Tensor, active: Sequence[bool] | None = None) -> Tensor:
         """p [B, V] of processed scores [B, V]. path, active: as in `process`."""
         p = warp(scores, self.warping)
         for row, sampling in enumerate(self.settings):
             if sampling is not None and sampling.warpers and self._calls_processors(row, path, active):
-                ids, row_scores = self._text(row, path), scores[row : row + 1]
-                with stable_defaults():
-                    for warper in sampling.warpers:
-                        row_scores = warper(ids, row_scores)
-                p[row] = row_scores[0].softmax(-1)
+                p[row] = self._run(sampling.warpers, row, path, scores[row : row + 1])[0].softmax(-1)
         return p
 
     def distribution(self, logits: Tensor, path: Tensor, active: Sequence[bool] | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.host_transfer import left_padded
 from skipstone.hf.build_request import build_requests
 from skipstone.hf.detokenizer import detokenize
-from skipstone.hf.generate_call import GenerateCall, MethodLike, prepare_call, prepare_method, token_tensor
+from skipstone.hf.generate_call import GenerateCall, MethodLike, Seed, prepare_call, prepare_method, token_tensor
 from skipstone.models.nan_checks import first_not_finite
 from skipstone.utils.extras import installed
 
@@ -71,7 +71,7 @@ def generate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
-    seed: int | list[int] | None = None,
+    seed: Seed = None,
     record: bool = False,
     engine: str | None = None,
     **options: Any,
@@ -109,7 +109,7 @@ def stream(
     method: MethodLike = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    seed: int | list[int] | None = None,
+    seed: Seed = None,
     record: bool = False,
     engine: str | None = None,
     **options: Any,

@@ -6,7 +6,7 @@ before the first. So a completion is decoded after the last tokens of its prompt
 
 import codecs
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -100,26 +100,16 @@ def incomplete(text: str, whole: str) -> int:
     return next((size for size in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:size])), 0)
 
 
-class _Decoder(Protocol):
-    """Decodes tokens before the clean-up. held: the result of `rest`, without ending the text."""
-
-    def add(self, token: int) -> str: ...
-    def rest(self) -> str: ...
-    def bytes_of(self, token: int) -> bytes | None: ...
-    def held(self) -> str: ...
-    def is_text(self, token: int) -> bool: ...
-    def is_byte(self, token: int) -> bool: ...
-
-
-def _decoder_of(tokenizer: Any, special: bool) -> _Decoder:
-    kind = type(tokenizer)
-    if not isinstance(tokenizer, TokenizersBackend):
-        return _AnyDecoder(tokenizer, special)
-    # classes of transformers that override only `decode` do so for further options, such as CodeGen's
-    is_plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
-    kinds = decoder_kinds(tokenizer)
-    is_mixed = "ByteLevel" in kinds and not is_byte_level(kinds)
-    return _FastDecoder(tokenizer, special, kinds) if is_plain and not is_mixed else _AnyDecoder(tokenizer, special)
+def _decoder_of(tokenizer: Any, special: bool) -> "_ByteLevelDecoder | _AnyDecoder":
+    if isinstance(tokenizer, TokenizersBackend):
+        kind, kinds = type(tokenizer), decoder_kinds(tokenizer)
+        # classes of transformers that override only `decode` do so for further options, such as CodeGen's
+        is_plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
+        if is_plain and is_byte_level(kinds):
+            return _ByteLevelDecoder(tokenizer, special, kinds)
+        if is_plain and "ByteLevel" not in kinds:
+            return _FallbackDecoder(tokenizer, special, kinds)
+    return _AnyDecoder(tokenizer, special)
 
 
 def _cleans_up(tokenizer: Any) -> bool:
@@ -131,75 +121,53 @@ def _cleans_up(tokenizer: Any) -> bool:
     return bool(tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output)
 
 
-class _FastDecoder:
-    """For the `tokenizers` library, which gives the bytes of most tokens. Other tokens are decoded after the previous one."""
+class _ByteLevelDecoder:
+    """For byte-level tokenizers of the `tokenizers` library: one UNREADABLE stands for all bytes of an incomplete character.
+
+    Like the other two it decodes before the clean-up. held: the result of `rest`, without ending the text."""
 
     def __init__(self, tokenizer: Any, special: bool, kinds: Set[str]) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._backend, self._kinds = tokenizer.backend_tokenizer, kinds
         added = {} if special else self._backend.get_added_tokens_decoder()
         self._skipped = {number for number, token in added.items() if token.special}
-        self._kinds, self._byte_level = kinds, is_byte_level(kinds)
-        self._characters = _ByteLevelCharacters() if self._byte_level else _FallbackCharacters()
-        self.rest, self.held = self._characters.rest, self._characters.held
-        self._before: list[int] = []  # the last token, if any
-        self._text_before = ""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        if not self.is_text(token):
-            return ""
-        text = self._characters.add(self.bytes_of(token), whole=not self.is_byte(token))
-        self._before = [token]
-        self._text_before = "" if self._byte_level else self._decoded(self._before)
-        return text
+        return self._utf8.decode(self.bytes_of(token)) if self.is_text(token) else ""
+
+    def rest(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def held(self) -> str:
+        return UNREADABLE if self._utf8.getstate()[0] else ""
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._known(token) or b""
 
     def is_text(self, token: int) -> bool:
         return token not in self._skipped and bool(self._backend.id_to_token(token))
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a single byte of a character."""
-        return not self._byte_level and token_bytes(self._backend.id_to_token(token), self._kinds) is not None
+        return False
 
-    def bytes_of(self, token: int) -> bytes:
-        known = token_bytes(self._backend.id_to_token(token), self._kinds)
-        if known is not None and (self._byte_level or self._before):
-            return known
-        text = self._decoded([*self._before, token])
-        if known is not None and text:  # empty if the tokenizer drops a text's first space
-            return known
-        return text[len(self._text_before) :].encode()
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return self._backend.decode(tokens, skip_special_tokens=False)
+    def _known(self, token: int) -> bytes | None:
+        return token_bytes(self._backend.id_to_token(token), self._kinds)
 
 
-class _ByteLevelCharacters:
-    """Bytes to characters as in byte-level tokenizers: one UNREADABLE stands for all bytes of an incomplete character."""
+class _FallbackDecoder(_ByteLevelDecoder):
+    """For other tokenizers of the library, with byte fallback or without. A token that is no byte is decoded after the previous
+    one. If a run of bytes is not valid UTF-8, each byte becomes an UNREADABLE. Characters that were already returned stay."""
 
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    _before: tuple[int, ...] = ()  # the last token, if any
+    _held = b""
+    _broken = False
 
-    def add(self, given: bytes, *, whole: bool) -> str:
-        """Add bytes. Returns the characters that they complete."""
-        return self._decoder.decode(given)
-
-    def rest(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-    def held(self) -> str:
-        return UNREADABLE if self._decoder.getstate()[0] else ""
-
-
-class _FallbackCharacters:
-    """Bytes to characters as in byte fallback: if a run of bytes is not valid UTF-8, each byte becomes an UNREADABLE.
-    Characters that were already returned stay."""
-
-    def __init__(self) -> None:
-        self._held = b""
-        self._broken = False
-
-    def add(self, given: bytes, *, whole: bool) -> str:
-        """Add bytes. Returns the characters that they complete. whole: the bytes are whole characters."""
-        if whole:
+    def add(self, token: int) -> str:
+        if not self.is_text(token):
+            return ""
+        given, self._before = self.bytes_of(token), (token,)
+        if not self.is_byte(token):
             text, self._broken = self.rest() + given.decode(), False
             return text
         self._held += given
@@ -219,6 +187,21 @@ class _FallbackCharacters:
 
     def held(self) -> str:
         return UNREADABLE * len(self._held)
+
+    def bytes_of(self, token: int) -> bytes:
+        known = self._known(token)
+        if known is not None and self._before:
+            return known
+        text = self._decoded(*self._before, token)
+        if known is not None and text:  # empty if the tokenizer drops a text's first space
+            return known
+        return text[len(self._decoded(*self._before)) :].encode()
+
+    def is_byte(self, token: int) -> bool:
+        return self._known(token) is not None
+
+    def _decoded(self, *tokens: int) -> str:
+        return self._backend.decode(tokens, skip_special_tokens=False)
 
 
 class _AnyDecoder:

@@ -16,7 +16,7 @@ from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.hf.api import Output, complete
-from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, captured, prepare_call, resolve_for
+from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, Seed, captured, prepare_call, resolve_for
 from skipstone.hf.generation_config_fields import refuse_fields
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
@@ -100,7 +100,7 @@ class _Generate:
         *,
         streamer: Any = None,
         tokenizer: Any = None,
-        seed: int | list[int] | None = None,
+        seed: Seed = None,
         **options: Any,
     ) -> Output | LongTensor:
         """Arguments and results as in transformers' `generate`."""
@@ -130,9 +130,9 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
     transformers drops `streamer` and stop strings on this path; `skipstone.enable` keeps them.
     """
 
-    def decode(model: PreTrainedModel, seed: int | list[int] | None = None, **prepared: Any) -> Output | LongTensor:
+    def decode(model: PreTrainedModel, input_ids: Tensor, seed: Seed = None, **prepared: Any) -> Output | LongTensor:
         refuse_fields(prepared["generation_config"].to_dict())
-        call = captured(ModelRunner(model), prepared, seed)
+        call = captured(ModelRunner(model), input_ids, prepared, seed)
         return _as_asked(call, complete(method, call))
 
     return decode

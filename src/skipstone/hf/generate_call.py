@@ -50,6 +50,8 @@ REFUSED_ARGUMENTS = {
     "trust_remote_code": "it is an option of skipstone.load",
 }
 
+Seed = int | list[int] | None
+"""The seed of the first row, or one per row."""
 LIKE_AN_OPTION = 0.75
 """Minimum similarity of an unknown name to an option to count as its misspelling."""
 
@@ -67,7 +69,7 @@ class GenerateCall:
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     config: GenerationConfig
-    seed: int | list[int] | None = None
+    seed: Seed = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     stop_strings: StopStrings | None = None
 
@@ -102,23 +104,30 @@ def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationCo
 
 
 def prepare_call(
-    model: PreTrainedModel,
-    ids: Tensor | None,
-    tokenizer: Any,
-    seed: int | list[int] | None,
-    options: dict[str, Any],
-    engine: str | None = None,
+    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: Seed, options: dict[str, Any], engine: str | None = None
 ) -> GenerateCall:
-    """A prepared call. ValueError for user errors, before any forward.
+    """Let transformers merge and validate the options of a call, without decoding. ValueError for user errors, before any
+    forward.
 
     engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
     """
     options = dict(options)
     unwrap(model)
     runner = ModelRunner(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
-    with runner.lock:
-        strings = _take_stop_strings(options, runner.model.generation_config, tokenizer)
-        return prepare(runner, ids, seed, strings, **options)
+    inner = runner.model
+    with runner.lock, _without_device_warning() if inner.device.type == "meta" else nullcontext():
+        stops = _take_stop_strings(options, inner.generation_config, tokenizer)
+        _check_arguments(inner, options)
+        if options.get("attention_mask") is not None:
+            options["attention_mask"] = token_tensor(options["attention_mask"])
+        if ids is not None:
+            ids = token_tensor(ids)
+            check_shapes(ids, options.get("attention_mask"))
+
+        def capture(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
+            return captured(runner, input_ids, prepared, seed, stops)
+
+        return type(inner).generate(inner, ids, custom_generate=capture, **options)
 
 
 def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> StopStrings | None:
@@ -159,39 +168,12 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
-def prepare(
-    runner: ModelRunner,
-    input_ids: Tensor | None,
-    seed: int | list[int] | None = None,
-    stops: StopStrings | None = None,
-    **kwargs: Any,
-) -> GenerateCall:
-    """Let transformers merge and validate the options of a call, without decoding.
-
-    stops: stop strings, which transformers does not pass on. kwargs: as in `model.generate`. ValueError for unknown and
-    unsupported arguments, and for input ids and masks that do not match.
-    """
-    model = runner.model
-    _check_arguments(model, kwargs)
-    if kwargs.get("attention_mask") is not None:
-        kwargs["attention_mask"] = token_tensor(kwargs["attention_mask"])
-    if input_ids is not None:
-        input_ids = token_tensor(input_ids)
-        check_shapes(input_ids, kwargs.get("attention_mask"))
-
-    def capture(model: PreTrainedModel, **prepared: Any) -> Any:
-        return captured(runner, prepared, seed, stops)
-
-    with _without_device_warning() if model.device.type == "meta" else nullcontext():
-        return type(model).generate(model, input_ids, custom_generate=capture, **kwargs)
-
-
 def captured(
-    runner: ModelRunner, prepared: dict[str, Any], seed: int | list[int] | None = None, stops: StopStrings | None = None
+    runner: ModelRunner, ids: Tensor, prepared: dict[str, Any], seed: Seed = None, stops: StopStrings | None = None
 ) -> GenerateCall:
-    """The call that transformers has prepared for a custom decoding function. prepared: the function's keyword arguments."""
-    names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
-    ids, processors, criteria, config = (prepared.pop(name) for name in names)
+    """The call that transformers has prepared for a custom decoding function. ids, prepared: the function's arguments."""
+    names = ("logits_processor", "stopping_criteria", "generation_config")
+    processors, criteria, config = (prepared.pop(name) for name in names)
     return GenerateCall(runner, token_tensor(ids), processors, criteria, config, seed, prepared, stops)
 
 

@@ -18,7 +18,7 @@ from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.adadecode.exit_counts import AdaDecodeCounts
+from skipstone.methods.adadecode.adadecode import AdaDecodeCounts
 from skipstone.methods.adadecode.heads import HeadsCard, new_card, usual_layers
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, proves
