@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import skipstone
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.drafting.draft_model import draft_model_for
+from skipstone.methods.speculative import Speculative
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.packed_weight import PackedWeight, is_packed
 from tests.helpers import families
@@ -183,9 +183,9 @@ def test_load_gives_up_what_it_is_told_to() -> None:
     assert fingerprint(model) == fingerprint(plain)
     for method in ("layerskip", "speculative"):
         assert torch.equal(decode(plain, method), decode(model, method)), method
-    draft = draft_model_for(None, ModelRunner(plain))
+    draft = Speculative().draft_model_for(ModelRunner(plain))
     assert is_packed(draft.model), "a draft model that was named is nobody's but ours"
-    assert not is_packed(draft_model_for(copy.deepcopy(draft.model), ModelRunner(plain)).model)
+    assert not is_packed(Speculative(copy.deepcopy(draft.model)).draft_model_for(ModelRunner(plain)).model)
 
 
 MEASURE = """
