@@ -29,6 +29,7 @@ from skipstone.methods import METHODS
 from skipstone.train.heads.recipe import PRESETS
 from skipstone.train.layerskip.estimate import SHAPES
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, run, succeed
+from tests.helpers.pairwise import slow_except
 
 RUN_ALL = """
 import contextlib, io, json, sys
@@ -249,8 +250,8 @@ def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: C
     assert_refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
 
 
-@pytest.mark.slow  # a process of its own: a server closes the streams that it logs to
-@pytest.mark.parametrize("damage", [_truncate, _broken_config, _unknown_activation])
+# in a process of its own: a server closes the streams that it logs to
+@pytest.mark.parametrize("damage", slow_except((), [_truncate, _broken_config, _unknown_activation], full=[_truncate]))
 def test_a_server_of_such_a_checkpoint_ends_with_the_same_code(
     variant: Callable[..., Path], damage: Callable[[Path], None]
 ) -> None:

@@ -46,9 +46,9 @@ def insert(path: Path, after: str, line: str) -> None:
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A copy of the repository with the method in its three places."""
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "assets", "*.egg-info"))
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("assets", "*.egg-info"))
     (tmp_path / "src/skipstone/assets").symlink_to(ROOT / "src/skipstone/assets")
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
     for path in ROOT.iterdir():
         if path.name in ("docs", "recipes", "pyproject.toml", "Makefile") or path.suffix == ".md":
             (tmp_path / path.name).symlink_to(path)

@@ -168,7 +168,7 @@ def test_a_type_that_cannot_be_decoded_is_refused_before_its_weights_are_loaded(
 
 
 @QUIET
-@pytest.mark.parametrize("kind", slow_except(("gemma3", "qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
+@pytest.mark.parametrize("kind", slow_except(("qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
 def test_a_multimodal_checkpoint_writes_the_text_of_transformers(kind: str, tmp_path: Path) -> None:
     """Llama 4 among them, of which transformers loads the text model alone and leaves what sees."""
     own, prompt = wrapped.build(kind), families.prompts(1)[0]

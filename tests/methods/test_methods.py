@@ -64,7 +64,7 @@ def spread(names: Sequence[str], methods: Sequence[str]) -> list[tuple[Any, ...]
 
 
 def few(cells: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Cells with every family, and with every method greedily and sampled, with and without processors, on both engines."""
+    """Cells with every family, and with every method greedily and sampled, with processors and without, on both engines."""
 
     def pairs(cell: tuple[Any, ...]) -> set[tuple[Any, ...]]:
         return {cell[:1], *((cell[1], place, value) for place, value in enumerate(cell[4:]))}
@@ -77,10 +77,11 @@ def few(cells: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 CELLS, FURTHER = spread(families.NAMES, LOSSLESS), spread(families.FURTHER, MAIN)
-FAST, FAST_FURTHER = few(CELLS), FURTHER[:: 5 * len(MAIN) + 1]
 GROUPS = [[cell for cell in FURTHER if cell[0] == family] for family in families.FURTHER]
-FULL = [cell for place, cell in enumerate(CELLS) if cell[1] in MAIN or place % 7 == 0]
-FULL += [cells[place % len(cells)] for place, cells in enumerate(GROUPS)]
+ONE_EACH = [cells[place % len(cells)] for place, cells in enumerate(GROUPS)]
+"""Every further type with one method, which take turns."""
+FAST, FAST_FURTHER = few([cell for cell in CELLS if cell[0] in families.NAMES[::4]]), ONE_EACH[1::5]
+FULL = [*(cell for place, cell in enumerate(CELLS) if cell[1] in MAIN or place % 7 == 0), *ONE_EACH]
 
 
 def assert_conforms(method: str, family: str, rows: int, drafts: int, sampled: bool, processed: bool, new: int = NEW) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,7 @@ from tests.helpers.pairwise import slow_except
 from tests.helpers.simulated_policy import first_policy, run
 from tests.helpers.simulated_worlds import Workload, held_out, workloads
 
-TOKENS, SEEDS = 6000, (0, 1)
+TOKENS, SEED = 6000, 0
 TODAY = json.loads((Path(__file__).parent / "todays_rates.json").read_text())
 """Rates of the policy that was replaced; see its first entry for how they were made."""
 TUNED, HELD_OUT = workloads(TOKENS), held_out(TOKENS)
@@ -26,21 +27,18 @@ the bound itself."""
 @cache
 def ratio(name: str, everything: bool) -> float:
     """Of the rates to those of the policy that was replaced. No request loses more than the budget allows."""
-    work, rates = WORKS[name], []
-    for seed in SEEDS:
-        simulation, _ = run(work, seed, everything)
-        rates.append(simulation.rate())
-        if work.slowdown is None and not work.compile_time:
-            for tokens, time in simulation.requests:
-                assert time <= (1 + SLACK + NOISE) * tokens + REQUEST_CREDIT + 3
-            assert simulation.total <= (1 + SLACK + NOISE) * simulation.position + CREDIT + 3
-    return fmean(rates) / fmean(TODAY[f"{name}: {'everything' if everything else 'chains only'}"]["rates"])
+    work = WORKS[name]
+    simulation, _ = run(work, SEED, everything)
+    if work.slowdown is None and not work.compile_time:
+        for tokens, time in simulation.requests:
+            assert time <= (1 + SLACK + NOISE) * tokens + REQUEST_CREDIT + 3
+        assert simulation.total <= (1 + SLACK + NOISE) * simulation.position + CREDIT + 3
+    return simulation.rate() / TODAY[f"{name}: {'everything' if everything else 'chains only'}"]["rates"][SEED]
 
 
-@pytest.mark.parametrize("everything", slow_except([True], [True, False]), ids=["everything", "chains only"])
-@pytest.mark.parametrize("name", slow_except(QUICK, WORKS, full=()))
-def test_no_workload_is_much_slower_than_with_the_policy_before(name: str, everything: bool) -> None:
-    assert ratio(name, everything) >= 0.90
+@pytest.mark.parametrize("name", QUICK)
+def test_no_workload_is_much_slower_than_with_the_policy_before(name: str) -> None:
+    assert ratio(name, True) >= 0.90
 
 
 @pytest.mark.slow
@@ -78,16 +76,16 @@ def test_no_deadlock_if_all_costs_are_believed_to_be_three_times_too_high(known:
     assert fmean(wrong / right for wrong, right in pairs) >= 0.95
 
 
-@pytest.mark.parametrize("everything", [True, False], ids=["everything", "chains only"])
-@pytest.mark.parametrize("known", [0, 1, 30])
-@pytest.mark.parametrize("factor", [3.0, 1 / 3])
-@pytest.mark.parametrize("kind", slow_except((), KINDS, full=KINDS[-1:]))
+WRONG = [*product(KINDS, (3.0, 1 / 3), (0, 1, 30), (True, False))]
+PAIRS = [cell for cell in WRONG if cell[0] == "all" and (cell[1] > 1) ^ (cell[2] == 1) ^ cell[3]]
+"""Every two values of two of the other factors meet."""
+
+
+@pytest.mark.parametrize(("kind", "factor", "known", "everything"), slow_except((), WRONG, full=PAIRS))
 def test_wrong_costs_are_unlearnt(kind: str, factor: float, known: int, everything: bool) -> None:
     names = [name for name, work in HELD_OUT.items() if work.machine.rows == 1][:8]
     found = [
-        later_rate(SHORT[name], seed, everything, kind, factor, known) / right_rate(name, seed, everything)
-        for name in names
-        for seed in SEEDS
+        later_rate(SHORT[name], SEED, everything, kind, factor, known) / right_rate(name, SEED, everything) for name in names
     ]
     assert fmean(found) >= 0.97
 
