@@ -28,6 +28,8 @@ SHORT = {
     "bench": ["--num-prompts", "1", "--tune-prompts", "1", "--tune-tokens", "2", "--max-new-tokens", "4"],
 }
 """What keeps a command of these pages short."""
+LONG = ("bench", "check", "costs", "train")
+"""What still takes more than half a second."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
 
@@ -89,7 +91,10 @@ def test_stream_snippet_names_every_origin_that_occurs(executed):
     assert {"prefill", "draft", "recovered"} <= seen
 
 
-@pytest.mark.parametrize("words", skipstone_commands(), ids=lambda words: " ".join(words[:2]))
+COMMANDS = [pytest.param(words, marks=[pytest.mark.slow] * (words[0] in LONG)) for words in skipstone_commands()]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:2]))
 def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
     """In this process, through the console script's entry point. `check` makes two probes: in tests/cli it makes all."""
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.gguf.write_gguf import DRAFT, TARGET, write_pair
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, GGUF_NAMES, RULES, SIZE, TEXT, byte_level, plain, splitting
-from tests.helpers.pairwise import round_robin
+from tests.helpers.pairwise import round_robin, slow_except
 
 EXIT = conformance.EXIT
 FIRST = DraftLayers(tuple(range(EXIT)), 4)
@@ -81,7 +81,7 @@ def test_both_files_hold_the_weights(name: str, tied: bool, tmp_path: Path) -> N
         assert field(folder / file, "general.architecture") == name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", slow_except(["llama"], ["llama", "qwen3"]))
 @torch.no_grad()
 def test_our_own_loader_reads_the_same_model(name: str, tmp_path: Path) -> None:
     model = plain(name)

@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -32,8 +31,10 @@ KEY = "sk-secret"
 
 
 @pytest.fixture(scope="module")
-def client(nano: InThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{nano.url}/v1", api_key="none", max_retries=0)
+def client(nano: InThread) -> Any:
+    from openai import OpenAI  # in two seconds, which no other test shall take
+
+    return OpenAI(base_url=f"{nano.url}/v1", api_key="none", max_retries=0)
 
 
 def expected(loaded: Any, text: str, new: int, **more: Any) -> str:
@@ -54,7 +55,7 @@ def test_answers_of_many_clients_at_once_are_those_of_generate(loaded: Any, nano
     assert result == [expected(loaded, text, 30, do_sample=False) for text in TEXTS] * 3
 
 
-def test_a_stream_has_the_same_text_and_ends_with_the_usage(loaded: Any, client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_the_usage(loaded: Any, client: Any) -> None:
     body: dict[str, Any] = {"model": "skipstone-nano", "prompt": TEXTS[0], "max_tokens": 30, "temperature": 0}
     chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     choices = [choice for chunk in chunks for choice in chunk.choices]
@@ -193,7 +194,7 @@ def test_other_mistakes_have_their_own_status(nano: InThread) -> None:
     assert "chat template" in refusal(chat)
 
 
-def test_what_the_server_says_of_itself(nano: InThread, client: openai.OpenAI) -> None:
+def test_what_the_server_says_of_itself(nano: InThread, client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["skipstone-nano"]
     info = nano.http.get("/server_info").json()
     assert info["method"].startswith("layerskip exit_layer=6")

@@ -12,21 +12,10 @@ from pydantic import BaseModel
 import skipstone
 from tests.helpers.served import InThread, in_thread, refusal, with_template, without_run
 
-openai = pytest.importorskip("openai")
-from openai.types import completion_create_params as texts  # noqa: E402
-from openai.types import responses  # noqa: E402
-from openai.types.chat import ChatCompletionMessageParam  # noqa: E402
-from openai.types.chat import completion_create_params as chats  # noqa: E402
-
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def f(", "max_tokens": 2, "temperature": 0, "seed": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "f"}], "max_tokens": 2, "temperature": 0, "seed": 3},
     "/v1/responses": {"input": "f", "max_output_tokens": 2, "temperature": 0},
-}
-PARAMS = {
-    "/v1/completions": (texts.CompletionCreateParamsNonStreaming, texts.CompletionCreateParamsStreaming),
-    "/v1/chat/completions": (chats.CompletionCreateParamsNonStreaming, chats.CompletionCreateParamsStreaming),
-    "/v1/responses": (responses.response_create_params.ResponseCreateParamsNonStreaming,),
 }
 LONE = '"\\ud83d"'
 
@@ -36,15 +25,29 @@ def nullable(kind: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def params() -> dict[str, tuple[Any, ...]]:
+    """The client's types of every route's body."""
+    from openai.types import completion_create_params as texts  # in two seconds, which no other test shall take
+    from openai.types import responses
+    from openai.types.chat import completion_create_params as chats
+
+    return {
+        "/v1/completions": (texts.CompletionCreateParamsNonStreaming, texts.CompletionCreateParamsStreaming),
+        "/v1/chat/completions": (chats.CompletionCreateParamsNonStreaming, chats.CompletionCreateParamsStreaming),
+        "/v1/responses": (responses.response_create_params.ResponseCreateParamsNonStreaming,),
+    }
+
+
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     loaded = skipstone.load(with_template(tmp_path_factory.mktemp("nano")))
     with in_thread(lambda: loaded, max_num_seqs=4, max_model_len=128, method="autoregressive") as running:
         yield running
 
 
-@pytest.mark.parametrize("url", PARAMS)
-def test_null_is_the_same_as_leaving_a_field_out(served: InThread, url: str) -> None:
-    names = sorted({one for kind in PARAMS[url] for one in nullable(kind)})
+@pytest.mark.parametrize("url", BODIES)
+def test_null_is_the_same_as_leaving_a_field_out(served: InThread, params: Any, url: str) -> None:
+    names = sorted({one for kind in params[url] for one in nullable(kind)})
     assert "temperature" in names
     same = without_run(served.http.post(url, json=BODIES[url]).json())
     for name in names:
@@ -57,14 +60,16 @@ def test_null_is_the_same_as_leaving_a_field_out(served: InThread, url: str) -> 
             assert without_run(response.json()) == same, name
 
 
-def test_null_is_absent_in_streams(served: InThread) -> None:
-    body = dict.fromkeys(nullable(chats.CompletionCreateParamsStreaming)) | BODIES["/v1/chat/completions"]
+def test_null_is_absent_in_streams(served: InThread, params: Any) -> None:
+    body = dict.fromkeys(nullable(params["/v1/chat/completions"][1])) | BODIES["/v1/chat/completions"]
     response = served.http.post("/v1/chat/completions", json=body | {"stream": True})
     assert response.status_code == 200
     assert response.text.rstrip().endswith("[DONE]")
 
 
 def test_null_is_absent_in_messages(served: InThread) -> None:
+    from openai.types.chat import ChatCompletionMessageParam
+
     kinds = [one for one in typing.get_args(ChatCompletionMessageParam) if nullable(one) and "Function" not in one.__name__]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for kind in kinds:
@@ -76,7 +81,9 @@ def test_null_is_absent_in_messages(served: InThread) -> None:
 
 
 def test_a_message_of_openai_s_client_can_be_sent_back(served: InThread) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{served.url}/v1", api_key="none")
     turns: list[Any] = [{"role": "user", "content": "f"}]
     for _ in range(2):
         answer = client.chat.completions.create(model="skipstone-nano", messages=turns, max_tokens=3)
@@ -92,11 +99,13 @@ class City(BaseModel):
 
 
 def test_a_parsed_message_of_openai_s_client_can_be_sent_back(served: InThread) -> None:
+    from openai import OpenAI, pydantic_function_tool
+
     """What its helpers have read of a message stands in the message, and so does the index of a streamed call."""
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{served.url}/v1", api_key="none")
     user: Any = {"role": "user", "content": "f"}
     request: dict[str, Any] = {"model": "skipstone-nano", "messages": [user], "temperature": 0}
-    call: dict[str, Any] = {**request, "tools": [openai.pydantic_function_tool(City)], "tool_choice": "required"}
+    call: dict[str, Any] = {**request, "tools": [pydantic_function_tool(City)], "tool_choice": "required"}
     document = client.chat.completions.parse(**request, response_format=City)
     with client.chat.completions.stream(**call) as stream:
         streamed = stream.get_final_completion()

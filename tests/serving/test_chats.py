@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from pydantic import ValidationError
@@ -46,15 +45,17 @@ def server(loaded: Any, chatty: Any) -> Iterator[InThread]:
 
 
 @pytest.fixture(scope="module")
-def client(server: InThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: InThread) -> Any:
+    from openai import OpenAI  # in two seconds, which no other test shall take
+
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def expected(loaded: Any, chatty: Any, turns: list[dict[str, Any]], new: int) -> str:
     return skipstone.generate(loaded[0], turns, tokenizer=chatty, max_new_tokens=new, do_sample=False).text
 
 
-def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, client: Any) -> None:
     turns: Any = [{"role": "system", "content": "be brief"}, *ASKED, {"role": "assistant", "content": "a + b"}, *ASKED]
     wanted = expected(loaded, chatty, turns, 30)
     request: dict[str, Any] = {"model": "skipstone-nano", "messages": turns, "max_completion_tokens": 30, "temperature": 0}
@@ -71,7 +72,7 @@ def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, cli
     ("choice", "speculative"),
     [({"type": "function", "function": {"name": "double"}}, "auto"), ("required", "layerskip exit_layer=6")],
 )
-def test_a_demanded_call_is_made_whatever_drafts(client: openai.OpenAI, choice: Any, speculative: str) -> None:
+def test_a_demanded_call_is_made_whatever_drafts(client: Any, choice: Any, speculative: str) -> None:
     request: dict[str, Any] = {"model": "skipstone-nano", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
     request |= {"max_tokens": 60, "seed": 3, "extra_body": {"speculative": speculative}}
     if choice == "required":
@@ -92,7 +93,7 @@ def test_a_demanded_call_is_made_whatever_drafts(client: openai.OpenAI, choice: 
     assert (streamed.index, streamed.function.name) == (0, "double")
 
 
-def test_tools_that_may_be_called_leave_a_text_as_it_is(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+def test_tools_that_may_be_called_leave_a_text_as_it_is(loaded: Any, chatty: Any, client: Any) -> None:
     request: dict[str, Any] = {"model": "skipstone-nano", "messages": ASKED, "max_tokens": 20, "temperature": 0}
     offered = client.chat.completions.create(**request, tools=TOOLS)
     ids = chatty.apply_chat_template(ASKED, tools=TOOLS, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -162,7 +163,7 @@ def test_arguments_that_are_no_json() -> None:
         ChatBody.model_validate({"messages": [{"role": "user", "tool_calls": [call]}]})
 
 
-def test_a_response_is_the_answer_of_the_chat_and_its_output_goes_on(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+def test_a_response_is_the_answer_of_the_chat_and_its_output_goes_on(loaded: Any, chatty: Any, client: Any) -> None:
     wanted = expected(loaded, chatty, [{"role": "system", "content": "be brief"}, *ASKED], 25)
     request: dict[str, Any] = {"model": "skipstone-nano", "instructions": "be brief", "max_output_tokens": 25, "temperature": 0}
     whole = client.responses.create(**request, input="add two numbers")
@@ -176,7 +177,7 @@ def test_a_response_is_the_answer_of_the_chat_and_its_output_goes_on(loaded: Any
     assert client.responses.create(**request, input=turns).output_text
 
 
-def test_a_response_is_streamed_event_by_event(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+def test_a_response_is_streamed_event_by_event(loaded: Any, chatty: Any, client: Any) -> None:
     wanted = expected(loaded, chatty, ASKED, 25)
     request: dict[str, Any] = {"model": "skipstone-nano", "input": "add two numbers", "max_output_tokens": 25, "temperature": 0}
     events: list[Any] = list(client.responses.create(**request, stream=True))
@@ -188,7 +189,7 @@ def test_a_response_is_streamed_event_by_event(loaded: Any, chatty: Any, client:
     assert events[-1].response.output_text == wanted
 
 
-def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
+def test_a_response_of_a_schema(client: Any) -> None:
     wanted: Any = {"format": {"type": "json_schema", "name": "number", "schema": NUMBER, "strict": True}}
     result = client.responses.create(model="skipstone-nano", input="a number", text=wanted, max_output_tokens=40)
     assert json.loads(result.output_text) in ({"n": 1}, {"n": 2})

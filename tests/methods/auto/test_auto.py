@@ -36,11 +36,11 @@ from tests.helpers import families
 from tests.helpers.conformance import truncated
 from tests.helpers.machine import decode as decode_rows
 from tests.helpers.machine import llama, near, prompt, running, serve, start
-from tests.helpers.pairwise import round_robin
+from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.support import assert_same_texts, decode, plainly, references
 
 QUICK = ("llama", "gemma2", "qwen3")
-FAMILIES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in families.NAMES]
+FAMILIES = slow_except(("llama", "gemma2"), families.NAMES)
 
 
 def everything(model: Any, second: Any) -> Auto:

@@ -26,6 +26,7 @@ from skipstone.train.heads.answers import ModelAnswer
 from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt, HeadSchedule, made, of_prompts, read_prompts
 from skipstone.utils.files import LineFile, read_lines
 from tests.helpers.machine import llama, prompt
+from tests.helpers.pairwise import slow_except
 from tests.helpers.training import heads_base, quiet
 from tests.helpers.training import heads_recipe as recipe
 
@@ -67,7 +68,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     assert out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
 
 
-@pytest.mark.parametrize("vocabulary", [None, 12])
+@pytest.mark.parametrize("vocabulary", slow_except([12], [None, 12]))
 def test_the_divergence_is_that_of_the_formula(base: Path, tmp_path: Path, vocabulary: int | None) -> None:
     """KL(p* || p_theta) in float64, from the model's own logits, over all tokens or those that the answers hold most often."""
     folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": vocabulary}), base, say=quiet)
@@ -432,6 +433,7 @@ def test_heads_for_another_vocabulary_are_refused() -> None:
         AdaDecode(heads).check(ModelRunner(llama(layers=6, vocab=20)))
 
 
+@pytest.mark.slow
 def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Path) -> None:
     shape, made_of = {"kind": "low_rank", "rank": 2}, []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

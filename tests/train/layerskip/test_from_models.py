@@ -170,6 +170,7 @@ def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the
     assert learnt[-1].tolist() == [7, 8]
 
 
+@pytest.mark.slow
 def test_a_draft_model_begins_as_its_targets_first_layers(tmp_path: Path) -> None:
     target = tmp_path / "target"
     tiny(vocab_size=300).save_pretrained(target)

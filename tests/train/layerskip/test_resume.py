@@ -14,7 +14,6 @@ import torch
 
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
-from tests.helpers.pairwise import slow_except
 from tests.helpers.training import (
     Interrupted,
     Steps,
@@ -83,14 +82,12 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
     folder.with_suffix(".json").write_text(json.dumps({"digest": digest(one.model), "step": one.state.global_step}))
 
 
-@pytest.mark.parametrize(
-    ("kind", "chosen", "drawn"),
-    slow_except([("adamw, rotational", 1, 0)], [("adamw, rotational", 1, 0), *((kind, len(NAMED), 7) for kind in KINDS)]),
-)
-def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments(tmp_path: Path, kind: str) -> None:
     """At some that are chosen, so that no run of the dice misses them, and at others that are drawn."""
-    dice, named = random.Random(kind), NAMED[:chosen]
-    moments: list[int | str] = [*named, *(dice.randrange(1, 50) for _ in range(drawn))]
+    dice = random.Random(kind)
+    moments: list[int | str] = [*NAMED, *(dice.randrange(1, 50) for _ in range(7))]
     dice.shuffle(moments)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(whole, kind, None)
@@ -104,7 +101,7 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn:
     assert in_processes(train, (run, kind, None), start=START) == [0]
     killed = (tmp_path / "run.killed").read_text().splitlines()
     assert len(killed) == len(moments)
-    assert all(any(event.startswith(name) for event in killed) for name in named), killed
+    assert all(any(event.startswith(name) for event in killed) for name in NAMED), killed
     assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
     assert logged(run) == logged(whole)
     names = sorted(path.name for path in run.iterdir())
