@@ -21,7 +21,7 @@ from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.errors import RequestError
 from skipstone.serving.model_thread import MethodSteps, ModelThread, RequestEvents
 from skipstone.serving.pending_request import CANCELLED, FAILED, LENGTH, TIMEOUT, PendingRequest, RequestEnd, StepOutput
-from skipstone.serving.request_parser import Bias, Penalty
+from skipstone.serving.request_parser import Penalty
 from skipstone.utils.limits import MAX_BATCH_GROUPS
 from tests.helpers import families
 from tests.helpers.machine import near
@@ -400,7 +400,6 @@ def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any
 def test_biases_and_penalties_by_hand() -> None:
     """The prompt is 1, 2. Generated are 3 twice, and 4 and 5 once."""
     ids, scores = torch.tensor([[1, 2, 5, 3, 3, 4]]), torch.zeros(1, 6)
-    assert Bias({2: 1.5, 0: -100.0})(ids, scores).tolist() == [[-100.0, 0.0, 1.5, 0.0, 0.0, 0.0]]
     assert Penalty(2, 0.5, 0.25)(ids, scores).tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, -0.75]]
     assert scores.sum() == 0
 

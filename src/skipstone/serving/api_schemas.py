@@ -92,22 +92,31 @@ class Prediction(Body):
     content: str | list[TextPart]
 
 
-class GenerationBody(RequestBody):
-    """The common fields of completions and chats: OpenAI's, and vLLM's where OpenAI has none. A field that is left out has the
-    model's own value.
+class AnyGenerationBody(RequestBody):
+    """The common fields of everything that is answered with a text. A field that is left out has the model's own value.
 
     speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding. user, prompt_cache_key: name
-    the conversation (`ray.session_affinity`). return_metrics: figures of the answer. stream_speculative: figures of every step;
-    "full" adds probabilities and rejected drafts."""
+    the conversation (`ray.session_affinity`). return_metrics: figures of the answer."""
 
     model: str | None = None
     stream: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    speculative: str | dict[str, Any] | None = None
+    return_metrics: bool = False
+
+
+class GenerationBody(AnyGenerationBody):
+    """The common fields of completions and chats: OpenAI's, and vLLM's where OpenAI has none.
+
+    stream_speculative: figures of every step; "full" adds probabilities and rejected drafts."""
+
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, lt=1 << 63)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -117,10 +126,6 @@ class GenerationBody(RequestBody):
     response_format: Format | None = None
     logit_bias: dict[TokenDigits, Bias] | None = Field(default=None, max_length=MAX_BIASES)
     prediction: Prediction | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    speculative: str | dict[str, Any] | None = None
-    return_metrics: bool = False
     stream_speculative: bool | Literal["full"] = False
 
     @property
@@ -132,6 +137,16 @@ class GenerationBody(RequestBody):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wanted_format(self) -> Format | None:
+        """response_format if it restricts the text."""
+        return None if self.response_format is None or self.response_format.type == "text" else self.response_format
+
+    @property
+    def demands_a_call(self) -> bool:
+        """Whether nothing but a call of a tool may be written."""
+        return False
 
 
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -179,6 +194,13 @@ class CalledFunction(Body):
     parsed_arguments: Any = None
 
 
+def _finite(number: str) -> float:
+    """A number of JSON. ValueError for NaN and infinity, which a template could not write as JSON."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(number)
+    return found
+
+
 class ToolCall(Body):
     """A call of an earlier turn. index: its place in a stream, which openai-python keeps; not used."""
 
@@ -186,6 +208,19 @@ class ToolCall(Body):
     type: Literal["function"]
     function: CalledFunction
     index: int | None = None
+
+    def turn(self, arguments_as_text: bool) -> dict[str, Any]:
+        """The call for a chat template. ValueError if its arguments are no JSON object."""
+        name, arguments = self.function.name, self.function.arguments
+        try:
+            found = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(f"messages: the arguments of {name} must be a JSON object, its numbers finite")
+        refuse_surrogates(found)
+        function = {"name": name, "arguments": arguments if arguments_as_text else found}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class NamedFunction(Body):
@@ -225,31 +260,9 @@ class Message(Body):
     def turn(self, arguments_as_text: bool = False) -> dict[str, Any]:
         """The message for a chat template. arguments_as_text: whether the arguments of calls are text, or objects."""
         role = "system" if self.role == "developer" else self.role  # most templates do not know developers
-        found: dict[str, Any] = {"role": role, "content": joined(self.content)}
-        found |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-        if self.tool_calls:
-            functions = [(one.id, function_of(one, arguments_as_text)) for one in self.tool_calls]
-            found["tool_calls"] = [{"id": id_, "type": "function", "function": function} for id_, function in functions]
-        return found
-
-
-def _finite(number: str) -> float:
-    """A number of JSON. ValueError for NaN and infinity, which a template could not write as JSON."""
-    if not math.isfinite(found := float(number)):
-        raise ValueError(number)
-    return found
-
-
-def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
-    """The function of a call for a chat template. ValueError if its arguments are no JSON object."""
-    try:
-        found = json.loads(call.function.arguments, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"messages: the arguments of {call.function.name} must be a JSON object, its numbers finite")
-    refuse_surrogates(found)
-    return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
+        calls = [one.turn(arguments_as_text) for one in self.tool_calls or ()]
+        found = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        return {"role": role, "content": joined(self.content), **found} | ({"tool_calls": calls} if calls else {})
 
 
 class ChatBody(GenerationBody):
@@ -285,7 +298,6 @@ class ChatBody(GenerationBody):
 
     @property
     def demands_a_call(self) -> bool:
-        """Whether nothing else may be written."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
 

@@ -14,7 +14,7 @@ from skipstone.serving.errors import RequestError, error_body
 from skipstone.serving.logprobs import TokenReader
 from skipstone.serving.output_text import OutputText
 from skipstone.serving.pending_request import STOP, PendingRequest, RequestStats, StepOutput, TokenLogprobs
-from skipstone.serving.step_details import TokenDetails
+from skipstone.serving.step_details import StepDetails, TokenDetails
 from skipstone.serving.tool_call_parser import ToolCallParser
 
 TOOL_CALLS = "tool_calls"
@@ -267,6 +267,7 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 def step_json(output: StepOutput, reader: TokenReader) -> dict[str, Any]:
     """The step that committed tokens, with its details if it has them. reader: has read the tokens before."""
+    details = output.details or StepDetails([TokenDetails(token) for token in output.tokens])
     found: dict[str, Any] = {
         "step": output.step,
         "tokens": [],
@@ -276,28 +277,22 @@ def step_json(output: StepOutput, reader: TokenReader) -> dict[str, Any]:
         "draft_ms": round(output.milliseconds[0], 3),
         "verify_ms": round(output.milliseconds[1], 3),
     }
-    details = output.details
-    if details is not None:
-        rejected = [(one.place, [_token_json(token.token, token, reader) for token in one.tokens]) for one in details.rejected]
+    if output.details is not None:
+        rejected = [(one.place, [_token_json(token, reader) for token in one.tokens]) for one in details.rejected]
         found["refused"] = [{"at": place, "tokens": tokens} for place, tokens in rejected]
         found["left_out"] = details.left_out
-        if details.layers is not None:
-            found["layers"] = details.layers
-        if details.plain_milliseconds is not None:
-            found["plain_ms"] = round(details.plain_milliseconds, 4)
-    of_tokens = [None] * len(output.tokens) if details is None else details.tokens
-    for token, origin, one in zip(output.tokens, output.origin, of_tokens, strict=True):
-        found["tokens"].append(_token_json(token, one, reader) | {"origin": origin})
-        reader.add(token)
+    if details.layers is not None:
+        found["layers"] = details.layers
+    if details.plain_milliseconds is not None:
+        found["plain_ms"] = round(details.plain_milliseconds, 4)
+    for one, origin in zip(details.tokens, output.origin, strict=True):
+        found["tokens"].append(_token_json(one, reader) | {"origin": origin})
+        reader.add(one.token)
     return found
 
 
-def _token_json(token: int, details: TokenDetails | None, reader: TokenReader) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": token, "text": reader.text(token)}
-    if details is None:
-        return found
-    probabilities = {"p": details.model, "draft_p": details.drafter, "confidence": details.confidence}
-    found |= {name: round(value, 4) for name, value in probabilities.items() if value is not None}
-    if details.layer is not None:
-        found["layer"] = details.layer
-    return found | ({"overruled": True} if details.overruled else {})
+def _token_json(details: TokenDetails, reader: TokenReader) -> dict[str, Any]:
+    numbers = {"p": details.model, "draft_p": details.drafter, "confidence": details.confidence, "layer": details.layer}
+    known = {name: round(value, 4) for name, value in numbers.items() if value is not None}
+    overruled = {"overruled": True} if details.overruled else {}
+    return {"id": details.token, "text": reader.text(details.token), **known, **overruled}

@@ -4,7 +4,7 @@ It runs in a thread of its own, because transformers' preparation of a call chan
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList, SequenceBiasLogitsProcessor
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
@@ -201,30 +201,22 @@ class RequestParser:
             raise ValueError(f"prediction: at most {self.max_model_len} tokens, found {len(text)} characters")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.max_model_len]
 
-    def has_grammar(self, body: GenerationBody) -> bool:
-        """Whether a body has a grammar."""
-        wants_format = body.response_format is not None and body.response_format.type != "text"
-        return wants_format or (isinstance(body, ChatBody) and body.demands_a_call)
-
     def compile_grammar(self, body: GenerationBody) -> Grammar:
         """The grammar of a body that has one. It may take seconds and shares nothing with others, so it runs in a thread of its
         own. ValueError for a wrong or too large schema; TimeoutError as in `GrammarCompiler.compile_schema`."""
+        if body.ignore_eos:
+            raise ValueError("response_format, and a call that is demanded, end a text, which ignore_eos forbids")
         choices = body.n * (len(_prompts(body)) if isinstance(body, CompletionBody) else 1)
-        wanted = None if body.response_format is None or body.response_format.type == "text" else body.response_format
+        wanted = body.wanted_format
         if isinstance(body, ChatBody) and body.demands_a_call:
             if wanted is not None:
                 raise ValueError("response_format and a tool_choice that demands a call exclude each other")
-            if body.ignore_eos:
-                raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
             return self._grammar_compiler.compile_calls(argument_schemas(body.offered), choices)
         assert wanted is not None
-        if body.ignore_eos:
-            raise ValueError("response_format ends a text, which ignore_eos forbids")
-        if wanted.type == "json_object":
-            return self._grammar_compiler.compile_schema(ANY_OBJECT, choices=choices)
-        if wanted.json_schema is None:
+        schema = ANY_OBJECT if wanted.type == "json_object" else wanted.json_schema and wanted.json_schema.schema_
+        if schema is None:
             raise ValueError("response_format: json_schema is missing")
-        return self._grammar_compiler.compile_schema(wanted.json_schema.schema_, choices=choices)
+        return self._grammar_compiler.compile_schema(schema, choices=choices)
 
     @cached_property
     def _grammar_compiler(self) -> GrammarCompiler:
@@ -242,10 +234,10 @@ class RequestParser:
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalty(prompt, body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
-            biases = {int(token): bias for token, bias in body.logit_bias.items()}
-            if (largest := max(biases)) >= self.model.embeddings:
+            biases: list[Any] = [[[int(token)], bias] for token, bias in body.logit_bias.items()]
+            if (largest := max(biases)[0][0]) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
-            processors.append(Bias(biases))
+            processors.append(SequenceBiasLogitsProcessor(biases))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options
@@ -285,20 +277,6 @@ def _writes(tokenizer: Any, arguments: Any) -> bool:
             written = chat_text(turns[:count], tokenizer, [tool])
             return "probed_value" in written and str(PROBE_ARGUMENTS) not in written
     return False
-
-
-class Bias:
-    """Adds to single tokens' logits. biases: token id -> what is added."""
-
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self.ids = torch.tensor(list(biases), dtype=torch.int64, device="cpu")
-        self.values = torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """ids: [1, T]. scores: [1, V]."""
-        scores = scores.clone()
-        scores[:, self.ids.to(scores.device)] += self.values.to(scores.device, scores.dtype)
-        return scores
 
 
 class Penalty:

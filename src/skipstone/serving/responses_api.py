@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from skipstone.serving.api_schemas import Body, ChatBody, CompletionBody, Format, GenerationBody, Message, RequestBody, Schema
+from skipstone.serving.api_schemas import (
+    AnyGenerationBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Format,
+    GenerationBody,
+    Message,
+    Schema,
+)
 from skipstone.serving.completions_api import Choice, Completion, Updates, event_json
 from skipstone.serving.errors import RequestError, error_body
 from skipstone.serving.pending_request import LENGTH
@@ -43,8 +52,8 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def format(self) -> Format:
         """As a chat has it."""
@@ -57,25 +66,17 @@ class TextSettings(Body):
     format: TextFormat | None = None
 
 
-class ResponseBody(RequestBody):
+class ResponseBody(AnyGenerationBody):
     """/v1/responses. input: a text, or the turns of a conversation. What would need a store of earlier responses, tools or
     anything but text is refused."""
 
-    model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    stream: bool = False
     text: TextSettings | None = None
     store: bool | None = None
     truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    speculative: str | dict[str, Any] | None = None
-    return_metrics: bool = False
 
     def generation_body(self, chats: bool) -> GenerationBody:
         """The same request as a chat, or as a completion if the model has no chats. ValueError if that is impossible."""

@@ -167,7 +167,7 @@ class Server:
 
     async def _grammar(self, body: GenerationBody) -> Grammar | None:
         """The grammar of a body, compiled in a thread of its own, so that only requests with a schema wait for it."""
-        if not self.parser.has_grammar(body):
+        if body.wanted_format is None and not body.demands_a_call:
             return None
         if self._num_compiling >= max(self.settings.max_waiting, 1):
             message = f"{self._num_compiling} schemas wait to be compiled already; ask again later"
