@@ -194,7 +194,7 @@ class CalledFunction(Body):
     parsed_arguments: Any = None
 
 
-def _finite(number: str) -> float:
+def finite(number: str) -> float:
     """A number of JSON. ValueError for NaN and infinity, which a template could not write as JSON."""
     if not math.isfinite(found := float(number)):
         raise ValueError(number)
@@ -213,7 +213,7 @@ class ToolCall(Body):
         """The call for a chat template. ValueError if its arguments are no JSON object."""
         name, arguments = self.function.name, self.function.arguments
         try:
-            found = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+            found = json.loads(arguments, parse_float=finite, parse_constant=finite)
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):

@@ -18,7 +18,7 @@ from skipstone.serving.api_schemas import ChatBody, CompletionBody, DetokenizeBo
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.errors import RequestError, error_response, invalid_body
 from skipstone.serving.middleware import AccessMiddleware
-from skipstone.serving.request_record import RecordMiddleware
+from skipstone.serving.request_record import RECORD, RecordMiddleware
 from skipstone.serving.responses_api import ResponseBody
 from skipstone.serving.server import Server, read_all
 
@@ -107,6 +107,7 @@ async def _answer(server: Server, body: CompletionBody | ChatBody | ResponseBody
     if not isinstance(body, ResponseBody) and body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options needs stream=true")
     completion, updates = await server.answer(body)
+    request.scope[RECORD].attach(completion)
     if body.stream:
         return Stream(completion.events(updates), server, completion)
     work = [asyncio.ensure_future(read_all(updates)), asyncio.ensure_future(_wait_for_disconnect(request))]

@@ -3,7 +3,6 @@
 import json
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -193,19 +192,19 @@ class Completion:
         return min((one.first_token_seconds for one in self.choices if one.first_token_seconds is not None), default=None)
 
     @property
-    def stats(self) -> list[RequestStats]:
-        """Of every text."""
-        return [choice.pending.stats for choice in self.choices]
+    def stats(self) -> RequestStats:
+        """Of all texts."""
+        return RequestStats.total(choice.pending.stats for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt and written tokens. A prompt counts once for all its choices."""
         prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
-        reused = sum(one.cached_tokens for one in self.stats)
+        stats = self.stats
         found: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        found["prompt_tokens_details"] = {"cached_tokens": min(reused, read)}
+        found["prompt_tokens_details"] = {"cached_tokens": min(stats.cached_tokens, read)}
         if predicted := sum(len(choice.pending.request.prediction) for choice in self.choices):
-            accepted = sum(one.accepted_prediction_tokens for one in self.stats)
+            accepted = stats.accepted_prediction_tokens
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": max(predicted - accepted, 0)}
             found["completion_tokens_details"] = details
         return found
@@ -222,10 +221,10 @@ class Completion:
                 "time_to_first_token_ms": round(1000 * first, 3),
                 "generation_time_ms": round(1000 * (seconds - first), 3),
                 "queue_time_ms": round(1000 * waited, 3),
-                "tokens_per_second": round(sum(one.tokens for one in stats) / seconds, 3) if seconds else 0.0,
+                "tokens_per_second": round(stats.tokens / seconds, 3) if seconds else 0.0,
                 "speculative_decoding": speculative_metrics(stats),
             },
-            "timings": {"draft_n": sum(one.drafted for one in stats), "draft_n_accepted": sum(one.accepted for one in stats)},
+            "timings": {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted},
         }
 
 
@@ -234,13 +233,9 @@ def event_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def speculative_metrics(stats: Sequence[RequestStats]) -> dict[str, Any]:
-    """vLLM's block of figures for some texts. Histograms: number of steps by number of accepted drafts."""
-    drafts, drafters = Counter[tuple[int, int]](), Counter[str]()
-    for one in stats:
-        drafts += one.drafts
-        drafters += one.drafters
-    steps, drafted, accepted = (sum(getattr(one, name) for one in stats) for name in ("steps", "drafted", "accepted"))
+def speculative_metrics(stats: RequestStats) -> dict[str, Any]:
+    """vLLM's block of figures. Histograms: number of steps by number of accepted drafts."""
+    drafts, steps, drafted, accepted = stats.drafts, stats.steps, stats.drafted, stats.accepted
     lengths = sorted({length for length, _ in drafts})
 
     def histogram(*of_lengths: int) -> list[int]:
@@ -254,7 +249,7 @@ def speculative_metrics(stats: Sequence[RequestStats]) -> dict[str, Any]:
         "num_spec_steps": drafts.total(),
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
-        "drafters": dict(drafters),
+        "drafters": dict(stats.drafters),
     }
 
 

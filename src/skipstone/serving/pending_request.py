@@ -63,7 +63,7 @@ class PendingRequest:
 
 @dataclass
 class RequestStats:
-    """Sums over the steps of one text.
+    """Sums over the steps of a text.
 
     steps: decoding steps. drafts: (number of drafted tokens, number of accepted tokens) -> steps that drafted. drafters: name
     -> steps. cached_tokens: prompt tokens with reused keys and values. accepted_prediction_tokens: tokens of the request's
@@ -83,6 +83,15 @@ class RequestStats:
     @property
     def accepted(self) -> int:
         return sum(accepted * steps for (_, accepted), steps in self.drafts.items())
+
+    @classmethod
+    def total(cls, texts: Iterable["RequestStats"]) -> "RequestStats":
+        """The sums over several texts."""
+        total = cls()
+        for one in texts:
+            for name, value in vars(one).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
     def add(self, step: Step, row: int) -> None:
         """Count a step in which the row committed tokens."""
@@ -137,15 +146,13 @@ RequestEvent = StepOutput | RequestEnd
 
 def merge_outputs(events: Iterable[tuple[PendingRequest, RequestEvent]]) -> list[tuple[PendingRequest, RequestEvent]]:
     """The same events with one `StepOutput` per request: the latest step's, with the tokens of all steps."""
-    merged: list[tuple[PendingRequest, RequestEvent]] = []
-    place: dict[PendingRequest, int] = {}
+    merged: dict[tuple[PendingRequest, bool], RequestEvent] = {}
     for pending, event in events:
-        before = merged[place[pending]][1] if pending in place else None
+        key = pending, isinstance(event, StepOutput)
+        before = merged.get(key)
         if isinstance(event, StepOutput) and isinstance(before, StepOutput):
             logprobs = None if event.logprobs is None else [*(before.logprobs or ()), *event.logprobs]
             tokens, origin = [*before.tokens, *event.tokens], [*before.origin, *event.origin]
-            merged[place[pending]] = pending, replace(event, tokens=tokens, origin=origin, logprobs=logprobs)
-        else:
-            place[pending] = len(merged)
-            merged.append((pending, event))
-    return merged
+            event = replace(event, tokens=tokens, origin=origin, logprobs=logprobs)
+        merged[key] = event
+    return [(pending, event) for (pending, _), event in merged.items()]

@@ -7,18 +7,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipstone.serving.api_schemas import GenerationBody
 from skipstone.serving.completions_api import Completion
 from skipstone.serving.errors import RequestError, error_response
 from skipstone.serving.pending_request import CANCELLED, FAILED, TIMEOUT
 
+RECORD = "skipstone.record"
+"""The key of a request's record in its ASGI scope."""
 CLIENT_CLOSED = 499
 """The status if nothing was sent, because the client or the server had gone."""
 UNKNOWN_ROUTE = "other"
@@ -52,6 +52,14 @@ class RequestRecord:
     as_json: bool | None = None
     trace: str = ""
     own_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
+
+    def attach(self, completion: Completion) -> None:
+        """Add an answer and what its body says."""
+        self.completion, body = completion, completion.body
+        given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
+        self.settings = {name: value for name, value in given.items() if value is not None}
+        if body.response_format is not None:
+            self.as_json = body.response_format.type != "text"
 
     @property
     def id(self) -> str:
@@ -120,23 +128,9 @@ class RequestRecord:
             "queue_ms": _milliseconds(max(waits)),
             "first_token_ms": None if first is None else _milliseconds(first),
             "method": choices[0].pending.method.spelled,
-            "drafted": sum(one.drafted for one in stats),
-            "accepted": sum(one.accepted for one in stats),
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
         }
-
-
-_current: ContextVar[RequestRecord | None] = ContextVar("skipstone_request", default=None)
-
-
-def attach_completion(completion: Completion, body: GenerationBody) -> None:
-    """Add an answer and its body to the record of the request that is being handled."""
-    if (record := _current.get()) is None:
-        return
-    record.completion = completion
-    given = {name: getattr(body, name) for name in SETTINGS if name in body.model_fields_set}
-    record.settings = {name: value for name, value in given.items() if value is not None}
-    if body.response_format is not None:
-        record.as_json = body.response_format.type != "text"
 
 
 class RecordMiddleware:
@@ -161,16 +155,14 @@ class RecordMiddleware:
                 record.streamed = kind.startswith(b"text/event-stream")
             await send(message)
 
-        before = _current.set(record)
         try:
-            await self.app(scope, receive, watched)
+            await self.app({**scope, RECORD: record}, receive, watched)
         except Exception:
             if record.status:
                 raise
             logger.exception("a route failed")
             await error_response(RequestError(500, "a defect of the server: see its log"))(scope, receive, watched)
         finally:
-            _current.reset(before)
             record.end_time = time.monotonic()
             record.status = record.status or CLIENT_CLOSED
             self._report(record)

@@ -78,11 +78,15 @@ class ResponseBody(AnyGenerationBody):
     truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
 
+    @property
+    def response_format(self) -> Format | None:
+        """As a chat has it."""
+        return None if self.text is None or self.text.format is None else self.text.format.format()
+
     def generation_body(self, chats: bool) -> GenerationBody:
         """The same request as a chat, or as a completion if the model has no chats. ValueError if that is impossible."""
-        text_format = None if self.text is None or self.text.format is None else self.text.format.format()
-        common: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "speculative")}
-        common["response_format"] = text_format
+        names = ("temperature", "top_p", "speculative", "response_format")
+        common: dict[str, Any] = {name: getattr(self, name) for name in names}
         if not chats:
             if not isinstance(self.input, str) or self.instructions is not None:
                 raise ValueError("this model has no chat template: input is the text that it goes on with, and nothing else")

@@ -23,7 +23,6 @@ from skipstone.serving.model_thread import THREAD_FAILED, MethodSteps, ModelThre
 from skipstone.serving.output_text import OutputText
 from skipstone.serving.pending_request import CANCELLED, FAILED, STOP, PendingRequest, RequestEnd, StepOutput
 from skipstone.serving.request_parser import RequestParser
-from skipstone.serving.request_record import attach_completion
 from skipstone.serving.responses_api import Response, ResponseBody
 from skipstone.serving.settings import Load, ServerSettings
 from skipstone.serving.tool_call_parser import MARKS, ToolCallParser
@@ -234,7 +233,6 @@ class Server:
         unread = UnreadEvents(requests)
         self._queues.update(dict.fromkeys(requests, unread))
         self._unread.add(unread)
-        attach_completion(completion, generation_body)
         return completion, self._updates(completion, unread, bool(generation_body.stream_speculative))
 
     def _choice(self, index: int, pending: PendingRequest, body: GenerationBody) -> Choice:

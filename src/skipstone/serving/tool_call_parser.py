@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from skipstone.serving.api_schemas import Tool
+from skipstone.serving.api_schemas import Tool, finite
 
 CLOSING = "</tool_call>"
 MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", CLOSING, "[ARGS]")
@@ -72,34 +72,6 @@ class Call:
         return {**place, "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class _Scanner:
-    """A reader on its way through a text that grows. place: end of the tokens that were read."""
-
-    def __init__(self, text: str, reader: Reader) -> None:
-        self.text = text
-        self.begin(reader)
-
-    def begin(self, reader: Reader) -> None:
-        """Read the text from its beginning."""
-        self._reader, self.place, self.expected = reader, 0, next(reader)
-
-    def run(self) -> bool:
-        """Read on. Returns whether the reader has ended. CallSyntaxError if the text is not what it reads."""
-        while True:
-            if self.expected is not STRING_PART:
-                self.place = SPACES.match(self.text, self.place).end()
-            match = self.expected.match(self.text, self.place, partial=True)
-            if match is None:
-                raise CallSyntaxError
-            if match.partial:
-                return False
-            self.place = match.end()
-            try:
-                self.expected = self._reader.send(match)
-            except StopIteration:
-                return True
-
-
 class ToolCallParser:
     """Splits the text of one answer into shown text and tool calls.
 
@@ -117,8 +89,9 @@ class ToolCallParser:
         values = {NAME: f'"(?:{named})"', ARGUMENTS: arguments, LLAMAS_ARGUMENTS: arguments, "id": VALUE, "type": VALUE}
         self._members = {key: rf'"(?P<key>{key})"{SPACE}:{SPACE}(?P<value>{value})' for key, value in values.items()}
         self._is_bare = False  # the first call has no mark
-        self._may_be_call = True  # of the held text, which the scanner has
-        self._scanner = _Scanner("", self._read_parts())
+        self._may_be_call = True  # of the held text
+        self._text = ""  # that is held
+        self._begin()
 
     @property
     def found(self) -> list[Call]:
@@ -127,19 +100,19 @@ class ToolCallParser:
 
     def add(self, text: str) -> str:
         """Add a piece of text. Returns the text that can be shown now, maybe ""."""
-        scanner, shown = self._scanner, list[str]()
-        scanner.text += text
+        shown = list[str]()
+        self._text += text
         while True:
             if not self._may_be_call:
-                mark = MARK.search(scanner.text, partial=True)
-                shown.append(scanner.text[: mark.start()])
-                scanner.text = scanner.text[mark.start() :]
+                mark = MARK.search(self._text, partial=True)
+                shown.append(self._text[: mark.start()])
+                self._text = self._text[mark.start() :]
                 if mark.partial:
                     break
                 self._may_be_call = True
-                scanner.begin(self._read_parts())
+                self._begin()
             try:
-                scanner.run()
+                self._read_on()
                 break
             except CallSyntaxError:
                 shown.append(self._give_up())
@@ -148,21 +121,37 @@ class ToolCallParser:
     def rest(self) -> str:
         """The rest of the shown text, at the end."""
         shown = list[str]()
-        while self._scanner.text and not self._is_whole:
+        while self._text and not self._is_whole:
             shown += [self._give_up(), self.add("")]
-        self._scanner.text = ""
+        self._text = ""
         return "".join(shown)
 
     @property
     def _is_whole(self) -> bool:
         """Whether all that is held belongs to complete calls."""
-        scanner = self._scanner
-        is_behind_call = self._may_be_call and scanner.expected is NEXT_PART
-        return is_behind_call and not scanner.text[scanner.place :].strip(BETWEEN)
+        return self._may_be_call and self._expected is NEXT_PART and not self._text[self._place :].strip(BETWEEN)
+
+    def _begin(self) -> None:
+        """Read the held text from its beginning. _place: end of the tokens that were read. _expected: the next one."""
+        self._reader, self._place = self._read_parts(), 0
+        self._expected = next(self._reader)
+
+    def _read_on(self) -> None:
+        """Read the held text as far as it goes. CallSyntaxError if it is no beginning of calls."""
+        while True:
+            if self._expected is not STRING_PART:
+                self._place = SPACES.match(self._text, self._place).end()
+            match = self._expected.match(self._text, self._place, partial=True)
+            if match is None:
+                raise CallSyntaxError
+            if match.partial:
+                return
+            self._place = match.end()
+            self._expected = self._reader.send(match)
 
     def _give_up(self) -> str:
         """The first character that is held: it is text, and the others may still have marked calls among them."""
-        first, self._scanner.text = self._scanner.text[0], self._scanner.text[1:]
+        first, self._text = self._text[0], self._text[1:]
         self._may_be_call = False
         if self._is_bare:
             self._calls.clear()
@@ -180,15 +169,15 @@ class ToolCallParser:
                 self._is_bare |= part["bare"] is not None and not self._calls
                 self._calls += calls
             if not self._is_bare:
-                self._scanner.text, self._scanner.place = self._scanner.text[self._scanner.place :], 0
+                self._text, self._place = self._text[self._place :], 0
 
     def _read_calls(self) -> Reader:
         """A call, or a list of calls. Returns them."""
         first = yield self._first_token
         if first["name"]:
-            start = self._scanner.place - 1
+            start = self._place - 1
             yield from _read_value({"opening": "{"})
-            return [_call(first["name"], self._scanner.text[start : self._scanner.place])]
+            return [_call(first["name"], self._text[start : self._place])]
         calls = [(yield from self._read_object())]
         while first["list"] and not (yield NEXT_CALL)["end"]:
             calls.append((yield from self._read_object()))
@@ -201,7 +190,7 @@ class ToolCallParser:
             missing = [member for key, member in self._members.items() if key not in written]
             member = yield regex.compile("|".join(missing) or "(?!)")
             yield from _read_value(member.groupdict())
-            written[member["key"]] = self._scanner.text[member.start("value") : self._scanner.place]
+            written[member["key"]] = self._text[member.start("value") : self._place]
             has_ended = bool((yield NEXT_MEMBER)["end"])
         if NAME not in written:
             raise CallSyntaxError
@@ -214,8 +203,11 @@ def _call(name: str, arguments: str) -> Call:
         arguments = "{}"
     if arguments.startswith('"'):
         inner: str = json.loads(arguments).strip(" \t\r\n")
-        scanner = _Scanner(inner[1:], _read_value({"opening": "{"}))
-        if not (inner.startswith("{") and scanner.run() and scanner.place == len(scanner.text)):
+        try:
+            value = json.loads(inner, parse_constant=finite)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
             raise CallSyntaxError
         arguments = SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", inner)
     return Call(f"call_{secrets.token_hex(12)}", name, arguments)

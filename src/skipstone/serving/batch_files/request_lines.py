@@ -61,44 +61,36 @@ def parse_line(raw: bytes) -> RequestLine:
 
 
 class RequestFile:
-    """The requests of a file, each read when it is needed. Blank lines are skipped. digest: SHA-256 of the file.
+    """The requests of a file, each parsed when it is needed. Blank lines are skipped. digest: SHA-256 of the file.
 
     ValueError, with the number of the first wrong line, if a line is no request or two have one custom_id. OSError if the file
     cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offsets: list[int] = []  # bytes before every request
+        self.path, content = path, path.read_bytes()
+        self.digest = hashlib.sha256(content).hexdigest()
+        self._lines: list[bytes] = []
         first: dict[str, int] = {}  # custom_id -> number of its line, from 1
         mistakes: list[str] = []
-        content, end = hashlib.sha256(), 0
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                content.update(raw)
-                begin, end = end, end + len(raw)
-                if number == 1 and raw.startswith(BOM):
-                    begin, raw = begin + len(BOM), raw.removeprefix(BOM)
-                if not raw.strip():
-                    continue
-                self._offsets.append(begin)
-                try:
-                    name = parse_line(raw).custom_id
-                    if first.setdefault(name, number) != number:
-                        raise ValueError(f"line {first[name]} has the custom_id {name[:100]!r}, too")
-                except ValueError as error:
-                    mistakes.append(f"line {number}: {error}")
-        self.digest = content.hexdigest()
+        for number, raw in enumerate(content.removeprefix(BOM).split(b"\n"), 1):
+            if not raw.strip():
+                continue
+            self._lines.append(raw)
+            try:
+                name = parse_line(raw).custom_id
+                if first.setdefault(name, number) != number:
+                    raise ValueError(f"line {first[name]} has the custom_id {name[:100]!r}, too")
+            except ValueError as error:
+                mistakes.append(f"line {number}: {error}")
         if mistakes:
             more = f" (and {len(mistakes) - 1} more lines are wrong)" if len(mistakes) > 1 else ""
             raise ValueError(f"{path}, {mistakes[0]}{more}")
-        if not self._offsets:
+        if not self._lines:
             raise ValueError(f"{path} has no request")
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._lines)
 
     def __getitem__(self, index: int) -> RequestLine:
         """index: number of the request, from 0."""
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[index])
-            return parse_line(file.readline())
+        return parse_line(self._lines[index])

@@ -1,12 +1,12 @@
 """The Ray cluster: connecting to one, or starting one on this machine, and whether it has room for replicas."""
 
 import os
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from skipstone.assets import NANO
 from skipstone.utils.extras import installed
@@ -93,13 +93,10 @@ def connect(address: str | None) -> None:
 def _expect_listener(address: str) -> None:
     """ConnectionError if nobody listens there, or somebody who does not speak gRPC. Ray itself would wait for half a minute or
     more."""
-    parts = urlsplit(address if "://" in address else f"ray://{address}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port:
+    match = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):([0-9]{1,5})", address)
+    if match is None or int(match[2]) >= 1 << 16:
         raise ValueError(f"a Ray address is HOST:PORT or ray://HOST:PORT, found {address!r}")
+    host, port = match[1].strip("[]"), int(match[2])
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
