@@ -138,7 +138,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
     first = [{**row, "labels": torch.cat([row["labels"][:1], torch.full((LENGTH - 1,), IGNORED)])} for row in data]
     for given, options, words in (
         (data, {"exits": (0, 2)}, r"between 1 and 4, found \[0\]"),
-        (data, {"chunk": 0}, "at least 1 position, found 0"),
         (nothing, {}, "nothing to measure"),
         (first, {}, "nothing to measure"),
     ):

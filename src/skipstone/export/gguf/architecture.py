@@ -4,7 +4,6 @@ Models that llama.cpp computes differently from transformers, or is not known to
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,41 +16,24 @@ from skipstone.utils.extras import installed
 NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth layer, whatever the file says
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """llama.cpp's architecture for one of transformers' model types.
-
-    name: llama.cpp's. interleaved: the two halves of a rotated head alternate in its files. biases: suffixes of its biases'
-    names. rope_factors: it reads factors of the rotary frequencies (Llama 3).
-    """
-
-    name: str
-    interleaved: bool = False
-    biases: tuple[str, ...] = ()
-    rope_factors: bool = False
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+"""transformers' model types, which are llama.cpp's names as well."""
+INTERLEAVED = ("llama", "smollm3")
+"""Those in whose files the two halves of a rotated head alternate."""
+BIASES = {"qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias")}
+"""Ends of the names of biases, of those that have any."""
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", interleaved=True, rope_factors=True),
-    "qwen2": Architecture("qwen2", biases=("q_proj.bias", "k_proj.bias", "v_proj.bias")),
-    "qwen3": Architecture("qwen3"),
-    "smollm3": Architecture("smollm3", interleaved=True),
-}
-"""By transformers' model type."""
-
-
-def architecture_of(config: Any) -> Architecture:
-    """The architecture of a config. ValueError names the part that llama.cpp does not compute as transformers does."""
+def expect_architecture(config: Any) -> None:
+    """ValueError that names the part of a model that llama.cpp does not compute as transformers does."""
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f"no GGUF files of {kind} models are written here, expected one of {', '.join(ARCHITECTURES)}")
-    found = ARCHITECTURES[kind]
-    if reason := _unknown(config, found):
+    if reason := _unknown(config, kind):
         raise ValueError(f"this {kind} model has {reason}, which its GGUF file could not say")
-    return found
 
 
-def _unknown(config: Any, found: Architecture) -> str | None:
+def _unknown(config: Any, kind: str) -> str | None:
     """The unsupported part of a config; None if all is supported."""
     rope = config.rope_parameters
     rope_type = rope.get("rope_type", "default")
@@ -59,13 +41,13 @@ def _unknown(config: Any, found: Architecture) -> str | None:
         return f"the activation {config.hidden_act!r}"
     if set(layer_types(config)) != {"full_attention"}:
         return "layers with a sliding window"
-    if rope_type != "default" and not (rope_type == "llama3" and found.rope_factors):
+    if rope_type != "default" and (kind, rope_type) != ("llama", "llama3"):
         return f"rotary phases of the type {rope_type!r}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "heads of which a part is rotated"
-    if found.name == "qwen2" and head_size(config) * config.num_attention_heads != config.hidden_size:
+    if kind == "qwen2" and head_size(config) * config.num_attention_heads != config.hidden_size:
         return "heads that are not as wide as its states together"
-    if found.name == "smollm3":
+    if kind == "smollm3":
         expected = [int((layer + 1) % NO_ROPE_EVERY != 0) for layer in range(config.num_hidden_layers)]
         if list(config.no_rope_layers) != expected:
             return f"layers without rotary phases other than every {NO_ROPE_EVERY}th"
@@ -94,20 +76,21 @@ def write_hyperparameters(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def tensors(model: Any, found: Architecture) -> Iterator[tuple[str, Tensor]]:
+def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield llama.cpp's name and layout of every weight of a transformers model, in the model's dtype. ValueError for a weight
     that the architecture does not have."""
     gguf, config = installed("gguf", "GGUF files need gguf", "export"), model.config
-    number = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == found.name)
+    kind = config.model_type
+    number = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     titles = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     heads_of = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         title = titles.get_name(name, try_suffixes=(".weight", ".bias"))
-        if title is None or (name.endswith(".bias") and not name.endswith(found.biases or ("none",))):
-            raise ValueError(f"llama.cpp's {found.name} models have no {name}")
-        for projection, heads in heads_of.items() if found.interleaved else ():
+        if title is None or (name.endswith(".bias") and not name.endswith(BIASES.get(kind, "none"))):
+            raise ValueError(f"llama.cpp's {kind} models have no {name}")
+        for projection, heads in heads_of.items() if kind in INTERLEAVED else ():
             if projection in name:
                 weight = interleaved(weight, heads)
         yield title, weight

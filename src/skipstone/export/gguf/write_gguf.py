@@ -8,7 +8,7 @@ import torch
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.export.draft import DraftLayers, cut
-from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
+from skipstone.export.gguf.architecture import expect_architecture, tensors, write_hyperparameters
 from skipstone.export.gguf.vocabulary import Vocabulary
 from skipstone.utils.extras import installed
 from skipstone.utils.files import hidden_folder, publish
@@ -46,8 +46,9 @@ def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: DraftLayers, fo
 def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title: str) -> None:
     """Write a transformers model as a GGUF file, one weight after the other; `write_pair` has the arguments. An error leaves a
     part of a file."""
-    gguf, architecture = installed("gguf", "GGUF files need gguf", "export"), architecture_of(model.config)
-    writer = gguf.GGUFWriter(path, architecture.name, use_temp_file=True)
+    gguf = installed("gguf", "GGUF files need gguf", "export")
+    expect_architecture(model.config)
+    writer = gguf.GGUFWriter(path, model.config.model_type, use_temp_file=True)
     try:
         writer.add_type("model")
         writer.add_name(title)
@@ -55,7 +56,7 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         write_hyperparameters(writer, model.config)
         vocabulary.write(writer)
-        for name, weight in tensors(model, architecture):
+        for name, weight in tensors(model):
             values = weight.detach().float().contiguous().numpy()
             stored = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else kind]
             if stored.name == "F16" and np.abs(values).max() > LARGEST_F16:

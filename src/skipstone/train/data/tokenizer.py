@@ -59,10 +59,9 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> 
         raise ValueError(f"the tokenizer gives ids up to {largest}, the model's vocab_size is {size}: raise vocab_size")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
-    for name in ("eos_token_id", "pad_token_id"):
-        for owner in (tokenizer, text):
+    for kind, owner in (("tokenizer", tokenizer), ("model", text)):
+        for name in ("eos_token_id", "pad_token_id"):
             value: Any = getattr(owner, name, None)
             for one in value if isinstance(value, list | tuple) else [value]:
                 if one is not None and not 0 <= one < size:
-                    kind = "tokenizer" if owner is tokenizer else "model"
                     raise ValueError(f"{name} {one} of the {kind} lies outside its vocabulary: expected 0 to {size - 1}")

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,17 +34,16 @@ COLUMNS = ("plain", "checkpointed")
 """Without and with activation checkpointing."""
 
 
-def _llama(hidden: int, mlp: int, layers: int, heads: int, vocabulary: int, tied: bool) -> LlamaConfig:
+def _llama(hidden: int, mlp: int, **sizes: Any) -> LlamaConfig:
     """Llama 3 has 8 heads of keys and values in every size."""
-    shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-    heads_of: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": 8}
-    return LlamaConfig(**shape, **heads_of, vocab_size=vocabulary, max_position_embeddings=131072, tie_word_embeddings=tied)
+    shared: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+    return LlamaConfig(hidden_size=hidden, intermediate_size=mlp, **sizes, **shared)
 
 
 SHAPES: dict[str, LlamaConfig] = {
-    "1B": _llama(2048, 8192, 16, 32, 128256, True),
-    "8B": _llama(4096, 14336, 32, 32, 128256, False),
-    "70B": _llama(8192, 28672, 80, 64, 128256, False),
+    "1B": _llama(2048, 8192, num_hidden_layers=16, num_attention_heads=32, tie_word_embeddings=True),
+    "8B": _llama(4096, 14336, num_hidden_layers=32, num_attention_heads=32),
+    "70B": _llama(8192, 28672, num_hidden_layers=80, num_attention_heads=64),
 }
 """Shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: the config.json of meta-llama/Llama-3.2-1B, Llama-3.1-8B and -70B.
 Table 3 of "The Llama 3 Herd of Models" (arXiv 2407.21783) has the last two."""
@@ -137,7 +137,11 @@ class MemoryEstimate:
         self.checkpoints = bool(getattr(settings, "activation_checkpointing", False))
         self.tokens, self.steps = settings.per_device_train_batch_size * length, settings.max_steps
         self.step_tokens = self.tokens * settings.gradient_accumulation_steps * gpus
-        self.exits, self.most_exits = self._exits()
+        exits, run = self._plan.exits, (shape.layers, self.steps)
+        chosen = exits.weights if exits.kl_weight is None else exits.active
+        counts = [sum(value > 0 for value in chosen(step, *run)) for step in self._sampled()]
+        self.exits, self.most_exits = fmean(counts), max(counts)
+        self._kept = 1 - fmean(rate for step in self._sampled() for rate in self._plan.dropout.rates(step, *run))
         self.all_logits = self.tokens * shape.vocabulary * FLOAT * self.most_exits
         self.loading = FLOAT * (shape.parameters + (teacher.parameters if teacher else 0))
         self.bytes = {name: self._bytes(name == "checkpointed") for name in COLUMNS}
@@ -178,9 +182,8 @@ class MemoryEstimate:
             if self._sharded:
                 raise ValueError("Muon orthogonalises whole matrices, which FSDP cuts: leave muon_learning_rate out, for AdamW")
             return MUON_STATES * shape.in_layers + STATES["adamw"] * shape.rest
-        for kind, count in STATES.items():
-            if name.startswith(kind) and "bit" not in name:
-                return count * shape.parameters
+        if (kind := name.partition("_")[0]) in STATES and "bit" not in name:
+            return STATES[kind] * shape.parameters
         raise ValueError(f"the estimate does not know what the optimiser {name} keeps: it knows {', '.join(STATES)} and Muon")
 
     def _sampled(self) -> Iterable[int]:
@@ -190,21 +193,12 @@ class MemoryEstimate:
             return range(0, steps, -(-steps // SAMPLES))
         return range(min(steps, self._plan.exits.dilation or max(1, self.shape.layers - 1)))
 
-    def _exits(self) -> tuple[float, int]:
-        """How many exits a step trains: in the mean, and at most."""
-        exits, layers, steps = self._plan.exits, self.shape.layers, self._settings.max_steps
-        chosen = exits.weights if exits.kl_weight is None else exits.active
-        counts = [sum(value > 0 for value in chosen(step, layers, steps)) for step in self._sampled()]
-        return sum(counts) / len(counts), max(counts)
-
     def _operations(self, checkpointing: bool) -> float:
         """Floating-point operations a token: 2 a parameter forward, 4 backward, 2 once more with checkpointing, for the layers
         that are kept; a head has 8 at every exit, since its logits are computed twice. Attention's products are left out."""
-        shape, steps = self.shape, list(self._sampled())
-        rates = [sum(self._plan.dropout.rates(step, shape.layers, self._settings.max_steps)) / shape.layers for step in steps]
-        kept = 1 - sum(rates) / len(rates)
+        shape = self.shape
         head = shape.hidden * shape.vocabulary
-        total = (8 if checkpointing else 6) * shape.in_layers * kept + 8 * head * self.exits
+        total = (8 if checkpointing else 6) * shape.in_layers * self._kept + 8 * head * self.exits
         if self._plan.exits.kl_weight is not None:
             total += 4 * head * (self.exits - 1)  # what they are to say
         if self._teacher is not None:
@@ -228,8 +222,6 @@ def estimate(
     """
     if gpus < 1 or not 0 < mfu <= 1 or peak_tflops <= 0:
         raise ValueError(f"expected 1 GPU or more, an MFU in (0, 1] and a positive peak, found {gpus}, {mfu} and {peak_tflops}")
-    if size is not None and size not in SHAPES:
-        raise ValueError(f"unknown shape {size!r}: expected one of {', '.join(SHAPES)}")
     config, layers = (SHAPES[size], None) if size else _config(recipe, base)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("the model is quantised: weights are trained in floating point, start from the unquantised model")

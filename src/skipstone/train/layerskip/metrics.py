@@ -67,8 +67,6 @@ def exit_quality(
     tally = ExitTally(modules, range(1, modules.depth + 1) if exits is None else exits)
     if wrong := [layer for layer in tally.exits if not 1 <= layer <= modules.depth]:
         raise ValueError(f"exits must lie between 1 and {modules.depth}, found {wrong}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 position, found {chunk}")
     model.eval()
     try:
         for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):

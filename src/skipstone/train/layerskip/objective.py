@@ -59,8 +59,6 @@ class LayerSkipObjective:
         recipe.check(self.layers, steps)
         if shortlist is not None and teacher is None and recipe.exits.kl_weight is None:
             raise ValueError("a shortlist has no effect on a loss against labels: give a teacher, or kl_weight")
-        if chunk < 1:
-            raise ValueError(f"loss_chunk must be at least 1 position, found {chunk}")
         config = self.modules.model.config
         if getattr(config, "output_router_logits", False):
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
