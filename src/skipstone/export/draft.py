@@ -82,8 +82,7 @@ def select_draft_layers(model: ModelRunner, method: MethodLike = None, exit_laye
         layer_in_range("exit_layer", exit_layer, model)
         method = f"{LayerSkip.name} exit_layer={exit_layer}"
     elif method is None and own is None:
-        advice = "say which layers draft by --exit-layer E (`skipstone inspect`) or --method with a set of `skipstone search`"
-        raise ValueError(f"this model names no method of its own: {advice}")
+        raise ValueError("this model names no method of its own: say which layers draft by --exit-layer or --method")
     chosen: Any = resolve(method, own)
     if isinstance(chosen, (LayerSkip, EarlyExit)):
         layer_in_range("exit_layer", chosen.exit_layer, model)
@@ -126,8 +125,7 @@ def refuse(model: ModelRunner) -> None:
     if family.streams > 1 or family.per_layer_inputs or family.shares:
         raise ValueError(f"an early exit of this {kind} model is more than its norm and its head: layers share inputs")
     if len(family.leaving) != 1:
-        between = ", ".join(family.leaving) or "nothing"
-        raise ValueError(f"an early exit of this {kind} model is not norm and head: before its head is {between}")
+        raise ValueError(f"an early exit of this {kind} model is not norm and head, but {', '.join(family.leaving)} and head")
 
 
 def shortened(config: Any, layers: tuple[int, ...]) -> Any:

@@ -88,11 +88,8 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
             raise ValueError(f"{path} is damaged: expected {digest:.12}, found {actual:.12}; remove {folder.name}")
     old, new = _flat(saved), _flat(json.loads(json.dumps(fingerprint)))
     if different := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
-        shown = "; ".join(
-            f"{key}: the checkpoint has {old.get(key)!r:.200}, this run {new.get(key)!r:.200}" for key in different
-        )
-        found = f"{', '.join(different)} differ ({shown:.800})"
-        raise ValueError(f"{folder} belongs to another run, {found}: use another output folder")
+        pairs = (f"{key}: the checkpoint has {old.get(key)!r:.99}, this run {new.get(key)!r:.99}" for key in different)
+        raise ValueError(f"{folder} belongs to another run, {', '.join(different)} differ ({'; '.join(pairs):.800})")
     return step
 
 

@@ -33,9 +33,7 @@ class HubRecords:
             place = {"name": self.config, "split": self.split, "revision": self.revision}
             records = datasets.load_dataset(self.path, **place, streaming=streaming)
         except OSError as error:  # unknown names, no network
-            raise OSError(
-                f"{who}: the data set {self.path} could not be had from the hub ({error}): check name and network, {otherwise}"
-            ) from error
+            raise OSError(f"{who}: the data set {self.path} could not be had from the hub ({error}): {otherwise}") from error
         return ((f"{self.path}, {self.split}, record {number}", record) for number, record in enumerate(records))
 
 

@@ -120,7 +120,7 @@ def test_the_name_of_a_line_does_not_depend_on_its_place(tmp_path: Path) -> None
         (b'{"txt": "a", "n": 1}\n', r"a\.jsonl, line 1: the template asks for the key 'text', found txt, n"),
         (b'{"text": "a"}\n{"text": null}\n', r"line 2: expected a text, a number or a list of texts under 'text', found None"),
         (b'{"text": "\xff"}\n', r"a\.jsonl, line 1 is not UTF-8 text \(byte 10\)"),
-        (b"\n", r"source 'a' .* has no documents: it is empty"),
+        (b"\n", r"source 'a' .* has no documents: none of its 0 records"),
     ],
 )
 def test_a_broken_line_is_named(content: bytes, error: str, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("def documents(a): yield 'x'", r"documents\(a\) does not take arguments={'count': 2}: .*; change them in the recipe"),
+        ("def documents(a): yield 'x'", r"documents\(a\) does not take arguments={'count': 2}: "),
         ("def documents(count): return 'x'", r"must give an iterable of texts, found str"),
         ("def documents(count): yield from ['x', 2]", r"s\.py: document 1 is int, expected str"),
     ],

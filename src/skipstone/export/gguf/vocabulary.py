@@ -69,9 +69,8 @@ def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabu
     if rule is not None and rule not in RULES:
         raise ValueError(f"a pre-tokenizer must be one of {', '.join(RULES)}, found {rule!r}")
     if own is None and rule is None:
-        advice = "--pre-tokenizer NAME writes one of them all the same, for prompts that are given as token ids"
-        others = f"llama.cpp knows those of {', '.join(RULES)}"
-        raise ValueError(f"the tokenizer cuts texts into words by a rule of its own, and {others}: {advice}")
+        known = f"llama.cpp knows those of {', '.join(RULES)}: --pre-tokenizer writes one of them all the same"
+        raise ValueError(f"the tokenizer cuts texts into words by a rule of its own, and {known}")
     tokens, types = _tokens(said, model.get_input_embeddings().weight.shape[0])
     template = tokenizer.chat_template
     return Vocabulary(

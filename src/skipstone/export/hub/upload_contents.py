@@ -73,10 +73,7 @@ def _model(folder: Path) -> UploadContents:
     own = provenance.json_in(folder / "generation_config.json")
     trained, drafts = (folder / DATA).is_file(), DRAFTS in own
     if not trained and not drafts and OWN_FIELD not in own:
-        raise ValueError(
-            f"{folder} holds a model that skipstone has neither trained nor exported: it has no {DATA}, and its "
-            f"generation_config.json neither {OWN_FIELD!r} nor {DRAFTS!r} (`hf upload` uploads any folder)"
-        )
+        raise ValueError(f"{folder} holds a model that skipstone has neither trained nor exported: `hf upload` uploads it")
     expect_config(folder)  # whether its config can be read
     weights = _weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):

@@ -130,8 +130,8 @@ class RecordSource(DocumentSource):
                 if taken == self.limit:
                     return
         if not taken:
-            reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
-            raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
+            found = f"none of its {seen} records fits where={self.where}"
+            raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {found}")
 
 
 class _RecordDocuments(RecordSource):
@@ -222,8 +222,7 @@ class ScriptSource(DocumentSource):
         try:
             signature.bind(**self.arguments)
         except TypeError as error:
-            found = f"arguments={self.arguments}: {error}; change them in the recipe"
-            raise ValueError(f"{path}: documents{signature} does not take {found}") from error
+            raise ValueError(f"{path}: documents{signature} does not take arguments={self.arguments}: {error}") from error
         texts = documents(**self.arguments)
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")

@@ -104,8 +104,7 @@ class _AnswerWriter:
             every = self._prompt_ids(turn, answered)
             fitting = [ids for ids in every if 0 < len(ids) <= self._max_prompt_tokens]
             if not fitting and not turn:
-                limit = self.settings.max_new_tokens
-                raise ValueError(f"no prompt leaves room for {limit} new tokens in the model's positions")
+                raise ValueError(f"no prompt leaves room for {self.settings.max_new_tokens} new tokens in the positions")
             if missing := [ids for ids in fitting if tuple(ids) not in answered]:
                 if len(fitting) < len(every):
                     self.say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
@@ -205,8 +204,8 @@ def extract(
     if not data.is_file() or data.stat().st_size < needed:
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
-            limit = f"--max-disk {max_disk / GIB:g}: raise it, or take fewer prompts, shorter answers or fewer layers"
-            raise ValueError(f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than {limit}")
+            size = f"{needed / GIB:.2f} GiB, more than --max-disk {max_disk / GIB:g}"
+            raise ValueError(f"the features of {len(answers)} answers take {size}")
         try:
             write_whole(folder / ABOUT, json.dumps(about))
             _append(model, answers, data, about, bounds, say)
@@ -214,8 +213,7 @@ def extract(
             for path in (data, folder / ABOUT):
                 path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                reason = f"the disk is full, nothing of the features is left: {error.strerror}"
-                raise OSError(error.errno, reason, str(folder)) from error
+                raise OSError(error.errno, f"{error.strerror}, and nothing of the features is left", str(folder)) from error
             raise
     raw = np.memmap(data, dtype=np.int16, mode="c", shape=shape)
     return Features(torch.from_numpy(raw).view(kind), bounds)

@@ -65,8 +65,8 @@ class LayerSkipObjective:
         if rate := getattr(config, "layerdrop", 0):
             raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
         if recipe.dropout.p_max and self.modules.family.shares:
-            reason = "read keys and values of other layers, which may drop rows: train it without layer dropout (p_max=0)"
-            raise ValueError(f"layers of this {config.model_type} model {reason}")
+            kind = config.model_type
+            raise ValueError(f"layers of this {kind} model read keys and values of other layers: drop no rows (p_max=0)")
         self.step = self.micro = 0
         self.elsewhere: tuple[BatchLayout, BatchLayout, int] | None = None
         self.parts: dict[str, Tensor] = {}

@@ -248,12 +248,9 @@ def _teacher_model(recipe: TrainingRecipe, base: Path, tokenizer: Tokenizer, mod
         return None
     place = resolve_model(recipe.teacher, base)
     teacher = load_model(place, dtype=torch.float32)
-    theirs, ours = text_config(teacher).vocab_size, text_config(model).vocab_size
-    if theirs != ours or load_tokenizer(place).get_vocab() != tokenizer.get_vocab():
-        reason = f"other tokens, or {theirs} logits where this model has {ours}"
-        raise ValueError(
-            f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model ({reason})"
-        )
+    same_size = text_config(teacher).vocab_size == text_config(model).vocab_size
+    if not same_size or load_tokenizer(place).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"the teacher {place} has another vocabulary: its distributions mean nothing to this model")
     return teacher
 
 

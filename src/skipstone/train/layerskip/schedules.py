@@ -112,8 +112,7 @@ class EarlyExitLoss:
             counted = f"{len(among)} {'layers' if self.exit_layers is None else 'exits'}"
             raise ValueError(f"dilation (R) must be at most the {counted}, found {self.dilation}: most steps train no exit")
         if self.exit_layers is not None and not self.trained(layers):
-            advice = "name exits below it (e(0) = 0: E = 1 needs kl_weight; e_scale = 0 trains none), or None for all"
-            raise ValueError(f"exit_layers {self.exit_layers} of {layers} layers train nothing but the last layer: {advice}")
+            raise ValueError(f"exit_layers {self.exit_layers} of {layers} layers train nothing but the last layer, as e(0) = 0")
         if self.kl_weight is None:
             for step in range(min(steps, layers)):  # a rotation is over after R <= L steps
                 self.weights(step, layers, steps)
@@ -155,8 +154,7 @@ def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, .
     if not all(type(layer) is int and layer >= 0 for layer in exits):
         raise ValueError(f"exits must be layers counted from 0, or None for all, found {exits!r}")
     renamed = tuple(layer + 1 for layer in exits)
-    advice = f"write exit_layers: {list(renamed)}, which counts E from 1 as decoding does"
-    warnings.warn(f"exits={list(exits)} counts layers from 0: {advice}", FutureWarning, stacklevel=2)
+    warnings.warn(f"exits counts layers from 0: write exit_layers: {list(renamed)}", FutureWarning, stacklevel=2)
     return renamed
 
 
