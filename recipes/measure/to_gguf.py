@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
+from skipstone.export.gguf.architecture import expect_architecture, tensors, write_hyperparameters
 
 
 def main() -> None:
@@ -26,16 +26,16 @@ def main() -> None:
     args = parser.parse_args()
     model, _ = skipstone.load(None if args.model == "nano" else args.model, dtype=torch.float32)
     try:
-        architecture = architecture_of(model.config)
+        expect_architecture(model.config)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     matrix_type = gguf.GGMLQuantizationType[args.type]
-    writer = gguf.GGUFWriter(args.out, architecture.name)
+    writer = gguf.GGUFWriter(args.out, model.config.model_type)
     write_hyperparameters(writer, model.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if args.type == "F32" else f"MOSTLY_{args.type}"])
     writer.add_tokenizer_model("no_vocab")
-    for name, weight in tensors(model, architecture):
+    for name, weight in tensors(model):
         stored = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else matrix_type
         writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
