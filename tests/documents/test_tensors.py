@@ -59,4 +59,4 @@ def test_process_wide_state_is_left_alone() -> None:
     """Nothing but the measuring of whole runs, and a process that was just forked, sets torch's defaults or threads."""
     setters = r"\.(set_default_dtype|set_default_device|set_flush_denormal|set_num_threads|use_deterministic_algorithms)\b"
     found = {str(path) for path, text in sources() if re.search(setters, text)}
-    assert found <= {"lab/bench/run.py", "lab/synthetic/surrogate.py", "engines/torch_threads.py"}, found
+    assert found <= {"lab/bench/run.py", "lab/synthetic/surrogate.py", "engines/model_lock.py"}, found

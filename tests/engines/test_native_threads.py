@@ -10,9 +10,9 @@ from skipstone import Autoregressive
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
+from skipstone.engines.model_lock import SingleTorchThread
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, threads
-from skipstone.engines.torch_threads import SingleTorchThread
 from tests.helpers import families
 
 

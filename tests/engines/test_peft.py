@@ -9,7 +9,7 @@ import torch
 import skipstone
 from skipstone import LayerSkip
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.unsupported import ADAPTERS
+from skipstone.models.decoder_model import ADAPTERS
 from tests.helpers import families, support
 from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET

@@ -18,7 +18,7 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.engines.greedy_tokens import NO_TOKEN, greedy_token
-from skipstone.engines.torch_threads import SingleTorchThread
+from skipstone.engines.model_lock import SingleTorchThread
 
 BROKEN = (
     "the model's logits are not finite (NaN or all minus infinity): its weights are damaged, or its dtype overflows; load it "

@@ -11,12 +11,10 @@ from skipstone.engines import greedy_tokens
 from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, options_for, prepare_model
 from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.model_lock import lock_of
-from skipstone.engines.torch_threads import alone_after_fork
-from skipstone.models.decoder_model import DecoderModel, unwrapped
+from skipstone.engines.model_lock import alone_after_fork, lock_of
+from skipstone.models.decoder_model import DecoderModel, refuse_state, unwrapped
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import Pass, SkipSet
-from skipstone.models.unsupported import refuse_state
 from skipstone.models.weight_version import model_version
 
 

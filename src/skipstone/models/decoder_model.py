@@ -1,4 +1,4 @@
-"""Describes a transformers decoder: its parts, its family, its limits and the places of its weights."""
+"""Describes a transformers decoder: its parts, its family, its limits, its state and the places of its weights."""
 
 from typing import Any
 from weakref import ref
@@ -12,10 +12,40 @@ from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.recognition import recognise
 from skipstone.models.tensor_parallel import TensorParallelGroup
 
+ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
+"""PEFT types that are wholly inside the model's modules, tested in tests/engines/test_peft.py."""
+
 
 def unwrapped(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def refuse_state(wrapper: Any, model: Any) -> None:
+    """ValueError for a state in which the layers do not give the model's own text. Reads no parameter.
+
+    wrapper: the user's object, a PEFT wrapper or the model itself. model: the transformers model inside.
+    """
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
+    # during a wrapper's generate() PEFT lends the model its own method: custom_generate sees the wrapper only there
+    lender = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for place in (model, wrapper, lender):
+        for name, adapter in getattr(place, "peft_config", {}).items():
+            _refuse_adapter(name, adapter)
+
+
+def _refuse_adapter(name: str, adapter: Any) -> None:
+    kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+    if getattr(adapter, "is_prompt_learning", False):
+        reason = "prepends virtual tokens, which skipstone does not do"
+    elif getattr(adapter, "alora_invocation_tokens", None):
+        reason = "is switched on inside the prompt by its invocation tokens (activated LoRA), which skipstone does not do"
+    elif kind not in ADAPTERS:
+        reason = f"is not one of the tested types {', '.join(ADAPTERS)}; merge it into the weights (merge_and_unload())"
+    else:
+        return
+    raise ValueError(f"the PEFT adapter {name!r} ({kind}) {reason}")
 
 
 class DecoderModel:

@@ -19,8 +19,6 @@ SIZES = (
     "max_position_embeddings",
 )
 """Fields of a config that are at least 1."""
-ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
-"""PEFT types that are wholly inside the model's modules, tested in tests/engines/test_peft.py."""
 KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
 """Allowed classes of weights: plain tensors, and shards of tensor parallelism."""
 
@@ -106,33 +104,6 @@ def refuse_contradiction(config: Any, seen: list[AttentionReach], family: Family
             f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {names}, so that "
             f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
         )
-
-
-def refuse_state(wrapper: Any, model: Any) -> None:
-    """ValueError for a state in which the layers do not give the model's own text. Reads no parameter.
-
-    wrapper: the user's object, a PEFT wrapper or the model itself. model: the transformers model inside.
-    """
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
-    # during a wrapper's generate() PEFT lends the model its own method: custom_generate sees the wrapper only there
-    lender = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    for place in (model, wrapper, lender):
-        for name, adapter in getattr(place, "peft_config", {}).items():
-            _refuse_adapter(name, adapter)
-
-
-def _refuse_adapter(name: str, adapter: Any) -> None:
-    kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
-    if getattr(adapter, "is_prompt_learning", False):
-        reason = "prepends virtual tokens, which skipstone does not do"
-    elif getattr(adapter, "alora_invocation_tokens", None):
-        reason = "is switched on inside the prompt by its invocation tokens (activated LoRA), which skipstone does not do"
-    elif kind not in ADAPTERS:
-        reason = f"is not one of the tested types {', '.join(ADAPTERS)}; merge it into the weights (merge_and_unload())"
-    else:
-        return
-    raise ValueError(f"the PEFT adapter {name!r} ({kind}) {reason}")
 
 
 def refuse_weights(model: Any) -> None:

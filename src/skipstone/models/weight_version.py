@@ -86,6 +86,11 @@ class TensorValues:
         return [[*map(Tensor.data_ptr, addressed)], [*map(Tensor.stride, tensors)], [*map(_WRITES, counted)]]
 
 
+def _tensors_in(places: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """The tensors in some dictionaries, without those on the meta device."""
+    return [one for one in chain.from_iterable(map(dict.values, places)) if one is not None and not one.is_meta]
+
+
 class AttributeValues:
     """Plain attributes of modules, and all buffers of some modules, with the values that they had when this was made.
 
@@ -96,16 +101,13 @@ class AttributeValues:
         self._places, self._names = [place for place, _ in attributes], [name for _, name in attributes]
         self._values = [*map(dict.get, self._places, self._names)]
         self._buffers = [module._buffers for module in modules]
-        self._tensors = TensorValues(self._current_buffers())
+        self._tensors = TensorValues(_tensors_in(self._buffers))
 
     def are_current(self) -> bool:
         """Whether they still have these values."""
         if [*map(dict.get, self._places, self._names)] != self._values:
             return False
-        return self._tensors.are_in(self._current_buffers())
-
-    def _current_buffers(self) -> list[Tensor]:
-        return [one for one in chain.from_iterable(map(dict.values, self._buffers)) if one is not None]
+        return self._tensors.are_in(_tensors_in(self._buffers))
 
 
 class _VersionRecord:
@@ -124,14 +126,15 @@ class _VersionRecord:
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
         self._children = self._current_children()
-        self._values = TensorValues(self._weights())
+        self._values = TensorValues(_tensors_in(self._weight_places))
         # an offloaded weight is another object after every pass
         found = (one for place in self._weight_places for one in place.values() if one is not None)
         self._kinds = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
 
     def compare(self, model: nn.Module) -> None:
         """Bring the version up to date. No module is walked where nothing has changed."""
-        if not self.is_outdated and self._children == self._current_children() and self._values.are_in(self._weights()):
+        same = not self.is_outdated and self._children == self._current_children()
+        if same and self._values.are_in(_tensors_in(self._weight_places)):
             return
         before = self._children, self._kinds
         self.look(model)
@@ -141,9 +144,6 @@ class _VersionRecord:
     def _current_children(self) -> tuple[list[Any], list[type]]:
         children = [child for place in self._child_places for child in place.values() if child is not None]
         return [*map(ref, children)], [*map(type, children)]
-
-    def _weights(self) -> list[Tensor]:
-        return [one for place in self._weight_places for one in place.values() if one is not None and not one.is_meta]
 
 
 _SEEN: WeakKeyDictionary[nn.Module, _VersionRecord] = WeakKeyDictionary()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_lock import SingleTorchThread
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.torch_threads import SingleTorchThread
 from skipstone.hf.detokenizer import Detokenizer
 from skipstone.models.passes import Pass
 from skipstone.serving.pending_request import TokenLogprobs

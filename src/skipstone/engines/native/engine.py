@@ -120,7 +120,7 @@ class NativeEngine(Engine):
     def run(self, hidden: Tensor, at: PassOfTokens, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
         hidden = dense(hidden, free=1)
-        data = pointer("hidden", hidden, (*at.shape, self._hidden), torch.float32, free=1)
+        data = pointer("hidden", hidden, (*at.positions.shape, self._hidden), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
             check(BAD_LAYER)
         out, target = new_buffer(hidden.shape)
