@@ -16,7 +16,7 @@ import skipstone
 from skipstone import METHODS, AdaSD, Auto, Autoregressive, LayerSkip, Recycle, SelfSpeculative, Speculative
 from skipstone.decoding.method import Method
 from skipstone.decoding.method_text import parse
-from skipstone.decoding.settings import Setting, settings_of
+from skipstone.decoding.settings import LAYERS, Setting, parse_value, settings_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench.run_file import RunFile
@@ -151,7 +151,7 @@ def another_value(setting: Setting) -> Any:
     """A value that is no default."""
     first, *_, last = setting.type.split("|") * 2
     values = {"text": "a b", "float": 0.25, "int": 3, "true": False}
-    return values[first] if first in values else (1, 2) if setting.is_list else setting.parse(last)
+    return values[first] if first in values else (1, 2) if last == LAYERS else parse_value("", last, last)
 
 
 ANOTHER_NAME = pytest.mark.filterwarnings("ignore:num_assistant_tokens is called num_speculative_tokens:FutureWarning")

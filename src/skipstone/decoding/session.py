@@ -129,14 +129,14 @@ class Session:
         return verdict
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        waived, noise = self.drafter.waive_tokens(draft, scores), self.sampler.noise
+        waived = self.drafter.waive_tokens(draft, scores)
         if draft.q is not None:
             everywhere = scores.everywhere()
             p = scores.p if everywhere is None else everywhere
-            return verify.leviathan(draft, p, scores.position, noise, waived)
+            return verify.leviathan(draft, p, scores.position, self.sampler.noise, waived)
         if self.sampler.uses_argmax_only:
             return verify.match_greedy(draft, scores.best, waived)
-        return verify.match(draft, scores.chances, scores.position, noise, waived)
+        return verify.match(draft, scores.chances, scores.position, self.sampler.noise, waived)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Commit the accepted tokens: move lengths, compact tree paths, set the last tokens. Nothing is cloned.

@@ -46,26 +46,9 @@ class Setting:
         return get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
 
     @property
-    def is_list(self) -> bool:
-        """Whether a value is a list of whole numbers, such as layers."""
-        return any(_is_list(member) for member in self.members)
-
-    @property
     def type(self) -> str:
         """The type for users, such as "float|adaptive|none", without Python objects, which no text can express."""
-        names = {int: ["int"], float: ["float"], str: ["text"], bool: ["true", "false"], NoneType: ["none"]}
-        words: list[str] = []
-        for member in self.members:
-            if get_origin(member) is Literal:
-                words += map(str, get_args(member))
-            else:
-                several = [METHODS] if get_origin(member) is tuple else names.get(member, [])
-                words += [LAYERS] if _is_list(member) else several
-        return "|".join(words)
-
-    def parse(self, text: str) -> Any:
-        """The value of a text: `none`, `0.4`, `adaptive`; lists as `3,6` or `[3,6]`. ValueError names the type."""
-        return parse_value(self.name, self.type, text)
+        return "|".join(word for member in self.members for word in _words(member))
 
     def check(self, value: Any) -> None:
         """ValueError for an invalid value. Methods check lists, objects and mixed types (`int | float`) themselves."""
@@ -74,22 +57,30 @@ class Setting:
         is_choice = any(type(value) is type(choice) and value == choice for choice in choices)
         if is_choice or (value is None and NoneType in self.members):
             return
-        fits, words, (low, high) = False, [], self.within
         if kinds == [int] and not choices:
             whole_number(self.name, value, self.min_value)
             return
-        if kinds == [bool]:
-            fits, words = isinstance(value, bool), ["true", "false"]
-        elif kinds == [str]:
-            fits, words = isinstance(value, (str, Path)), ["a text"]
-        elif kinds == [float]:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-            words = ["a number" if self.within == ANY_NUMBER else f"a number in [{low:g}, {high:g}]"]
-        elif kinds:
-            return
+        low, high = self.within
+        number = "a number" if self.within == ANY_NUMBER else f"a number in [{low:g}, {high:g}]"
+        rules: dict[tuple[Any, ...], tuple[list[str], bool]] = {
+            (): ([], False),
+            (bool,): (["true", "false"], isinstance(value, bool)),
+            (str,): (["a text"], isinstance(value, (str, Path))),
+            (float,): ([number], isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high),
+        }
+        words, fits = rules.get(tuple(kinds), ([], True))
         if not fits:
             *more, last = [*words, *map(json.dumps, choices), *["None"] * (NoneType in self.members)]
             raise ValueError(f"{self.name} must be {', '.join(more)}{' or ' if more else ''}{last}, found {value!r}")
+
+
+def _words(member: Any) -> list[str]:
+    """A type without alternatives in a user's words."""
+    if get_origin(member) is Literal:
+        return list(map(str, get_args(member)))
+    if get_origin(member) is tuple:
+        return [LAYERS if get_args(member)[0] is int else METHODS]
+    return {int: ["int"], float: ["float"], str: ["text"], bool: ["true", "false"], NoneType: ["none"]}.get(member, [])
 
 
 @cache
@@ -118,11 +109,6 @@ def spell_value(value: Any) -> str:
     if isinstance(value, str):
         return shlex.quote(value) if set(value) & set(" \t\n'\"") else value
     return "none" if value is None else json.dumps(value, separators=(",", ":"))
-
-
-def _is_list(member: Any) -> bool:
-    """Whether a type is a tuple of whole numbers."""
-    return get_origin(member) is tuple and get_args(member)[0] is int
 
 
 def _value(word: str, text: str) -> Any:

@@ -17,7 +17,7 @@ from skipstone.decoding.sampling import Sampling
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import REFUSED_ARGUMENTS, GenerateCall, check_shapes, prepare_call
 from skipstone.hf.generation_config_fields import EXOTIC
-from skipstone.hf.processors import RowProcessors, warpers
+from skipstone.hf.processors import processors_of_rows, warpers
 from skipstone.models.tensor_parallel import TensorParallelGroup
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
@@ -41,23 +41,18 @@ def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, see
 def build_requests(call: GenerateCall) -> list[Request]:
     """One Request per row. ValueError for unsupported settings and for inputs that cannot be decoded."""
     _check_inputs(call)
-    max_new_tokens, ranks = _max_new_tokens(call), call.runner.ranks
+    limits = [criterion.max_length for criterion in call.stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    max_new_tokens = min(limits or [call.config.max_length]) - call.input_ids.shape[1]
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens} (max_length less the prompt)")
     ends = [criterion for criterion in call.stopping_criteria if isinstance(criterion, EosTokenCriteria)]
     eos = frozenset(token for criterion in ends for token in criterion.eos_token_id.tolist())
     other = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-    criteria = [_synchronised(criterion, ranks) for criterion in other]
-    prompts = call.prompts
-    lists = RowProcessors(call) if call.logits_processor else None
+    criteria, prompts = [_synchronised(criterion, call.runner.ranks) for criterion in other], call.prompts
+    rows = zip(prompts, _seeds(call, len(prompts)), processors_of_rows(call, prompts, max_new_tokens), strict=True)
     return [
-        Request(
-            prompt,
-            max_new_tokens,
-            eos,
-            _sampling(call, seed, [] if lists is None else lists.of(row, prompt, max_new_tokens)),
-            criteria,
-            stop_strings=call.stop_strings,
-        )
-        for row, (prompt, seed) in enumerate(zip(prompts, _seeds(call, len(prompts)), strict=True))
+        Request(prompt, max_new_tokens, eos, _sampling(call, seed, own), criteria, stop_strings=call.stop_strings)
+        for prompt, seed, own in rows
     ]
 
 
@@ -82,15 +77,6 @@ def _check_inputs(call: GenerateCall) -> None:
     positions = extra.get("position_ids")
     if positions is not None and not bool(((positions == real.cumsum(1) - 1) | (real == 0)).all()):
         raise ValueError("position_ids other than 0, 1, 2, ... over the unpadded tokens of a row are not supported")
-
-
-def _max_new_tokens(call: GenerateCall) -> int:
-    limits = [c.max_length for c in call.stopping_criteria if isinstance(c, MaxLengthCriteria)]
-    limits = limits or [call.config.max_length]
-    count = min(limits) - call.input_ids.shape[1]
-    if count < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {count} (max_length less the prompt)")
-    return count
 
 
 def _synchronised(criterion: Criterion, ranks: TensorParallelGroup) -> Criterion:

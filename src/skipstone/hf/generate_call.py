@@ -172,8 +172,8 @@ def captured(
     runner: ModelRunner, ids: Tensor, prepared: dict[str, Any], seed: Seed = None, stops: StopStrings | None = None
 ) -> GenerateCall:
     """The call that transformers has prepared for a custom decoding function. ids, prepared: the function's arguments."""
-    names = ("logits_processor", "stopping_criteria", "generation_config")
-    processors, criteria, config = (prepared.pop(name) for name in names)
+    processors, criteria = prepared.pop("logits_processor"), prepared.pop("stopping_criteria")
+    config = prepared.pop("generation_config")
     return GenerateCall(runner, token_tensor(ids), processors, criteria, config, seed, prepared, stops)
 
 

@@ -14,33 +14,33 @@ from skipstone.hf.generation_config_fields import EXOTIC
 from skipstone.models.device_map import input_device
 
 
-class RowProcessors:
-    """The processors of a prepared call, rebuilt for each row in the same order.
+def processors_of_rows(call: GenerateCall, prompts: list[Tensor], max_new_tokens: int) -> list[list[Any]]:
+    """The lists that `model.generate` would build for each row alone, in the same order and without warpers.
 
     The call has transformers' list for the padded batch. Entries that transformers built from the options are built again for
-    the row alone. The user's own objects are used unchanged.
+    the row alone. The user's own objects are used unchanged. prompts: [T] int64 each, unpadded.
     """
-
-    def __init__(self, call: GenerateCall) -> None:
-        self.model, self.config = call.runner.model, call.config
-        config, built = call.config, _built(self.model, call.config, call.input_ids, call.model_kwargs)
-        self._plan = [(processor, _take(built, processor)) for processor in call.logits_processor]
-        # as in transformers, normalise the reported scores of a greedy call; this changes no choice
-        self._normalise = bool(config.renormalize_logits and config.output_scores and not config.do_sample)
-
-    def of(self, row: int, prompt: Tensor, max_new_tokens: int) -> list[Any]:
-        """The list that `model.generate` would build for this row alone, without warpers. prompt: [T] int64, unpadded."""
-        rebuilt = {type(processor): processor for processor in row_processors(self.model, self.config, prompt, max_new_tokens)}
+    if not call.logits_processor:
+        return [[] for _ in prompts]
+    model, config = call.runner.model, call.config
+    built = _built(model, config, call.input_ids, call.model_kwargs)
+    plan = [(processor, _take(built, processor)) for processor in call.logits_processor]
+    # as in transformers, normalise the reported scores of a greedy call; this changes no choice
+    normalises = config.renormalize_logits and config.output_scores and not config.do_sample
+    lists = []
+    for row, prompt in enumerate(prompts):
+        rebuilt = {type(processor): processor for processor in _row_processors(model, config, prompt, max_new_tokens)}
         processors = []
-        for processor, is_built in self._plan:
+        for processor, is_built in plan:
             if not is_built:
                 processors.append(_for_row(processor, row))
             elif type(processor) in rebuilt:  # the others are warpers, which `warpers` handles
                 processors.append(rebuilt[type(processor)])
-        return [*processors, LogitNormalization()] if self._normalise else processors
+        lists.append([*processors, LogitNormalization()] if normalises else processors)
+    return lists
 
 
-def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Tensor, max_new_tokens: int) -> list[Any]:
+def _row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Tensor, max_new_tokens: int) -> list[Any]:
     """The processors that transformers builds from the options for one row, without warpers. prompt: [T] int64, unpadded."""
     config, prompt = copy.deepcopy(config), prompt.to(input_device(model))
     config.do_sample, config.renormalize_logits = False, False

@@ -69,6 +69,13 @@ def fetch(name: str, *files: str) -> Path:
     return folder
 
 
+def local_or_fetched(source: str | Path, file: str) -> Path:
+    """The local file, or a file of the hub if there is none and the name does not end in .json."""
+    path = Path(source).expanduser()
+    hub = None if path.exists() or path.suffix == ".json" else hub_name(source)
+    return path if hub is None or "/" not in hub.repo else fetch(str(source), file) / file
+
+
 def commit_of(name: str, revision: str | None, file: str) -> str | None:
     """The commit of a repository's cached file at a revision; None for a local folder or a file that was not fetched."""
     cached = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from skipstone import methods
 from skipstone.decoding import method_text
-from skipstone.decoding.settings import settings_of
+from skipstone.decoding.settings import LAYERS, settings_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench.peers import PEERS
@@ -229,7 +229,7 @@ def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
 
 def is_choice(kind: Any, key: str, value: Any) -> bool:
     """Whether a value is a choice: a list, or a list of lists for settings that are lists themselves."""
-    if key in settings_of(kind) and settings_of(kind)[key].is_list:
+    if key in settings_of(kind) and LAYERS in settings_of(kind)[key].type:
         value = value[0] if isinstance(value, (list, tuple)) and value else None
     return isinstance(value, (list, tuple))
 

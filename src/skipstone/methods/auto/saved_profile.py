@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.fetching import fetch, hub_name
+from skipstone.models.fetching import local_or_fetched
 from skipstone.policy.choose_drafter import RECYCLE, Policy
 from skipstone.policy.cost_model import HOST
 from skipstone.utils.files import cache_place, digest, write_json
@@ -74,10 +74,7 @@ def load_profile(model: ModelRunner, first: Policy, identities: dict[str, str], 
 def read_named(source: str, model: ModelRunner) -> SavedProfile:
     """The file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION). OSError if there is none. ValueError for
     another file, another version, or another model, device, dtype, engine or kind of machine."""
-    path = Path(source).expanduser()
-    if not path.exists() and path.suffix != ".json" and (meant := hub_name(source)) is not None and "/" in meant.repo:
-        path = fetch(source, TUNED) / TUNED
-    profile = read(path, source)
+    profile = read(local_or_fetched(source, TUNED), source)
     for part, value in key_of(model).items():
         if part != NODE and profile.key.get(part) != value:
             raise ValueError(f"{source} was learnt elsewhere: its {part} is {profile.key.get(part)}, here it is {value}")

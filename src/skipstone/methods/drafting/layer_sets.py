@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.fetching import fetch, hub_name
+from skipstone.models.fetching import local_or_fetched
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from skipstone.policy.cost_model import StepCosts, expected_tokens
@@ -176,7 +176,7 @@ def save_profile(
 def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
     """The profile of a model, from a file or the hub (ORG/NAME or ORG/NAME@REVISION). OSError if there is none; ValueError for
     other files and for another model's profile."""
-    profile = read_profile(_file_of(source), source)
+    profile = read_profile(local_or_fetched(source, PROFILE), source)
     if profile.model != (here := fingerprint(model)):
         raise ValueError(f"{source} is the profile of another model ({profile.name or profile.model}; this one is {here})")
     return profile
@@ -185,10 +185,3 @@ def load_profile(source: str | Path, model: Any) -> LayerSetProfile:
 def read_profile(path: Path, source: object = None) -> LayerSetProfile:
     """The profile in a file, of any model. source: the user's name for the file. Errors as in `load_profile`."""
     return read_json(path, LayerSetProfile, PROFILE_VERSION, "a layer set", source)
-
-
-def _file_of(source: str | Path) -> Path:
-    """The local file, or a file of the hub if there is none and the name does not end in .json."""
-    path = Path(source).expanduser()
-    hub = None if path.exists() or path.suffix == ".json" else hub_name(source)
-    return path if hub is None or "/" not in hub.repo else fetch(str(source), PROFILE) / PROFILE
