@@ -21,7 +21,7 @@ def runner(**shape: Any) -> ModelRunner:
 
 
 def disturbed(model: ModelRunner, kind: Any = "square", rank: int | None = None) -> ExitHeads:
-    heads = ExitHeads(new_card(model, (2, 4), kind, rank, "mine"))
+    heads = ExitHeads(new_card(model, (2, 4), kind, rank, name="mine"))
     heads.start_from(model)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -200,27 +200,11 @@ def _cached(model: ModelRunner, key: Any, make: Callable[[], ExitHeads]) -> Exit
     return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
-def new_card(
-    model: ModelRunner,
-    layers: tuple[int, ...],
-    kind: Kind,
-    rank: int | None = None,
-    name: str = "",
-    vocabulary: int | None = None,
-) -> HeadsCard:
-    """The card of new heads for a model. ValueError as in `check_layers`."""
+def new_card(model: ModelRunner, layers: tuple[int, ...], kind: Kind, rank: int | None = None, **more: Any) -> HeadsCard:
+    """The card of new heads for a model. more: further fields. ValueError as in `check_layers`."""
     check_layers(layers, model.depth)
     vocab, size = model.head.weight.shape
-    return HeadsCard(
-        model=model.fingerprint,
-        name=name,
-        layers=layers,
-        kind=kind,
-        rank=rank,
-        vocabulary=vocabulary,
-        hidden_size=size,
-        vocab_size=vocab,
-    )
+    return HeadsCard(model=model.fingerprint, layers=layers, kind=kind, rank=rank, hidden_size=size, vocab_size=vocab, **more)
 
 
 def check_layers(layers: tuple[int, ...], depth: int) -> None:

@@ -123,7 +123,9 @@ def _untrained(recipe: HeadsRecipe, model: ModelRunner) -> ExitHeads:
         name = Path(name).name
     set_seed(recipe.seed)
     size = shape.vocabulary if shape.vocabulary and shape.vocabulary < model.head.weight.shape[0] else None
-    heads = ExitHeads(new_card(model, shape.layers or usual_layers(model.depth), shape.kind, shape.rank, name, size))
+    heads = ExitHeads(
+        new_card(model, shape.layers or usual_layers(model.depth), shape.kind, shape.rank, name=name, vocabulary=size)
+    )
     heads.start_from(model)
     return heads.to(model.device)
 
