@@ -86,12 +86,12 @@ def exits(
             quality = exit_quality(network, TokenRows(packed), 8)
             predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
             tokens = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # one letter per byte
-            bits = math.log2(quality.perplexity[max(quality.perplexity)]) * quality.tokens
+            bits = math.log2(quality.perplexity()[max(quality.perplexity())]) * quality.tokens
             results.setdefault(source, {})[name] = {
                 "tokens": quality.tokens,
                 "bits_per_byte": bits / sum(map(len, tokens)),
-                "perplexity": quality.perplexity,
-                "agreement": quality.agreement,
+                "perplexity": quality.perplexity(),
+                "agreement": quality.agreement(),
             }
     depth = max(max(values["perplexity"]) for by_model in results.values() for values in by_model.values())
     printed_exits = sorted({*(layer for layer in layers if layer < depth), depth})

@@ -50,11 +50,6 @@ class DraftLayers:
     threshold: float | None = None
 
     @property
-    def first(self) -> bool:
-        """Whether they are the target's first layers, as in an early exit."""
-        return self.layers == tuple(range(len(self.layers)))
-
-    @property
     def described(self) -> str:
         """Their numbers as text: "layers 0 to 5 of 24"."""
         return f"{spell_layers(self.layers)} of {self.depth}"
@@ -227,10 +222,11 @@ def expect_same(model: ModelRunner, kept: DraftLayers, folder: Path) -> None:
 def exit_logits(model: ModelRunner, kept: DraftLayers, ids: Tensor) -> Tensor:
     """Draft logits of skipstone at every position of a text: the kept layers, then norm and head. ids: [1, T]. Returns [1, T,
     V] float32."""
-    length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)
+    length, layers = ids.shape[1], range(kept.layers[-1] + 1)
+    left = frozenset(layers) - frozenset(kept.layers)
     positions = torch.arange(length, device=model.device, dtype=torch.int64)[None]
     store = KVCache(1, model.depth, length)
     store.reserve(length)
     at = Pass(positions, positions, None, slice(0, 1), length, 0)
-    layers, skip = (range(len(kept.layers)), None) if kept.first else (range(model.depth), SkipSet(left, left))
+    skip = SkipSet(left, left) if left else None
     return model.logits(model.run(model.embed(ids.to(model.device), positions), at, store, layers, skip))

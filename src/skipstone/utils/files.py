@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -104,7 +105,14 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-_failed: set[Path] = set()  # cache folders that this process has warned of
+@cache
+def _warn_of_cache(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"skipstone cannot write its cache in {folder} ({reason}), and computes the content again in every process: set "
+        f"{CACHE} to a writable folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def write_cache(path: Path | None, value: Any) -> bool:
@@ -112,23 +120,14 @@ def write_cache(path: Path | None, value: Any) -> bool:
 
     A failure causes a warning, once per process and folder.
     """
-    if path is None:
-        reason, folder = "there is no home folder", Path()
-    else:
-        try:
-            write_json(path, value)
-            return True
-        except OSError as error:
-            reason, folder = str(error), path.parent
-    if folder not in _failed:
-        _failed.add(folder)
-        warnings.warn(
-            f"skipstone cannot write its cache and computes the content again in every process ({reason}): set {CACHE} to a "
-            "writable folder",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return False
+    try:
+        if path is None:
+            raise OSError(0, "there is no home folder")
+        write_json(path, value)
+        return True
+    except OSError as error:
+        _warn_of_cache(Path() if path is None else path.parent, str(error.strerror))
+        return False
 
 
 @contextmanager

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.engines.exit_statistics import ExitTally
 from skipstone.train.data.rows import IGNORED
-from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
+from skipstone.train.layerskip.metrics import exit_quality, flat
 from tests.helpers import families
 from tests.helpers.objectives import HEADS
 
@@ -56,10 +57,10 @@ def explicit(name: str, model: Any, data: Rows) -> tuple[dict[int, float], dict[
     )
 
 
-def assert_quality(found: ExitQuality, perplexity: dict[int, float], agreement: dict[int, float], tokens: int) -> None:
+def assert_quality(found: ExitTally, perplexity: dict[int, float], agreement: dict[int, float], tokens: int) -> None:
     assert found.tokens == tokens
-    assert found.perplexity == pytest.approx(perplexity, rel=1e-4)
-    assert found.agreement == agreement
+    assert found.perplexity() == pytest.approx(perplexity, rel=1e-4)
+    assert found.agreement() == agreement
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3n_text"])
@@ -79,7 +80,7 @@ def test_padded_rows_are_measured_with_their_mask() -> None:
     expected = explicit("llama", model, data)
     assert_quality(exit_quality(model, data, 3), *expected)
     bare = [{name: row[name] for name in ("input_ids", "labels")} for row in data]
-    assert exit_quality(model, bare, 3).perplexity[4] != pytest.approx(expected[0][4], rel=1e-3)
+    assert exit_quality(model, bare, 3).perplexity()[4] != pytest.approx(expected[0][4], rel=1e-3)
 
 
 def test_an_adapter_is_measured_with_its_model() -> None:
@@ -101,7 +102,7 @@ def test_only_the_chosen_exits_and_the_last_are_measured() -> None:
         found = exit_quality(model, data, exits=exits)
         assert given == [False] * len(chosen), "the head was run for other exits, or with a graph"
         expected = {layer: perplexity[layer] for layer in chosen}, {layer: agreement[layer] for layer in chosen}
-        assert list(found.perplexity) == list(chosen)
+        assert list(found.perplexity()) == list(chosen)
         assert_quality(found, *expected, tokens)
     handle.remove()
 
@@ -127,9 +128,9 @@ def test_an_exit_that_knows_nothing_has_an_infinite_perplexity_and_no_error() ->
     with torch.no_grad():
         head.weight.mul_(1e5)
     found = exit_quality(model, rows())
-    assert found.perplexity[4] == math.inf
-    assert found.agreement[4] == 1
-    assert found.flat()["loss"] == math.inf
+    assert found.perplexity()[4] == math.inf
+    assert found.agreement()[4] == 1
+    assert flat(found)["loss"] == math.inf
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

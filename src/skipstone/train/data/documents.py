@@ -36,8 +36,11 @@ class Document:
 
     def rank(self, seed: int, purpose: str) -> float:
         """A pseudo-random number in [0, 1) that depends on the document alone."""
-        parts = (str(seed), purpose, self.source, self.name, self.text)
-        return int.from_bytes(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
+        return int.from_bytes(_hash(str(seed), purpose, self.source, self.name, self.text)[:6], "big") / 2**48
+
+
+def _hash(*parts: str) -> bytes:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
 
 
 def collect(sources: Sequence[Source], base: Path) -> list[Document]:
@@ -65,11 +68,8 @@ def collect(sources: Sequence[Source], base: Path) -> list[Document]:
 
 def fingerprint(documents: Iterable[Document]) -> str:
     """A hash of documents in their order, the same wherever they were read from."""
-    whole = hashlib.sha256()
-    for document in documents:
-        parts = (document.source, document.name, document.text, str(document.given))
-        whole.update(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest())
-    return whole.hexdigest()
+    hashes = (_hash(each.source, each.name, each.text, str(each.given)) for each in documents)
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def _plain(text: str, source: str, name: str) -> str:

@@ -12,14 +12,12 @@ from skipstone.train.data.documents import Document
 END = "<|end|>"  # stands between documents, so it begins a text as well as ending one, and pads a batch; id 0
 BYTES = 256  # entries of the vocabulary that are single bytes
 
-PIECES = "|".join(
-    (
-        r"(?:[ \t]*\r?\n)+[ \t]*",  # the ends of lines with the indentation that follows
-        r" ?[\p{L}_][\p{L}\p{M}_]*",  # a word or name, with the space before it
-        r" ?[^\s\p{L}\p{N}_]+",  # punctuation
-        r"\p{N}",  # one digit
-        r"\s+(?!\S)|\s+",  # other whitespace, but for a last space that belongs to what follows
-    )
+PIECES = (
+    r"(?:[ \t]*\r?\n)+[ \t]*"  # the ends of lines with the indentation that follows
+    r"| ?[\p{L}_][\p{L}\p{M}_]*"  # a word or name, with the space before it
+    r"| ?[^\s\p{L}\p{N}_]+"  # punctuation
+    r"|\p{N}"  # one digit
+    r"|\s+(?!\S)|\s+"  # other whitespace, but for a last space that belongs to what follows
 )
 """What a token may not reach across."""
 

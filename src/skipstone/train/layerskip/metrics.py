@@ -5,7 +5,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,14 @@ EXIT_FIGURE = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
 
 
-@dataclass(frozen=True)
-class ExitQuality:
-    """Per exit layer E (layers[:E]): perplexity per token, and the share of positions whose argmax is the last layer's,
-    teacher-forced. tokens: positions measured."""
-
-    perplexity: dict[int, float]
-    agreement: dict[int, float]
-    tokens: int
-
-    def flat(self) -> dict[str, float]:
-        """One number per name, for logs. loss: nats a token of the last layer."""
-        last = max(self.perplexity)
-        values = {"loss": math.log(self.perplexity[last]), "perplexity": self.perplexity[last]}
-        for layer in sorted(self.perplexity):
-            values[f"perplexity_exit_{layer}"] = self.perplexity[layer]
-            values[f"agreement_exit_{layer}"] = self.agreement[layer]
-        return values
+def flat(quality: ExitTally) -> dict[str, float]:
+    """The figures of all exits, one number per name, for logs. loss: nats a token of the last layer."""
+    perplexity, agreement = quality.perplexity(), quality.agreement()
+    last = perplexity[max(perplexity)]
+    values = {"loss": math.log(last), "perplexity": last}
+    for layer in sorted(perplexity):
+        values |= {f"perplexity_exit_{layer}": perplexity[layer], f"agreement_exit_{layer}": agreement[layer]}
+    return values
 
 
 @torch.no_grad()
@@ -55,7 +45,7 @@ def exit_quality(
     chunk: int = CHUNK,
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
     modules: DecoderModel | None = None,
-) -> ExitQuality:
+) -> ExitTally:
     """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] if rows are
     padded. Sums are float64.
 
@@ -84,7 +74,7 @@ def exit_quality(
         model.train(training)
     if not tally.tokens:
         raise ValueError("there is nothing to measure: no position of the rows predicts anything")
-    return ExitQuality(tally.perplexity(), tally.agreement(), tally.tokens)
+    return tally
 
 
 class JsonLog(TrainerCallback):

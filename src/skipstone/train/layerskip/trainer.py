@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.decoding.settings import TRAINED_EXITS
+from skipstone.engines.exit_statistics import ExitTally
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.dropout import BatchLayout, forwards_replaced, layout_of
-from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
+from skipstone.train.layerskip.metrics import exit_quality, flat
 from skipstone.train.layerskip.objective import LayerSkipObjective
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
@@ -217,16 +218,15 @@ class LayerSkipTrainer(Trainer):
         metrics: dict[str, float] = {}
         for name, rows in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            quality = self._quality(rows)
-            metrics |= {f"{prefix}_{key}": value for key, value in quality.flat().items()}
+            metrics |= {f"{prefix}_{key}": value for key, value in flat(self._quality(rows)).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _quality(self, rows: Any) -> ExitQuality:
+    def _quality(self, rows: Any) -> ExitTally:
         """Measure the exits. A sharded model runs it inside its own call, which gathers the root group."""
 
-        def measure() -> ExitQuality:
+        def measure() -> ExitTally:
             size = self.args.per_device_eval_batch_size
             chosen = (size, self.args.eval_exits, self.args.loss_chunk, self.data_collator)
             return exit_quality(self.model, rows, *chosen, self._decoder)
