@@ -38,7 +38,7 @@ def test_they_end_a_text_where_transformers_does(kind: str) -> None:
     words, dice = TOKENIZERS[kind](), random.Random(kind)
     size = min(len(words), 300)
     ended = 0
-    for _ in range(30):
+    for _ in range(15):
         ids = [dice.randrange(size - 12 if dice.random() < 0.8 else 0, size) for _ in range(30)]
         pieces = [piece for piece in words.decode(ids).split("\ufffd") if piece]
         piece = max(pieces, key=len)
@@ -50,7 +50,7 @@ def test_they_end_a_text_where_transformers_does(kind: str) -> None:
             there = bool(expected(torch.tensor([ids[:count]]), None))
             assert ours.completed_by_last(prompt, ids[4:count]) == there, (strings, ids[:count])
             ended += there
-    assert ended > 10
+    assert ended > 5
 
 
 def test_a_character_over_several_tokens_counts() -> None:
