@@ -10,6 +10,7 @@ the same rows of a step drop the same layers, so that the result does not change
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -154,15 +155,12 @@ def kept_elsewhere(
     process: number of this process. step, number: the optimiser step, and the pass within it. rows: of this pass. Also returns
     for each layer whether any process keeps a row in this pass: then all processes must join in summing gradients.
     """
-    drawn: dict[int, list[list[int]]] = {}
+    drawn = cache(lambda at: draw(started.rows, at))
 
     def kept_by(other: int) -> list[list[int]]:
-        first = now.row(number, other)
-        places = [started.place(step, first + row) for row in range(rows)]
-        for at, _ in places:
-            drawn.setdefault(at, draw(started.rows, at))
-        layers = range(len(drawn[places[0][0]]))
-        return [[row for row, (at, own) in enumerate(places) if own in drawn[at][layer]] for layer in layers]
+        places = [started.place(step, now.row(number, other) + row) for row in range(rows)]
+        layers = range(len(drawn(places[0][0])))
+        return [[row for row, (at, own) in enumerate(places) if own in drawn(at)[layer]] for layer in layers]
 
     everywhere = [kept_by(other) for other in range(now.processes)]
     return everywhere[process], [any(layers) for layers in zip(*everywhere, strict=True)]
