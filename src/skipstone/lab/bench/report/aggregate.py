@@ -40,7 +40,6 @@ class MeasurementGroup:
     lines: list[Line] = field(default_factory=list)  # one per prompt
     tuned: dict[str, Line] = field(default_factory=dict)  # label -> the line with its chosen settings
     exits: Line | None = None  # perplexity and agreement of every exit, if they were measured
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def subject(self) -> str:
@@ -114,13 +113,8 @@ class MeasurementGroup:
         return self.figures(label, self.lines) or {}
 
     def figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
-        """The figures of a method over some lines as plain JSON values, or None if it has no row there. Cached."""
-        key = (label, *(line["index"] for line in lines))
-        if key not in self._cache:
-            self._cache[key] = self._figures(label, [line for line in lines if label in line["rows"]])
-        return self._cache[key]
-
-    def _figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
+        """The figures of a method over some lines as plain JSON values, or None if it has no row there."""
+        lines = [line for line in lines if label in line["rows"]]
         if not lines:
             return None
         rows = [line["rows"][label] for line in lines]

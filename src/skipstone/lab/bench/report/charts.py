@@ -192,46 +192,38 @@ def _layer_sets(group: MeasurementGroup) -> dict[str, Any]:
     reports = layer_sets(group)
     if not reports:
         return {}
-    curves = {label: along_text(group, label) for label in group.labels if label != group.label_of(BASELINE)}
-    names = {label: group.display_name(label) for label in curves}
-    speed = {names[label]: [*zip(tokens, speeds, strict=True)] for label, (tokens, speeds, _) in curves.items()}
-    matchness = {names[label]: [*zip(tokens, values, strict=True)] for label, (tokens, _, values) in curves.items()}
-    known = {names[label]: matchness[names[label]] for label in reports}
+    labels = {group.display_name(label): label for label in group.labels if label != group.label_of(BASELINE)}
+    speed = {name: _along_text(group, label)[0] for name, label in labels.items()}
+    known = {name: _along_text(group, label)[1] for name, label in labels.items() if label in reports}
+    maps = {name: _layer_map(reports[labels[name]], group.about["layers"]) for name in known}
     return {
         "Speed along the text": _curves("tokens", f"x plain decoding, {WINDOW} prompts each", speed, [".-"], reference=1),
         "Matchness along the text": _curves("tokens", "matchness", known, [".-"]),
-        **{f"Layers left out, {names[label]}": _layer_map(one, group.about["layers"]) for label, one in reports.items()},
+        **{f"Layers left out, {name}": drawn for name, drawn in maps.items()},
     }
 
 
-def along_text(group: MeasurementGroup, label: str) -> tuple[list[int], list[float], list[float]]:
-    """(tokens so far, speed-up over plain decoding of the latest WINDOW prompts, matchness or nan), one entry per prompt."""
+def _along_text(group: MeasurementGroup, label: str) -> tuple[list[Point], list[Point]]:
+    """(tokens so far, speed-up over plain decoding of the latest WINDOW prompts) and (tokens so far, matchness or nan), a point
+    per prompt."""
     pairs = group.pairs_with_plain(label)
+    tokens = [*accumulate(row["tokens"] for row, _ in pairs)]
     windows = (zip(*pairs[max(0, end - WINDOW) : end], strict=True) for end in range(1, len(pairs) + 1))
-    speeds = [tokens_per_second(own) / tokens_per_second(plain) for own, plain in windows]
+    speeds = (tokens_per_second(own) / tokens_per_second(plain) for own, plain in windows)
     known = ((row.get("known") or {}).get("matchness") for row, _ in pairs)
-    matchness = [math.nan if value is None else value for value in known]
-    return list(accumulate(row["tokens"] for row, _ in pairs)), speeds, matchness
-
-
-def layer_matrix(report: Mapping[str, Any], layers: int) -> tuple[list[int], list[list[bool]]]:
-    """(evaluations at which the layer set changed, skipped sublayers).
-
-    A column of the matrix is a change, at most the latest MAX_CHANGES. Its rows are all attentions, then all MLPs.
-    """
-    history = report["history"][-MAX_CHANGES:]
-    sets = [[layer in one[kind] for kind in ("attention", "mlp") for layer in range(layers)] for one in history]
-    return [one["evaluation"] for one in history], [list(row) for row in zip(*sets, strict=True)]
+    matchness = (math.nan if value is None else value for value in known)
+    return [*zip(tokens, speeds, strict=True)], [*zip(tokens, matchness, strict=True)]
 
 
 def _layer_map(report: Mapping[str, Any], layers: int) -> Any:
-    """The skipped sublayers at every change of the layer set."""
-    evaluations, skipped = layer_matrix(report, layers)
-    if len(evaluations) < 2:
+    """The skipped sublayers at the latest changes of the layer set, a column each: all attentions, then all MLPs."""
+    history = report["history"][-MAX_CHANGES:]
+    if len(history) < 2:
         return None
+    sets = [[layer in one[kind] for kind in ("attention", "mlp") for layer in range(layers)] for one in history]
     figure, axes = _axes("sets judged before the change", reference=layers - 0.5)
-    axes.imshow(skipped, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1.4)
-    shown = range(0, len(evaluations), max(1, len(evaluations) // 8))
-    axes.set_xticks(list(shown), [str(evaluations[place]) for place in shown])
+    axes.imshow([*zip(*sets, strict=True)], aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1.4)
+    shown = range(0, len(history), max(1, len(history) // 8))
+    axes.set_xticks(list(shown), [str(history[place]["evaluation"]) for place in shown])
     axes.set_yticks([0, layers - 1, layers, 2 * layers - 1], ["attention 0", str(layers - 1), "MLP 0", str(layers - 1)])
     return figure

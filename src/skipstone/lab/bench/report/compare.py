@@ -1,7 +1,6 @@
 """`skipstone bench compare`: two runs of the same prompts, method by method, with a verdict that CI can use."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -18,21 +17,32 @@ from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
 RowPairs = Sequence[tuple[Line, Line]]  # (row of the first run, row of the second run), prompt by prompt
 
 
-@dataclass(frozen=True)
 class MethodChange:
-    """One method on one task in two runs. The yardstick is transformers' `generate`, otherwise our plain decoding."""
+    """One method on one task in two runs. The yardstick is transformers' `generate`, otherwise our plain decoding.
 
-    title: str
-    label: str
-    method: str
-    prompts: int
-    same: int  # prompts with equal texts in both runs
-    speed: IntervalEstimate  # tokens per second of the second run over those of the first
-    scores: dict[str, IntervalEstimate]  # name -> mean change
-    yardstick: str | None  # its method
-    relative: IntervalEstimate | None
-    """The change of speed with each run divided by its own yardstick, so that a slower machine cancels out."""
-    faithful: tuple[int, int] | None  # per run: greedy texts of a lossless method that equal the yardstick's
+    same: prompts with equal texts in both runs. speed: tokens per second of the second run over those of the first.
+    scores: name -> mean change. relative: the change of speed with each run divided by its own yardstick, so that a slower
+    machine cancels out. faithful: per run, greedy texts of a lossless method that equal the yardstick's.
+    """
+
+    def __init__(self, group: MeasurementGroup, label: str, rows: RowPairs) -> None:
+        """group: of the first run. rows: label -> row in either run, prompt by prompt."""
+        about, own = group.about["methods"][label], [(a[label], b[label]) for a, b in rows]
+        self.title, self.label, self.method = group.title, group.display_name(label), about["method"]
+        self.prompts, self.same = len(own), sum(a["digests"] == b["digests"] for a, b in own)
+        self.scores, change = _score_changes(own), _speed_ratio(own)
+        self.speed = change.estimate()
+        self.relative: IntervalEstimate | None = None
+        self.faithful: list[int] | None = None
+        possible = () if self.method in PEERS else (THEIRS,) if self.method == BASELINE else (THEIRS, BASELINE)
+        in_all = (one for one in possible if all(group.label_of(one) in row for pair in rows for row in pair))
+        self.yardstick = next(in_all, None)
+        if self.yardstick is not None:
+            other = str(group.label_of(self.yardstick))
+            self.relative = (change / _speed_ratio([(a[other], b[other]) for a, b in rows])).estimate()
+            if about["lossless"] and not group.temperature:
+                runs = zip(*rows, strict=True)
+                self.faithful = [sum(row[label]["digests"] == row[other]["digests"] for row in run) for run in runs]
 
     def slower(self, tolerance: float) -> bool:
         """Whether the method certainly lost more than the tolerance.
@@ -78,36 +88,7 @@ def _changes(first: MeasurementGroup, second: MeasurementGroup) -> list[MethodCh
     calm = [pair for pair in pairs if all(map(is_calm, pair))]
     rows = [(a["rows"], b["rows"]) for a, b in calm or pairs]
     shared = {label: [pair for pair in rows if all(label in row for row in pair)] for label in first.labels}
-    return [_change(first, label, of_label) for label, of_label in shared.items() if of_label]
-
-
-def _change(group: MeasurementGroup, label: str, rows: RowPairs) -> MethodChange:
-    """rows: label -> row in either run, prompt by prompt."""
-    about = group.about["methods"][label]
-    method, own = about["method"], [(a[label], b[label]) for a, b in rows]
-    change, relative, faithful = _speed_ratio(own), None, None
-    possible = () if method in PEERS else (THEIRS,) if method == BASELINE else (THEIRS, BASELINE)
-    in_all = (one for one in possible if all(group.label_of(one) in row for pair in rows for row in pair))
-    if yardstick := next(in_all, None):
-        other = str(group.label_of(yardstick))
-        relative = (change / _speed_ratio([(a[other], b[other]) for a, b in rows])).estimate()
-        if about["lossless"] and not group.temperature:
-            before, after = (
-                sum(row[label]["digests"] == row[other]["digests"] for row in run) for run in zip(*rows, strict=True)
-            )
-            faithful = before, after
-    return MethodChange(
-        title=group.title,
-        label=group.display_name(label),
-        method=method,
-        prompts=len(own),
-        same=sum(a["digests"] == b["digests"] for a, b in own),
-        speed=change.estimate(),
-        scores=_score_changes(own),
-        yardstick=yardstick,
-        relative=relative,
-        faithful=faithful,
-    )
+    return [MethodChange(first, label, of_label) for label, of_label in shared.items() if of_label]
 
 
 def _score_changes(own: RowPairs) -> dict[str, IntervalEstimate]:

@@ -6,7 +6,8 @@ Tables 1 to 5). They are over all prompts.
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,7 @@ from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.policy.cost_model import StepCosts
 
 NONE = "-"  # a cell without a figure
-Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns
-Cell = Callable[[Figures], str]
+Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns, and what `_figures` adds
 LEGEND = f"""\
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is
@@ -59,14 +59,12 @@ def _csv(rows: Iterable[Iterable[Any]]) -> str:
     return text.getvalue()
 
 
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A number, or a dash for None."""
-    return NONE if value is None else f"{value:.{digits}f}{unit}"
-
-
-def percent(value: float | None, digits: int = 0, unit: str = " %") -> str:
-    """A share in percent, or a dash for None."""
-    return number(None if value is None else 100 * value, digits, unit)
+def fill(template: str, figures: Figures) -> str:
+    """A cell: a template with its figures, or a dash if one of them is missing."""
+    try:
+        return re.sub("(?<! )%", " %", template.format_map(figures))
+    except (KeyError, TypeError):  # TypeError: a figure is None
+        return NONE
 
 
 def share(count: float, total: float) -> float | None:
@@ -74,130 +72,105 @@ def share(count: float, total: float) -> float | None:
     return count / total if total else None
 
 
-def _scores(figures: Figures) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in (figures.get("scores") or {}).items()) or NONE
-
-
-def _step_milliseconds(figures: Figures) -> str:
-    parts = [figures.get(f"{part}_ms_per_step") for part in ("draft", "score", "other")]
-    return "+".join(f"{part:.1f}" for part in parts if part is not None) or NONE
-
-
-def _predicted_by_costs(figures: Figures) -> str:
-    costed = figures.get("costed_speedup")
-    return NONE if costed is None else f"{costed:.2f} / {figures['decode_speedup']:.2f}"
-
-
-def _equal_texts(figures: Figures) -> str:
-    same = figures["equal"].get(THEIRS)
-    return NONE if same is None else f"{same}/{figures['prompts']}"
-
-
-def _speedup(reference: str = BASELINE, digits: int = 2, unit: str = "") -> Cell:
-    return lambda figures: number(figures["speedups"].get(reference, {}).get("value"), digits, unit)
-
-
-def _speedup_interval(reference: str) -> Cell:
-    def cell(figures: Figures) -> str:
-        interval = figures["speedups"].get(reference, {"low": 0, "high": 0})
-        exact = interval["high"] - interval["low"] < 1e-9  # a method compared with itself, or a single prompt
-        return _speedup(reference)(figures) + ("" if exact else f" ({interval['low']:.2f}-{interval['high']:.2f})")
-
-    return cell
-
-
-def _per_step(name: str, digits: int = 3) -> Cell:
-    return lambda figures: number(figures[name] / figures["steps"], digits) if figures.get("steps") else NONE
-
-
-def _figure(name: str, digits: int = 2) -> Cell:
-    return lambda figures: number(figures.get(name), digits)
-
-
-def _percent(name: str, digits: int = 0, unit: str = " %") -> Cell:
-    return lambda figures: percent(figures.get(name), digits, unit)
-
-
-COLUMNS: dict[str, Cell] = {
-    "n": lambda figures: str(figures["prompts"]),
-    "tokens/s": _figure("tokens_per_second", 1),
-    "x plain": _speedup_interval(BASELINE),
-    "x HF": _speedup_interval(THEIRS),
-    "x HF exit": _speedup_interval(EARLY_EXIT),
-    "M": _figure("mean_acceptance_length"),
-    "alpha": _figure("acceptance_rate"),
-    "ms a step": _step_milliseconds,
-    "predicted": _figure("predicted_speedup"),
-    "reached": _figure("measured_over_predicted"),
-    "by costs": _predicted_by_costs,
-    "equal": _equal_texts,
-    "score": _scores,
-    "repeats": _figure("repeated_share"),
-    "TTFT ms": _figure("ttft_ms", 1),
-    "TPOT ms": _figure("tpot_ms", 1),
-    "peak MiB": lambda figures: number(figures.get("peak_memory") and figures["peak_memory"] / 2**20, 0),
-    "ceiling": _figure("share_of_ceiling"),
+PLAIN = f"{{speedups[{BASELINE}][value]:.2f}}"
+COLUMNS = {
+    "n": "{prompts}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "x plain": f"{{intervals[{BASELINE}]}}",
+    "x HF": f"{{intervals[{THEIRS}]}}",
+    "x HF exit": f"{{intervals[{EARLY_EXIT}]}}",
+    "M": "{mean_acceptance_length:.2f}",
+    "alpha": "{acceptance_rate:.2f}",
+    "ms a step": "{step_milliseconds}",
+    "predicted": "{predicted_speedup:.2f}",
+    "reached": "{measured_over_predicted:.2f}",
+    "by costs": "{costed_speedup:.2f} / {decode_speedup:.2f}",
+    "equal": f"{{equal[{THEIRS}]}}/{{prompts}}",
+    "score": "{score}",
+    "repeats": "{repeated_share:.2f}",
+    "TTFT ms": "{ttft_ms:.1f}",
+    "TPOT ms": "{tpot_ms:.1f}",
+    "peak MiB": "{peak_mebibytes:.0f}",
+    "ceiling": "{share_of_ceiling:.2f}",
 }
-ACROSS_TASKS: dict[str, dict[str, Cell]] = {
+ACROSS_TASKS = {
     "tasks": {"tokens/s": COLUMNS["tokens/s"], "x plain ({n})": COLUMNS["x plain"]},
     # SWIFT's Tables 2, 3 and 8
-    "swift": {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": _scores, "Speedup": _speedup(unit="x")},
+    "swift": {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": "{score}", "Speedup": f"{PLAIN}x"},
     # AdaDecode's Tables 2 and 3; consistency is the share of greedy texts that equal plain decoding's
     "adadecode": {
         "Throughput (Tokens/s)": COLUMNS["tokens/s"],
-        "Speedup (vs. Vanilla)": _speedup(unit="x"),
-        "Consistency": lambda f: number(f["equal"][BASELINE] / f["prompts"], 3) if BASELINE in f["equal"] else NONE,
+        "Speedup (vs. Vanilla)": f"{PLAIN}x",
+        "Consistency": "{consistency:.3f}",
     },
     # AdaSD's Tables 1 and 2: JSDist is the mean threshold, #cand and #match are draft tokens and accepted tokens per step
     "adasd": {
-        "tks/sec": _figure("tokens_per_second", 3),
-        "JSDist": lambda f: number(f["means"].get("distance_threshold"), 3),
-        "acc": _scores,
-        "#cand": _per_step("drafted"),
-        "#match": _per_step("accepted"),
-        "AccRate": _figure("acceptance_rate", 3),
-        "speedup": _speedup(VANILLA, 3),
+        "tks/sec": "{tokens_per_second:.3f}",
+        "JSDist": "{means[distance_threshold]:.3f}",
+        "acc": "{score}",
+        "#cand": "{per_step[drafted]:.3f}",
+        "#match": "{per_step[accepted]:.3f}",
+        "AccRate": "{acceptance_rate:.3f}",
+        "speedup": f"{{speedups[{VANILLA}][value]:.3f}}",
     },
 }
 """Layout -> the cells that every method has for every task. {n} stands for the number of prompts."""
-DRAFT_LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
-"""Names of the draft tokens per step among the settings of methods."""
-NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}}
-METHOD: dict[str, Cell] = {"method": lambda figures: figures["name"]}
-BY_METHOD: dict[str, dict[str, Cell]] = {
-    "own": {**METHOD, **COLUMNS, "x plain, all": lambda f: _speedup()(f["all"])},
+BY_METHOD = {
+    "own": {"method": "{name}", **COLUMNS, "x plain, all": "{all[speedups][autoregressive][value]:.2f}"},
     # LayerSkip's Tables 3 to 6 and 11
     "layerskip": {
-        "Generation": METHOD["method"],
-        "E": lambda f: str(f["settings"].get("exit_layer", NONE)),
-        "d": lambda f: next((str(f["settings"][name]) for name in DRAFT_LENGTHS if name in f["settings"]), NONE),
-        "Score": _scores,
-        "Token Acc.": _percent("acceptance_rate", 1, "%"),
+        "Generation": "{name}",
+        "E": "{settings[exit_layer]}",
+        "d": "{draft_length}",
+        "Score": "{score}",
+        "Token Acc.": "{acceptance_rate:.1%}",
         "Tokens per Sec.": COLUMNS["tokens/s"],
-        "Time per Token (ms)": lambda f: number(1000 / f["tokens_per_second"], 1),
-        "Speedup": _speedup(unit="x"),
+        "Time per Token (ms)": "{milliseconds_per_token:.1f}",
+        "Speedup": f"{PLAIN}x",
     },
 }
 """Layout -> the cells that every method has in a table of its group. `all` has the figures over all prompts."""
+DRAFT_LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
+"""Names of the draft tokens per step among the settings of methods."""
+NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}, "scores": {}}
 
 
 def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict[str, Any]:
-    """What cells know of a method: its name, and its figures over some lines."""
-    return {"name": group.display_name(label), **(group.figures(label, lines) or NO_FIGURES)}
+    """What cells know of a method: its name, settings and figures over some lines, some of them as texts."""
+    figures, settings = group.figures(label, lines) or NO_FIGURES, group.settings(label)
+    parts = [f"{part}_ms_per_step" for part in ("draft", "score", "other")]
+    speed, memory, steps = (figures.get(name) for name in ("tokens_per_second", "peak_memory", "steps"))
+    equal = figures["equal"].get(BASELINE)
+    return {
+        **figures,
+        "name": group.display_name(label),
+        "settings": settings,
+        "intervals": {reference: _interval(**one) for reference, one in figures["speedups"].items()},
+        "score": ", ".join(f"{name} {value:.3f}" for name, value in figures["scores"].items()) or NONE,
+        "step_milliseconds": "+".join(f"{figures[part]:.1f}" for part in parts if part in figures) or NONE,
+        "milliseconds_per_token": speed and 1000 / speed,
+        "peak_mebibytes": memory and memory / 2**20,
+        "per_step": {name: figures[name] / steps for name in ("drafted", "accepted")} if steps else {},
+        "consistency": None if equal is None else equal / figures["prompts"],
+        "draft_length": next((settings[name] for name in DRAFT_LENGTHS if name in settings), NONE),
+    }
 
 
-def _table(group: MeasurementGroup, about: str, cells: Mapping[str, Cell], rows: Iterable[Figures]) -> Table:
+def _interval(value: float, low: float, high: float) -> str:
+    exact = high - low < 1e-9  # a method compared with itself, or a single prompt
+    return f"{value:.2f}" if exact else f"{value:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _table(group: MeasurementGroup, about: str, cells: Mapping[str, str], rows: Iterable[Figures]) -> Table:
     """A further table of a group, over all prompts."""
     title = f"{group.subject}, {group.name}: {about}"
-    return Table(title, [*cells], [[cell(row) for cell in cells.values()] for row in rows])
+    return Table(title, [*cells], [[fill(cell, row) for cell in cells.values()] for row in rows])
 
 
 def _by_method(group: MeasurementGroup, layout: str) -> Table:
     """A row per method: our own layout over the headline's prompts, LayerSkip's over the prompts that are shown."""
-    lines, rows = group.headline() if layout == "own" else group.shown_lines(), list[Figures]()
-    for label in group.labels:
-        more = {"all": group.over_all(label)} if layout == "own" else {"settings": group.settings(label)}
-        rows.append(_figures(group, label, lines) | more)
+    lines = group.headline() if layout == "own" else group.shown_lines()
+    rows = [_figures(group, label, lines) | {"all": group.over_all(label)} for label in group.labels]
     return replace(_table(group, "", BY_METHOD[layout], rows), title=group.title)
 
 
@@ -208,35 +181,35 @@ def _across_tasks(groups: Sequence[MeasurementGroup], layout: str) -> Table:
         by_temperature.setdefault(group.temperature, []).append(group)
     rows = []
     for label in dict.fromkeys(label for group in groups for label in group.labels):
-        row = [("Methods", next(group.display_name(label) for group in groups if label in group.labels))]
+        row = {"Methods": next(group.display_name(label) for group in groups if label in group.labels)}
         for group in groups:
             figures, calm = _figures(group, label, group.shown_lines()), len(group.headline())
             prompts = f"n = {calm}" if calm else f"all {len(group.lines)}, every one loops"
-            row += [(f"{group.name} {name.format(n=prompts)}", cell(figures)) for name, cell in ACROSS_TASKS[layout].items()]
+            for name, cell in ACROSS_TASKS[layout].items():
+                row[f"{group.name} {name.format(n=prompts)}"] = fill(cell, figures)
         for t, parts in by_temperature.items():
             pairs = [pair for group in parts for pair in group.pairs_with_plain(label, group.shown_lines())]
-            own, plain = map(tokens_per_second, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-            suffix = f", T = {t:g}" if t else ""
-            row.append((f"Speed (tokens/s){suffix}", number(own or None)))
-            row.append((f"Overall Speedup{suffix}", number(share(own, plain), unit="x")))
+            own, plain = map(tokens_per_second, zip(*pairs, strict=True)) if pairs else (None, 1.0)
+            suffix, overall = f", T = {t:g}" if t else "", {"own": own, "ratio": own and own / plain}
+            row |= {f"Speed (tokens/s){suffix}": fill("{own:.2f}", overall)}
+            row |= {f"Overall Speedup{suffix}": fill("{ratio:.2f}x", overall)}
         rows.append(row)
-    return Table(groups[0].subject, [column for column, _ in rows[0]], [[cell for _, cell in row] for row in rows])
+    return Table(groups[0].subject, [*rows[0]], [[*row.values()] for row in rows])
 
 
 def _by_category(group: MeasurementGroup) -> Table:
     """Speed-ups over plain decoding, categories down: prompts that do not loop, with intervals, then all prompts."""
     labels = [label for label in group.labels if label != group.label_of(BASELINE)]
-    choices = (("", MeasurementGroup.headline, COLUMNS["x plain"]), (", all", lambda part: part.lines, _speedup()))
-    titles, rows = ["category"], []
-    for suffix, _, _ in choices:
-        titles += [f"n{suffix}", *(f"{group.display_name(label)}{suffix}" for label in labels)]
+    rows = []
     for part in group.by_category():
-        cells = [part.task or NONE]
-        for _, choose, cell in choices:
-            lines = choose(part)
-            cells += [str(len(lines)), *(cell(_figures(part, label, lines)) for label in labels)]
-        rows.append(cells)
-    return Table(f"{group.subject}, {group.name}: x plain by category", titles, rows)
+        row = {"category": part.task or NONE}
+        for suffix, lines, cell in (("", part.headline(), COLUMNS["x plain"]), (", all", part.lines, PLAIN)):
+            row[f"n{suffix}"] = str(len(lines))
+            for label in labels:
+                row[group.display_name(label) + suffix] = fill(cell, _figures(part, label, lines))
+        rows.append(row)
+    titles = [*rows[0]] if rows else []
+    return Table(f"{group.subject}, {group.name}: x plain by category", titles, [[*row.values()] for row in rows])
 
 
 def _by_exit(group: MeasurementGroup) -> Table:
@@ -244,9 +217,9 @@ def _by_exit(group: MeasurementGroup) -> Table:
     if group.exits is None:
         return Table("", [], [])
     pairs = zip(group.exits["perplexity"], group.exits["agreement"], strict=True)
-    rows = [[str(layer), number(perplexity), number(agreement)] for layer, (perplexity, agreement) in enumerate(pairs, 1)]
-    title = f"{group.subject}, {group.name}: {group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced"
-    return Table(title, ["exit layer", "perplexity", "agreement with the last"], rows)
+    rows = [{"layer": layer, "perplexity": one, "agreement": same} for layer, (one, same) in enumerate(pairs, 1)]
+    cells = {"exit layer": "{layer}", "perplexity": "{perplexity:.2f}", "agreement with the last": "{agreement:.2f}"}
+    return _table(group, f"{group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced", cells, rows)
 
 
 # ---------------------------------------------------------------------------------------------- layer sets
@@ -258,34 +231,37 @@ def layer_sets(group: MeasurementGroup) -> dict[str, Mapping[str, Any]]:
     return {label: report for label, report in reports.items() if report and "skipped" in report}
 
 
-LAYER_SETS: dict[str, Cell] = {
-    **METHOD,
-    "skip ratio": _figure("skip_ratio"),
-    "left out": lambda f: str(sum(map(len, f["skipped"].values()))),
-    "matchness": _figure("matchness"),
-    "judged": lambda f: str(f["evaluations"]),
-    "steps that drafted": _percent("drafting_share"),
-    "time in search": _percent("search_share", 1),
-    **{name: _figure(name) for name in ("c", "v", "E, v = 1", "E")},
-    "decode speed-up": lambda f: number(f.get("E") and f["decode_speedup"]),
+LAYER_SETS = {
+    "method": "{name}",
+    "skip ratio": "{skip_ratio:.2f}",
+    "left out": "{left_out}",
+    "matchness": "{matchness:.2f}",
+    "judged": "{evaluations}",
+    "steps that drafted": "{drafting_share:.0%}",
+    "time in search": "{search_share:.1%}",
+    "c": "{c:.2f}",
+    "v": "{v:.2f}",
+    "E, v = 1": "{E[0]:.2f}",
+    "E": "{E[1]:.2f}",
+    "decode speed-up": "{reached:.2f}",
 }
 
 
 def by_layer_set(group: MeasurementGroup) -> Table:
     """Final layer sets, with the speed-up that SWIFT's Eq. 6 expects and the measured one.
 
-    c and v are the costs of a draft pass and of scoring, in plain steps; E is Eq. 6 with the measured v.
+    c and v are the costs of a draft pass and of scoring, in plain steps; E is Eq. 6 with v = 1 and with the measured v.
     """
     rows = []
     for label, report in layer_sets(group).items():
-        row = {**_figures(group, label, group.lines), **report}
+        row = {**_figures(group, label, group.lines), **report, "left_out": sum(map(len, report["skipped"].values()))}
         milliseconds = [row.get(f"{part}_ms_per_step", 0.0) for part in PARTS]
         row["search_share"] = share(milliseconds[0], sum(milliseconds))
         if row.get("acceptance_rate") and "plain_ms_per_token" in row:
             plain, length, alpha = row["plain_ms_per_token"], row["mean_acceptance_length"], row["acceptance_rate"]
             c, v = row["draft_ms_per_step"] / row["drafts_per_step"] / plain, row["score_ms_per_step"] / plain
-            whole, own = (StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v))
-            row |= {"c": c, "v": v, "E, v = 1": whole, "E": own}
+            expected = [StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v)]
+            row |= {"c": c, "v": v, "E": expected, "reached": row["decode_speedup"]}
         rows.append(row)
     return _table(group, "layer sets, all prompts", LAYER_SETS, rows)
 
@@ -307,18 +283,14 @@ def early_prediction_rates(group: MeasurementGroup, label: str) -> tuple[float |
     return (share(accepted, tokens) if exits else None), share(rejected, accepted + rejected)
 
 
-EXIT_HEADS: dict[str, Cell] = {
-    **METHOD,
-    "threshold": lambda f: number(f["settings"].get("confidence_threshold", AdaDecode.confidence_threshold)),
-    "tokens predicted early": _percent("early"),
-    "rejected": _percent("rejected"),
-    "of the tests at each exit (rejected)": lambda f: ", ".join(
-        f"{layer}: {percent(share(counts['predicted'], counts['tests']))} "
-        f"({percent(share(counts['rejected'], counts['accepted'] + counts['rejected']))})"
-        for layer, counts in f["exits"].items()
-    ),
-    "same texts": lambda f: f["same"],
-    "decode speed-up": _figure("decode_speedup"),
+EXIT_HEADS = {
+    "method": "{name}",
+    "threshold": "{threshold:.2f}",
+    "tokens predicted early": "{early:.0%}",
+    "rejected": "{rejected:.0%}",
+    "of the tests at each exit (rejected)": "{at_exits}",
+    "same texts": "{same}",
+    "decode speed-up": "{decode_speedup:.2f}",
 }
 
 
@@ -327,36 +299,40 @@ def by_exit_head(group: MeasurementGroup) -> Table:
     rows = []
     for label in group.labels:
         if exits := exit_counts(group, label):
-            early, rejected = early_prediction_rates(group, label)
+            row = _figures(group, label, group.lines)
+            row["threshold"] = row["settings"].get("confidence_threshold", AdaDecode.confidence_threshold)
+            row["early"], row["rejected"] = early_prediction_rates(group, label)
+            row["at_exits"] = ", ".join(f"{layer}: {_exit_shares(**counts)}" for layer, counts in exits.items())
             pairs = group.pairs_with_plain(label)
             equal = sum(own["digests"] == plain["digests"] for own, plain in pairs)
-            same = f"{equal}/{len(pairs)}" if pairs and not group.temperature else NONE
-            more = {"settings": group.settings(label), "exits": exits, "early": early, "rejected": rejected, "same": same}
-            rows.append(_figures(group, label, group.lines) | more)
+            row["same"] = f"{equal}/{len(pairs)}" if pairs and not group.temperature else NONE
+            rows.append(row)
     return _table(group, "early predictions, all prompts", EXIT_HEADS, rows)
+
+
+def _exit_shares(tests: int, predicted: int, accepted: int, rejected: int) -> str:
+    """The share of tests that predicted, and of judged predictions that were rejected."""
+    shares = {"predicted": share(predicted, tests), "rejected": share(rejected, accepted + rejected)}
+    return f"{fill('{predicted:.0%}', shares)} ({fill('{rejected:.0%}', shares)})"
 
 
 # -------------------------------------------------------------------------------------------- draft models
 
 
-MEANS = {
-    "JSD accepted": "distance_accepted",
-    "JSD rejected": "distance_rejected",
-    "threshold": "distance_threshold",
-    "bits accepted": "entropy_accepted",
-    "bits rejected": "entropy_rejected",
-}
-"""Column -> its name in AdaSD's report."""
-DRAFT_MODELS: dict[str, Cell] = {
-    **METHOD,
+DRAFT_MODELS = {
+    "method": "{name}",
     "tokens/s": COLUMNS["tokens/s"],
-    "#cand": lambda f: _per_step("drafted", 2)(f["drafts"]),
-    "#match": lambda f: _per_step("accepted", 2)(f["drafts"]),
-    "AccRate": lambda f: number(f["drafts"].get("acceptance_rate"), 3),
-    **{column: lambda f, name=name: number(f["means"].get(name), 3) for column, name in MEANS.items()},
-    "overruled": lambda f: percent(share(f["drafts"].get("overruled", 0), f["drafts"].get("tokens", 0)), 1),
-    "log-likelihood": _figure("log_likelihood", 3),
-    "score": _scores,
+    "#cand": "{per_step[drafted]:.2f}",
+    "#match": "{per_step[accepted]:.2f}",
+    "AccRate": "{acceptance_rate:.3f}",
+    "JSD accepted": "{means[distance_accepted]:.3f}",
+    "JSD rejected": "{means[distance_rejected]:.3f}",
+    "threshold": "{means[distance_threshold]:.3f}",
+    "bits accepted": "{means[entropy_accepted]:.3f}",
+    "bits rejected": "{means[entropy_rejected]:.3f}",
+    "overruled": "{overruled_share:.1%}",
+    "log-likelihood": "{log_likelihood:.3f}",
+    "score": "{score}",
 }
 
 
@@ -372,9 +348,12 @@ def by_draft_model(group: MeasurementGroup) -> Table:
     """One row per method, if one of them may change the text or reports entropies and distances."""
     rows = []
     for label in group.labels:
-        figures = _figures(group, label, group.lines)
-        drafts = figures if figures.get("drafted") else {}
-        rows.append(figures | {"drafts": drafts, "log_likelihood": log_likelihood(group, label)})
+        row = _figures(group, label, group.lines) | {"log_likelihood": log_likelihood(group, label)}
+        if row.get("drafted"):
+            row["overruled_share"] = share(row["overruled"], row["tokens"])
+        else:
+            row |= {"per_step": {}, "acceptance_rate": None}
+        rows.append(row)
     is_relevant = any(row["means"] or row["log_likelihood"] is not None for row in rows)
     return _table(group, "drafts, and what keeping them costs, all prompts", DRAFT_MODELS, rows if is_relevant else [])
 
