@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from skipstone.assets import NANO
 from skipstone.engines.loading import load_model, load_tokenizer
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.check.kernel_invariance import compare_kernels, kv_spread, logits_spread
+from skipstone.lab.check.batch_invariance import compare_kernels, kv_spread, logits_spread
 
 TEXT = "Once upon a time there was a little girl who lived in a house near the woods with her mother and a small grey cat. "
 GROUP = 32  # inputs with one scale, for back ends that need it

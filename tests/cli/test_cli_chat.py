@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.cli import chat, timed_run
-from skipstone.cli.timed_run import Run
+from skipstone.cli import chat, runs
+from skipstone.cli.runs import Run
 from skipstone.decoding.prefill import Prefill
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.batch_group import BatchGroup
@@ -236,7 +236,7 @@ def test_ctrl_c_at_a_prompt_that_is_typed_keeps_the_conversation(
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
-@pytest.mark.parametrize(("owner", "place"), [(timed_run, "collect_run"), (Run, "finish_reason")])
+@pytest.mark.parametrize(("owner", "place"), [(runs, "collect_run"), (Run, "finish_reason")])
 def test_ctrl_c_right_after_an_answer_keeps_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, owner: object, place: str
 ) -> None:

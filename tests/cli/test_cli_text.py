@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import skipstone
-from skipstone.cli import compare_with_plain
+from skipstone.cli import runs
 from skipstone.decoding import verify
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, program, run, succeed
@@ -61,8 +61,8 @@ def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_a_busy_machine_are_marked() -> None:
-    assert compare_with_plain.busy_warning(None, 0.02) is None
-    warning = compare_with_plain.busy_warning(0.02, 0.4)
+    assert runs.busy_warning(None, 0.02) is None
+    warning = runs.busy_warning(0.02, 0.4)
     assert warning is not None
     assert "40 %" in warning
     with ProcessorWatch() as watch:
@@ -75,7 +75,7 @@ def test_figures_of_a_busy_machine_are_marked() -> None:
 
 
 def test_a_comparison_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_with_plain, "busy_warning", lambda share: share is not None and "busy: measure again")
+    monkeypatch.setattr(runs, "busy_warning", lambda share: share is not None and "busy: measure again")
     result = succeed("generate", folder, "--prompt", PROMPT, *SHORT, "--compare")
     assert ("busy: measure again" in result.stderr) is Path("/proc/self/schedstat").exists()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.cli import model_options
+from skipstone.cli import option_groups
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.compiled import BACKEND_VARIABLE
 from skipstone.engines.eager.eager import EagerEngine
@@ -117,7 +117,7 @@ def test_an_unknown_name_is_refused_with_the_choices(
     monkeypatch.setenv(variable, "warp")
     with pytest.raises(ValueError, match=f"{variable} {words}"):
         ModelRunner(model)
-    assert (ENGINES, tuple(choice.KV_DTYPES)) == (model_options.ENGINES, model_options.KV_DTYPES)
+    assert (ENGINES, tuple(choice.KV_DTYPES)) == (option_groups.ENGINES, option_groups.KV_DTYPES)
 
 
 SETTINGS = {  # the variable of the environment, its value and default, another value

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import skipstone
 from skipstone.cli import app
-from skipstone.cli.timed_run import RunInput
+from skipstone.cli.runs import RunInput
 
 PROMPT = "def add(a, b):\n    return a"
 LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 import skipstone
 from skipstone.assets import NANO
-from skipstone.cli.model_options import GenerationModelOptions, read_overrides
+from skipstone.cli.option_groups import GenerationModelOptions, read_overrides
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.generation_config import parse_generation_config

@@ -13,8 +13,7 @@ from skipstone.cli.chat import Chat, ChatSamplingOptions
 from skipstone.cli.chat import chat as cli_chat
 from skipstone.cli.generate import GenerationOptions, OutputOptions, PlacedModelOptions, PromptSource
 from skipstone.cli.generate import generate as cli_generate
-from skipstone.cli.method_options import MethodOptions
-from skipstone.cli.model_options import GenerationModelOptions, ModelOptions
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, ModelOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import GenerationModelOptions, expect_model
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, check_method_values, expect_model
 from skipstone.cli.options import OptionGroup, argument, option
 from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions, expect_packages
 

@@ -10,9 +10,8 @@ import typer
 from skipstone.cli import terminal
 from skipstone.cli.errors import DEFECT
 from skipstone.cli.files import expect_folder, expect_readable, expect_writable
-from skipstone.cli.method_options import check_method_text
 from skipstone.cli.method_table import known_methods, known_peers
-from skipstone.cli.model_options import DTYPES, ENGINES, QUANTIZED, expect_model
+from skipstone.cli.option_groups import DTYPES, ENGINES, QUANTIZED, check_method_text, expect_model
 from skipstone.cli.options import OptionGroup, argument, expect_one_of, option, takes_groups
 from skipstone.utils.files import write_whole
 

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from skipstone.cli import terminal
 from skipstone.cli.errors import report_error
 from skipstone.cli.files import expect_parent_folder
-from skipstone.cli.method_options import MethodOptions
-from skipstone.cli.model_options import GenerationModelOptions
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, SamplingOptions
 from skipstone.cli.options import option
-from skipstone.cli.sampling_options import SamplingOptions
 from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from skipstone.cli.timed_run import Run, RunInput
+    from skipstone.cli.runs import Run, RunInput
     from skipstone.decoding.draft import Step
     from skipstone.serving.conversation import Conversation, PendingAnswer
 
@@ -140,7 +138,7 @@ class Chat:
         """Print the steps of an answer while they are made."""
         import torch
 
-        from skipstone.cli.timed_run import RunInput, collect_run
+        from skipstone.cli.runs import RunInput, collect_run
         from skipstone.cli.token_printer import TokenPrinter
 
         conversation = self.conversation
@@ -175,7 +173,7 @@ class Chat:
             say(f"{conversation.method.name} writes from the next answer on, which reads the conversation once more.")
 
     def _stats(self, _: str) -> None:
-        from skipstone.cli.run_report import figure_lines
+        from skipstone.cli.runs import figure_lines
 
         if self.last_answer is None:
             say("There are no figures yet: nothing was answered.")

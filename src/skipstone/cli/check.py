@@ -8,10 +8,8 @@ import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.errors import DEFECT, one_line
-from skipstone.cli.method_options import MethodOptions
-from skipstone.cli.model_options import ModelOptions
+from skipstone.cli.option_groups import MethodOptions, ModelOptions, expect_prompt_files
 from skipstone.cli.options import AS_JSON, option
-from skipstone.cli.prompt_options import expect_prompt_files
 
 if TYPE_CHECKING:
     from skipstone.lab.check.check import ProbeResult

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from skipstone.cli import terminal
-from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.option_groups import ModelOptions, expect_model
 from skipstone.cli.options import AS_JSON, option
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skipstone.cli import terminal
 from skipstone.cli.files import expect_writable
-from skipstone.cli.model_options import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model
+from skipstone.cli.option_groups import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model
 from skipstone.cli.options import AS_JSON, option
 from skipstone.utils.files import write_whole
 
@@ -60,9 +60,8 @@ def demo(
     import torch
     from rich.console import Console
 
-    from skipstone.cli.compare_with_plain import busy_warning, compare_with_plain, run_transformers
     from skipstone.cli.demo_view import show_side_by_side
-    from skipstone.cli.timed_run import RunInput
+    from skipstone.cli.runs import RunInput, busy_warning, compare_with_plain, run_transformers
     from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 

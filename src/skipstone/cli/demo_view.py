@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skipstone.cli import terminal
-from skipstone.cli.compare_with_plain import RunComparison, busy_warning, compare_with_plain, run_transformers
-from skipstone.cli.timed_run import RunInput
+from skipstone.cli.runs import RunComparison, RunInput, busy_warning, compare_with_plain, run_transformers
 from skipstone.cli.token_printer import ACCEPTED
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method

@@ -6,8 +6,7 @@ import typer
 
 from skipstone.assets import BUNDLED, NANO
 from skipstone.cli.files import expect_parent_folder
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import DTYPE, expect_model
+from skipstone.cli.option_groups import DTYPE, MethodOptions, check_method_values, expect_model
 from skipstone.cli.options import argument, option
 from skipstone.utils.extras import installed
 

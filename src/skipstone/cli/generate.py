@@ -11,14 +11,18 @@ import typer
 
 from skipstone.cli import terminal
 from skipstone.cli.errors import INTERRUPTED
-from skipstone.cli.method_options import MethodOptions, check_method_values
-from skipstone.cli.model_options import GenerationModelOptions, expect_model, read_device_map
+from skipstone.cli.option_groups import (
+    GenerationModelOptions,
+    MethodOptions,
+    SamplingOptions,
+    check_method_values,
+    expect_model,
+    read_device_map,
+)
 from skipstone.cli.options import OptionGroup, option
-from skipstone.cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from skipstone.cli.compare_with_plain import RunComparison
-    from skipstone.cli.timed_run import Run, RunInput
+    from skipstone.cli.runs import Run, RunComparison, RunInput
     from skipstone.decoding.method import Method
 
 EXCLUDED_BY_JSON = {
@@ -155,9 +159,7 @@ def _load_and_decode(
     loaded, tokenizer = model.load()
     import torch
 
-    from skipstone.cli.compare_with_plain import compare_with_plain
-    from skipstone.cli.run_report import run_document
-    from skipstone.cli.timed_run import RunInput, decode
+    from skipstone.cli.runs import RunInput, compare_with_plain, decode, run_document
     from skipstone.cli.token_printer import TokenPrinter
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
@@ -193,8 +195,7 @@ def _print_figures(
     """Figures and decisions, if they are asked for, and the comparison's table, on stderr."""
     from rich.text import Text
 
-    from skipstone.cli.compare_with_plain import busy_warning
-    from skipstone.cli.run_report import decision_table, figure_lines
+    from skipstone.cli.runs import busy_warning, decision_table, figure_lines
 
     console = terminal.console(stderr=True)
 

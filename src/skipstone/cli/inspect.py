@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from skipstone.cli import terminal
 from skipstone.cli.files import expect_readable, expect_writable
-from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model
 from skipstone.cli.options import AS_JSON, option
-from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
     from skipstone.lab.inspect.lens import HeadLens, Lens
@@ -77,8 +76,7 @@ def _look_through_layers(
 
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a log, made again from the same numbers, and how many of them are the recorded ones."""
-    from skipstone.lab.inspect.decisions import save
-    from skipstone.lab.inspect.policy_replay import replay_decisions
+    from skipstone.lab.inspect.policy_replay import replay_decisions, save
 
     plans = list(replay_decisions(path, time.perf_counter))
     if out is not None:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from skipstone.cli.files import expect_writable
-from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model
 from skipstone.cli.options import option
-from skipstone.cli.prompt_options import PromptOptions, encode_texts
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole
 from skipstone.utils.pictures import image_of, new_figure

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from skipstone.cli.errors import DEFECT, USER_ERROR
-from skipstone.cli.method_options import MethodOptions
-from skipstone.cli.model_options import GenerationModelOptions
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions
 from skipstone.cli.options import OptionGroup, option
 from skipstone.utils.extras import installed
 

@@ -7,7 +7,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from skipstone.cli import terminal
-from skipstone.cli.timed_run import RunInput
+from skipstone.cli.runs import RunInput
 from skipstone.decoding.draft import Step
 from skipstone.hf.detokenizer import Detokenizer
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.method_options import MethodOptions
-from skipstone.cli.model_options import ModelOptions, expect_model
+from skipstone.cli.option_groups import MethodOptions, ModelOptions, PromptOptions, encode_texts, expect_model
 from skipstone.cli.options import AS_JSON, option
-from skipstone.cli.prompt_options import PromptOptions, encode_texts
 
 if TYPE_CHECKING:
     from skipstone.lab.search.tune import TuningResult

@@ -8,8 +8,8 @@ import pytest
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.peers.hf import HFEarlyExit
 from skipstone.lab.bench.prompts import conversations, draw_places
+from skipstone.lab.tasks.data_sets import untabbed
 from skipstone.lab.tasks.dialogue import VICUNA, PromptBuilder, TaskConversation
-from skipstone.lab.tasks.task import untabbed
 from skipstone.lab.timing.measure import MethodBackend
 from tests.helpers import families
 

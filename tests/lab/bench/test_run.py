@@ -19,10 +19,10 @@ from skipstone.lab.bench.report import report
 from skipstone.lab.bench.report.aggregate import groups
 from skipstone.lab.bench.run import exit_statistics, run, tune
 from skipstone.lab.bench.run_file import RunFile
+from skipstone.lab.tasks.data_sets import DatasetLocation, ScoreRule, Task
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.tasks.sandbox import SandboxOutcome
-from skipstone.lab.tasks.task import DatasetLocation, ScoreRule, Task
 from skipstone.lab.timing.measure import MethodBackend, growth
 from tests.helpers import families, support
 from tests.helpers.machine import prompt

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from skipstone import LayerSkip, Method
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.lab.check.batch_invariance import KERNEL_WIDTHS, ROWS, compare_kernels
 from skipstone.lab.check.check import CheckReport, TieDetector
-from skipstone.lab.check.kernel_invariance import ROWS, WIDTHS, compare_kernels
 from skipstone.models import quantised_checkpoints
 from tests.helpers import quantised
 from tests.helpers.checking import run_probe
@@ -60,7 +60,7 @@ def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
     }
     assert found["torchao Beside"].largest == pytest.approx(APART, rel=0.01)
     assert found["torchao Alone"].largest == 0.0
-    assert found["torchao Beside"].sums == ROWS * len(WIDTHS) * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    assert found["torchao Beside"].sums == ROWS * len(KERNEL_WIDTHS) * (64 + 32 + 32 + 64 + 128 + 128 + 64)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.lab.inspect import decisions
+from skipstone.lab.inspect import policy_replay
 from skipstone.lab.inspect.lens import ExitForecast, expectations, look, through
 from skipstone.lab.inspect.policy_replay import ReplayedDecision
 from skipstone.lab.timing.measure import PassTimes
@@ -104,8 +104,8 @@ STEPS = [
 
 def test_what_was_won_is_tokens_less_time_in_plain_steps(tmp_path: Path) -> None:
     """A plain step takes 10 ms: 0, then 5 - 2 more, then 1 - 1.7 more, then nothing, four steps at once among it."""
-    assert decisions.cumulative_gain(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
-    lines, _ = decisions.figure(STEPS).axes
+    assert policy_replay.cumulative_gain(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
+    lines, _ = policy_replay.figure(STEPS).axes
     assert [label.get_text() for label in lines.get_yticklabels()] == ["plain", "lookup", "probe"]
-    decisions.save(STEPS, tmp_path / "decisions.png")
+    policy_replay.save(STEPS, tmp_path / "decisions.png")
     assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")

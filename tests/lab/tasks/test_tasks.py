@@ -11,8 +11,7 @@ import pytest
 
 from skipstone.lab.tasks import data_sets as tasks
 from skipstone.lab.tasks import protocols
-from skipstone.lab.tasks.data_sets import TASKS
-from skipstone.lab.tasks.task import Task, prompt_of
+from skipstone.lab.tasks.data_sets import TASKS, Task, prompt_of
 
 FOLDER = Path(__file__).parents[2] / "helpers" / "records"
 ANSWERS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -21,8 +21,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.tasks import data_sets, protocols
+from skipstone.lab.tasks.data_sets import Task
 from skipstone.lab.tasks.protocols import USUAL, TaskSettings
-from skipstone.lab.tasks.task import Task
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend
 from skipstone.methods import METHODS
 from skipstone.models.generation_config import OWN_FIELD

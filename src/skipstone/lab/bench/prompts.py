@@ -17,9 +17,9 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench.plan import BenchPlan, has_choices
 from skipstone.lab.bench.run_file import Line, RunFile
+from skipstone.lab.tasks.data_sets import Task, prompt_of, tabbed, untabbed
 from skipstone.lab.tasks.dialogue import PromptBuilder, Said, TaskConversation, digest
 from skipstone.lab.tasks.protocols import TaskSettings
-from skipstone.lab.tasks.task import Task, prompt_of, tabbed, untabbed
 from skipstone.lab.timing.measure import GenerationBackend, Measurement, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
 

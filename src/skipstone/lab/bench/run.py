@@ -27,8 +27,8 @@ from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_en
 from skipstone.lab.bench.prompts import BenchModel, PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, is_looping
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
+from skipstone.lab.tasks.data_sets import Task
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
-from skipstone.lab.tasks.task import Task
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, warm_up
 from skipstone.lab.timing.measure_costs import costs_of

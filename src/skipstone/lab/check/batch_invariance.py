@@ -1,20 +1,26 @@
-"""Whether a token's logits have the same bits alone and in a batch: promised by some engines, measured on others.
+"""Whether a token's logits have the same bits alone and in a batch: promised by some engines, measured on others. The passes
+are those of decoding: a `PartialForward` brings tokens up the layers, as many at once as there are drafts.
 
-The passes are those of decoding: a `PartialForward` brings tokens up the layers, as many at once as there are drafts.
+Also, whether a quantised layer gives a row the same sum alone and in a batch, on the inputs of a text. Some kernels have
+another loop for one row than for many, and round differently. Some choose by all rows of a pass which inputs to compute in a
+finer dtype (bitsandbytes' outliers), so a row's sum depends on its neighbours by more than rounding.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
+from skipstone.models.quantised_checkpoints import kernels
 
 LENGTH = 80  # tokens of the text, fewer if the model has fewer positions
 WIDTHS = (2, 3, 4, 8, 16, 33, 64)  # tokens of a pass
@@ -26,6 +32,9 @@ TREES = 2
 TOKENS_BEFORE_TREE = 16
 NODES = 40  # drafts of a tree
 BRANCHING = 6  # a node's parent is one of so many nodes before it
+
+
+LogitPairs = Iterator[tuple[Tensor, Tensor]]  # found and expected logits, [n, V] float32 each
 
 
 def repeat_text(text: Tensor, length: int) -> Tensor:
@@ -55,22 +64,19 @@ def run_in_passes(runner: ModelRunner, store: KVCache, text: Tensor, width: int)
     return (run_chain(runner, store, part) for part in text.split(width))
 
 
-@dataclass
 class LogitsComparison:
     """Counts of compared logits and of those with other bits, and the largest difference."""
 
-    logits: int = 0
-    different: int = 0
-    largest: float = 0.0
-
-    def add(self, found: Tensor, expected: Tensor) -> None:
-        """Both [n, V] float32."""
-        assert found.shape == expected.shape, f"{found.shape} logits against {expected.shape}"
-        same = found.view(torch.int32) == expected.view(torch.int32)
-        self.logits += found.numel()
-        if not bool(same.all()):
-            self.different += int((~same).sum())
-            self.largest = max(self.largest, float((found - expected).abs().nan_to_num(torch.inf).max()))
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """pairs: found and expected logits, [n, V] float32 each."""
+        self.logits, self.different, self.largest = 0, 0, 0.0
+        for found, expected in pairs:
+            assert found.shape == expected.shape, f"{found.shape} logits against {expected.shape}"
+            same = found.view(torch.int32) == expected.view(torch.int32)
+            self.logits += found.numel()
+            if not bool(same.all()):
+                self.different += int((~same).sum())
+                self.largest = max(self.largest, float((found - expected).abs().nan_to_num(torch.inf).max()))
 
     @property
     def fault(self) -> str | None:
@@ -89,8 +95,7 @@ class BatchInvarianceCheck:
 
     def __init__(self, runner: ModelRunner, texts: Sequence[Tensor]) -> None:
         """texts: [T] int64 ids each, which are joined, and repeated if they are short."""
-        self.runner = runner
-        self.promised = runner.engine.row_exact
+        self.runner, self.promised = runner, runner.engine.row_exact
         self.threads: int | None = getattr(runner.engine, "threads", None)
         length = min(LENGTH, runner.max_positions)
         repeated = repeat_text(torch.cat([text.cpu() for text in texts]), 2 * length)
@@ -98,25 +103,24 @@ class BatchInvarianceCheck:
         self._texts = [repeated[start:][: min(n, length)] for start, n in zip(starts, RAGGED_LENGTHS, strict=True)]
         self._nodes = min(NODES, runner.max_positions - 2)
         self._before_tree = min(TOKENS_BEFORE_TREE, runner.max_positions - self._nodes - 1)  # leaves room for the tree
-        self._max_threads = max(2, self.threads or 0)
 
     def claims(self) -> list[tuple[str, Callable[[], LogitsComparison]]]:
         """(claim about the logits of a token, the comparison that tests it)."""
-        widths = self._possible(WIDTHS)
+        widths, most = self._possible(WIDTHS), max(2, self.threads or 0)
         listed = ", ".join(map(str, widths[:-1])) + f" and {widths[-1]}" if widths[1:] else "more"
-        claims: list[tuple[str, Callable[[], LogitsComparison]]] = [
-            (f"the same bits alone and in passes of {listed} rows", partial(self._compare_widths, widths)),
-            ("the same bits alone and behind an exit, whose layers drafted", self._compare_behind_exit),
-            (f"the same bits alone and on the branches of {TREES} random trees", self._compare_trees),
-            (f"the same bits alone and in a ragged batch of {len(self._texts)}", self._compare_ragged_batch),
-        ]
+        claims: dict[str, Callable[[], LogitPairs]] = {
+            f"the same bits alone and in passes of {listed} rows": partial(self._in_widths, widths),
+            "the same bits alone and behind an exit, whose layers drafted": self._behind_exit,
+            f"the same bits alone and on the branches of {TREES} random trees": self._on_trees,
+            f"the same bits alone and in a ragged batch of {len(self._texts)}": self._in_ragged_batch,
+        }
         if self.threads is not None:
-            claims.append((f"the same bits on 1 thread and on {self._max_threads}", self._compare_threads))
-        return claims
+            claims[f"the same bits on 1 thread and on {most}"] = partial(self._on_threads, {1, most})
+        return [(claim, lambda pairs=pairs: LogitsComparison(pairs())) for claim, pairs in claims.items()]
 
     def difference(self) -> LogitsComparison:
         """The difference between the logits of wider passes and those of single tokens."""
-        return self._compare_widths(self._possible(ROUNDED_WIDTHS))
+        return LogitsComparison(self._in_widths(self._possible(ROUNDED_WIDTHS)))
 
     def _possible(self, widths: Sequence[int]) -> list[int]:
         return [width for width in widths if width <= len(self._texts[0])]
@@ -132,22 +136,17 @@ class BatchInvarianceCheck:
     def _logits(self, text: Tensor, width: int) -> Tensor:
         return torch.cat([*run_in_passes(self.runner, self._store(), text, width)])
 
-    def _compare_widths(self, widths: Sequence[int]) -> LogitsComparison:
-        comparison = LogitsComparison()
-        for width in widths:
-            comparison.add(self._logits(self._texts[0], width), self._alone[0])
-        return comparison
+    def _in_widths(self, widths: Sequence[int]) -> LogitPairs:
+        return ((self._logits(self._texts[0], width), self._alone[0]) for width in widths)
 
-    def _compare_behind_exit(self) -> LogitsComparison:
-        comparison, store = LogitsComparison(), self._store()
-        exit_layer = max(1, self.runner.depth // 2)
+    def _behind_exit(self) -> LogitPairs:
+        store, exit_layer = self._store(), max(1, self.runner.depth // 2)
         parts = [run_chain(self.runner, store, part, exit_layer) for part in self._texts[0].split(MAX_ROW_TOKENS)]
-        comparison.add(torch.cat(parts), self._alone[0])
-        return comparison
+        yield torch.cat(parts), self._alone[0]
 
-    def _compare_ragged_batch(self) -> LogitsComparison:
+    def _in_ragged_batch(self) -> LogitPairs:
         """Rows take turns of different lengths, next to rows that have ended."""
-        comparison, device, dice = LogitsComparison(), self.runner.device, random.Random(0)
+        device, dice = self.runner.device, random.Random(0)
         texts, rows = [text.to(device) for text in self._texts], range(len(self._texts))
         store = self._store(len(texts))
         while any(alive := [store.length[row] < len(texts[row]) for row in rows]):
@@ -161,15 +160,13 @@ class BatchInvarianceCheck:
             logits = forward.finish()  # [B, n, V]
             for row, count in enumerate(counts):
                 start = store.length[row]
-                comparison.add(logits[row, :count], self._alone[row][start : start + count])
+                yield logits[row, :count], self._alone[row][start : start + count]
                 store.length[row] += count
-        return comparison
 
-    def _compare_trees(self) -> LogitsComparison:
+    def _on_trees(self) -> LogitPairs:
         """Every path of a tree against its chain, token by token."""
-        comparison, text, store, runner = LogitsComparison(), self._texts[0], self._store(), self.runner
-        for _ in run_in_passes(runner, store, text[: self._before_tree], 1):
-            pass
+        text, store, runner = self._texts[0], self._store(), self.runner
+        deque(run_in_passes(runner, store, text[: self._before_tree], 1), maxlen=0)
         for seed in range(TREES):
             dice = random.Random(seed)
             parents = [dice.randint(max(-1, node - BRANCHING), node - 1) for node in range(self._nodes)]
@@ -182,18 +179,92 @@ class BatchInvarianceCheck:
                 while path[0] >= 0:
                     path.insert(0, parents[path[0]])
                 columns = [node + 1 for node in path]
-                comparison.add(logits[columns], torch.cat([*run_in_passes(runner, store, tokens[columns], 1)]))
+                yield logits[columns], torch.cat([*run_in_passes(runner, store, tokens[columns], 1)])
                 store.length[0] = self._before_tree
-        return comparison
 
-    def _compare_threads(self) -> LogitsComparison:
-        comparison, engine = LogitsComparison(), self.runner.engine
-        expected = self._alone[0]
+    def _on_threads(self, counts: set[int]) -> LogitPairs:
+        expected, engine = self._alone[0], self.runner.engine
         try:
-            for threads in {1, self._max_threads}:
+            for threads in counts:
                 setattr(engine, "threads", threads)  # noqa: B010, not every engine has threads
-                for width in THREADED_WIDTHS:
-                    comparison.add(self._logits(self._texts[0], width), expected)
+                yield from ((self._logits(self._texts[0], width), expected) for width in THREADED_WIDTHS)
         finally:
             setattr(engine, "threads", self.threads)  # noqa: B010
-        return comparison
+
+
+ROWS = 32  # tokens of the text in the comparison of sums
+TOKENS = 96  # tokens of the text in the comparison of keys and values; few of them differ much
+KERNEL_WIDTHS = (2, 8, 32)  # rows of a pass that are compared with single rows
+
+
+@dataclass
+class KernelResult:
+    """The layers of one kernel."""
+
+    layers: int = 0
+    different: int = 0  # layers that gave a row another sum in a batch
+    sums: int = 0  # compared
+    largest: float = 0.0  # difference
+    share: float = 0.0  # largest difference as a share of the layer's largest sum
+
+    def add(self, alone: Tensor, batched: list[Tensor]) -> None:
+        """Sums [1, n, d_out] of one layer."""
+        differences = [float((one.float() - alone.float()).abs().nan_to_num(torch.inf).max()) for one in batched]
+        largest = max(differences)
+        self.layers += 1
+        self.different += largest > 0
+        self.sums += len(batched) * alone.numel()
+        self.largest = max(self.largest, largest)
+        self.share = max(self.share, largest / max(float(alone.abs().max()), 1e-30))
+
+    def __str__(self) -> str:
+        if not self.different:
+            return f"the same sums in all {self.layers} layers"
+        difference = f"by up to {self.largest:.2g} ({self.share:.1g} of the largest)"
+        return f"other sums in {self.different} of {self.layers} layers, {difference}"
+
+
+@torch.inference_mode()
+def compare_kernels(runner: ModelRunner, text: Tensor) -> dict[str, KernelResult]:
+    """Name of a quantised kernel -> result. text: [T] int64, repeated if it is short."""
+    ids = repeat_text(text, min(ROWS, runner.max_positions)).to(runner.device)
+    inputs: list[tuple[str, nn.Module, Tensor]] = []  # of every layer, [1, n, d_in]
+    with ExitStack() as stack:
+        for name, modules in kernels(runner.model).items():
+            for module in modules:
+                hook = partial(lambda name, module, given: inputs.append((name, module, given[0].clone())), name)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+        runner.read(ids[None])
+    results: dict[str, KernelResult] = {}
+    for name, module, rows in inputs:
+        alone, *batched = (torch.cat([module(part) for part in rows.split(width, 1)], 1) for width in (1, *KERNEL_WIDTHS))
+        results.setdefault(name, KernelResult()).add(alone, batched)
+    return results
+
+
+@torch.inference_mode()
+def logits_spread(runner: ModelRunner, text: Tensor, tokens: Tensor) -> float:
+    """Largest difference between the logits of tokens [n] after a text [T] read token by token and in wider passes."""
+    last = torch.stack([_read_in_passes(runner, text, width)[0][tokens] for width in (1, *KERNEL_WIDTHS, len(text))])
+    return float((last - last[0]).abs().nan_to_num(torch.inf).max())
+
+
+@torch.inference_mode()
+def kv_spread(runner: ModelRunner, text: Tensor) -> float:
+    """The same of stored keys and values, as a share of the largest entry of a layer. text: repeated if it is short."""
+    text = repeat_text(text, min(TOKENS, runner.max_positions))
+    alone, *others = (_read_in_passes(runner, text, width)[1] for width in (1, *KERNEL_WIDTHS, len(text)))
+    shares = [0.0]
+    for other in others:
+        for one, expected in zip((*other.keys, *other.values), (*alone.keys, *alone.values), strict=True):
+            if one is not None and expected is not None:
+                one, expected = (entries[:, :, : len(text)].float() for entries in (one, expected))
+                shares.append(float((one - expected).abs().max() / expected.abs().max().clamp_min(1e-30)))
+    return max(shares)
+
+
+def _read_in_passes(runner: ModelRunner, text: Tensor, width: int) -> tuple[Tensor, KVCache]:
+    """(logits [V] after a text that is read in passes of `width` tokens, its keys and values)."""
+    store = KVCache(1, runner.depth, len(text))
+    (logits,) = deque(run_in_passes(runner, store, text, width), maxlen=1)
+    return logits[-1], store

@@ -37,9 +37,14 @@ from skipstone.hf import api
 from skipstone.hf.generate_call import token_tensor
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.check import distribution_tests
-from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
+from skipstone.lab.check.batch_invariance import (
+    BatchInvarianceCheck,
+    LogitsComparison,
+    compare_kernels,
+    kv_spread,
+    logits_spread,
+)
 from skipstone.lab.check.distribution_tests import TokenSample
-from skipstone.lab.check.kernel_invariance import compare_kernels, kv_spread, logits_spread
 from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.torch_defaults import stable_defaults
 
@@ -269,11 +274,9 @@ class Checker:
     def _bits(self) -> list[tuple[str, Callable[[], None]]]:
         """One probe per claim of the engine, or a single one without bugs if the engine promises nothing."""
         bits = BatchInvarianceCheck(ModelRunner(self.model), self.prompts)
-        if not bits.promised:
-            name = bits.runner.engine.name
-            title = f"bits of a token in a batch ({name} does not promise them)"
-            return [(title, partial(self.logits, bits.difference, is_promise=False))]
-        return [(title, partial(self.logits, claim, is_promise=True)) for title, claim in bits.claims()]
+        unpromised = f"bits of a token in a batch ({bits.runner.engine.name} does not promise them)"
+        claims = bits.claims() if bits.promised else [(unpromised, bits.difference)]
+        return [(title, partial(self.logits, compare, bits.promised)) for title, compare in claims]
 
     @torch.inference_mode()
     def logits(self, compare: Callable[[], LogitsComparison], is_promise: bool) -> None:
@@ -285,7 +288,6 @@ class Checker:
         elif (fault := found.fault) is not None:
             self.finding.bugs.append(fault)
 
-    @torch.inference_mode()
     def quantised_sums(self) -> None:
         """The difference of quantised layers' sums between passes of different widths, kernel by kernel."""
         found = compare_kernels(ModelRunner(self.model), torch.cat(self.prompts))
@@ -302,9 +304,7 @@ class Checker:
         """
         self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
         if self._quantize:
-            self.finding.note = (
-                f"the reference for all else: the weights quantised to {self._quantize} are the native engine's alone"
-            )
+            self.finding.note = f"the reference for all else: no other engine has the weights quantised to {self._quantize}"
             return
         model: Any = self.model
         kind, dtype = type(model), ModelRunner(model).dtype
@@ -371,9 +371,7 @@ class Checker:
                 finding.bugs.append(f"{law.where}: the law differs from {whose}, p = {law.p_value:.2g}")
 
     @torch.inference_mode()
-    def _token_sample(
-        self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]
-    ) -> distribution_tests.TokenSample:
+    def _token_sample(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> TokenSample:
         """All tokens of the texts with their laws, by transformers' forward and warpers.
 
         If the engine has quantised the weights, its forward is taken.

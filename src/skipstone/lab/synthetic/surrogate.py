@@ -32,8 +32,8 @@ from skipstone.lab.bench.prompts import BenchModel, TaskRun
 from skipstone.lab.bench.report.report import describe_calibration
 from skipstone.lab.bench.run import Say, enter, measure_task
 from skipstone.lab.bench.run_file import RunFile
+from skipstone.lab.tasks.data_sets import DatasetLocation, Task
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
-from skipstone.lab.tasks.task import DatasetLocation, Task
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.statistics import LOOPING, IntervalEstimate, rate, repeated_share
 from skipstone.methods.drafting.layer_sets import LayerSetSpace

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skipstone.engines.loading import bos_prefix
 from skipstone.hf.api import token_ids
-from skipstone.lab.tasks.task import Record
+from skipstone.lab.tasks.data_sets import Record
 
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "

@@ -348,7 +348,8 @@ def by_draft_model(group: MeasurementGroup) -> Table:
     """One row per method, if one of them may change the text or reports entropies and distances."""
     rows = []
     for label in group.labels:
-        row = _figures(group, label, group.lines) | {"log_likelihood": log_likelihood(group, label)}
+        row = _figures(group, label, group.lines)
+        row["log_likelihood"] = log_likelihood(group, label)
         if row.get("drafted"):
             row["overruled_share"] = share(row["overruled"], row["tokens"])
         else:

@@ -1,13 +1,21 @@
-"""Which model a verb uses and how it is computed: the options, and the one place that loads a model for a verb."""
+"""The groups of options that several verbs share: the model, the method, texts to measure with, and sampling.
+
+What needs no model is checked before torch is imported. `ModelOptions.load` is the one place that loads a model for a verb.
+"""
 
 import json
 import warnings
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from skipstone.assets import BUNDLED
+from skipstone.cli.files import expect_readable
+from skipstone.cli.method_table import known_methods
 from skipstone.cli.options import OptionGroup, argument, option
+from skipstone.decoding import method_text
+from skipstone.decoding.method_text import Known, MethodMissing
 
 CONFIG = "config.json"  # every folder and repository of a model has it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -150,3 +158,128 @@ class GenerationModelOptions(ModelOptions):
 
             replace_defaults(loaded, replacement, overrides)
         return loaded, tokenizer
+
+
+@dataclass(frozen=True)
+class MethodOptions(OptionGroup, panel="Method"):
+    """A method as text, as JSON, or both."""
+
+    method: str | None = option(None, '"layerskip exit_layer=4", or JSON (`skipstone methods`). Default: the model\'s own.')
+    speculative_config: str | None = option(
+        None, 'As in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.'
+    )
+
+    def parse(self) -> Any:
+        """The method as `skipstone.generate` takes it. ValueError for names and types that are wrong for any model."""
+        known = known_methods()
+        if self.speculative_config is None:
+            if self.method is not None:
+                check_method_text(self.method, known)
+            return self.method
+        merged = _merge(self.method, self.speculative_config, known)
+        with suppress(MethodMissing):
+            method_text.check_names(merged, known)
+        return merged
+
+    def parse_for(self, model: str | None) -> Any:
+        """As `parse`. The model must exist, and values that are wrong for any model are ValueErrors. It imports torch."""
+        method = self.parse()
+        expect_model(model)
+        check_method_values(method)
+        return method
+
+
+def check_method_text(text: str, known: Known, labels: tuple[str, ...] = (), several: bool = False) -> None:
+    """ValueError if a method's text has names or types that are wrong for any model."""
+    with suppress(MethodMissing):  # the model's own may be meant
+        method_text.check_names(method_text.parse(text, known, None, labels, several), known, labels)
+
+
+def check_method_values(method: Any) -> None:
+    """ValueError for values of settings that are wrong for any model. It imports torch."""
+    if method is None:
+        return
+    from skipstone.methods import resolve
+
+    with warnings.catch_warnings(), suppress(MethodMissing):
+        warnings.simplefilter("ignore")  # it is resolved again with the model's own method, and warns then
+        resolve(method)
+
+
+def _merge(text: str | None, config: str, known: Known) -> dict[str, Any]:
+    """--speculative-config and --method together. ValueError if they contradict each other."""
+    try:
+        merged = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config is not JSON ({error}), found {config!r}") from None
+    if not isinstance(merged, dict):
+        raise ValueError(f'--speculative-config must be an object such as {{"method": "layerskip"}}, found {config!r}')
+    own = merged.get("method")
+    settings = {} if text is None else method_text.parse(text, known, own if isinstance(own, str) and own in known else None)
+    for key, value in settings.items():
+        if merged.setdefault(key, value) != value:
+            name = "" if key == "method" else f"{key}="
+            raise ValueError(f"--method says {name}{value!r}, --speculative-config says {merged[key]!r}: give one of them")
+    return merged
+
+
+def expect_prompt_files(*files: Path) -> None:
+    """OSError or ValueError for anything but files of JSON lines."""
+    expect_readable(*files)
+    for file in files:
+        if file.suffix != ".jsonl":
+            raise ValueError(f"--prompts takes JSON lines, a file that ends in .jsonl, found {file}")
+
+
+@dataclass(frozen=True)
+class PromptOptions(OptionGroup):
+    """Texts to measure with: given one by one, in files, or bundled."""
+
+    prompt: list[str] | None = option(None, "A text to decode; several times. Default: bundled prompts.")
+    prompts: list[Path] | None = option(None, 'JSON lines with a "prompt", instead of --prompt; several times.')
+
+    def texts(self) -> list[str]:
+        """All texts; every fifth bundled one by default. ValueError if both options are given, and for an empty text."""
+        from skipstone.lab.tasks.data_sets import named
+
+        if self.prompt and self.prompts:
+            raise ValueError("give either --prompt or --prompts, found both")
+        expect_prompt_files(*(self.prompts or ()))
+        texts = self.prompt
+        if not texts:
+            tasks = [(named(str(file)), 1) for file in self.prompts or ()] or [(named("self"), 5)]
+            texts = [task.ask(row)[0] for task, stride in tasks for row in task.records(None)[::stride]]
+        if "" in texts:
+            raise ValueError("a prompt is empty: there is no token to start from")
+        return texts
+
+
+def encode_texts(texts: list[str], tokenizer: Any) -> list[Any]:
+    """The token ids of texts, [T] int64 each."""
+    import torch
+
+    from skipstone.hf.api import token_ids
+
+    return [torch.tensor(token_ids(text, tokenizer), dtype=torch.int64, device="cpu") for text in texts]
+
+
+NEED_TEMPERATURE = ("top_k", "top_p", "min_p", "seed")
+
+
+@dataclass(frozen=True)
+class SamplingOptions(OptionGroup, panel="Decoding"):
+    """Options of sampling. ValueError for those that would be ignored at temperature 0."""
+
+    temperature: float = option(0.0, "0 is greedy.", min=0.0)
+    top_p: float | None = option(None, "Default: the model's own, or 1.", min=0.0, max=1.0)
+
+    def __post_init__(self) -> None:
+        for name in NEED_TEMPERATURE:
+            if self.temperature == 0 and getattr(self, name, None) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
+
+    def generation_options(self) -> dict[str, Any]:
+        """These options as keyword arguments of `skipstone.generate`. An option that was not given is left to the model."""
+        from skipstone.decoding.request import generation_options
+
+        return generation_options(**{one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"})

@@ -1,0 +1,378 @@
+"""A prompt decoded and timed, compared with plain decoding (`--compare` and the demo), and reported."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, islice, zip_longest
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import skipstone
+from skipstone import __version__
+from skipstone.decoding.draft import Step
+from skipstone.decoding.method import Method
+from skipstone.decoding.stats import Stats
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.detokenizer import detokenize
+from skipstone.lab.bench.peers.hf import HFGenerate
+from skipstone.lab.timing.machine import ProcessorWatch, was_busy
+from skipstone.lab.timing.measure import measure, warm_up
+from skipstone.methods import spell
+from skipstone.methods.autoregressive import Autoregressive
+
+Show = Callable[[Step], None] | None
+"""Called with every step of a run."""
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """A model and a prompt. ids: [1, T] int64. options: keyword arguments of `skipstone.generate`. seed: the same for every
+    run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    ids: Tensor
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.options["do_sample"])
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of the weights as the command line spells it, such as "float32"."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def steps(self, method: Method) -> Iterator[Step]:
+        """The steps of one decoding."""
+        options = {"attention_mask": torch.ones_like(self.ids), **self.options, "num_return_sequences": 1}
+        return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **options)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of new tokens."""
+        return detokenize(self.tokenizer, tokens, self.ids[0].tolist())
+
+
+@dataclass
+class Run:
+    """One decoding of a prompt. seconds: wall-clock time from the call to the last token, without the time of showing text."""
+
+    tokens: list[int] = field(default_factory=list)
+    origin: list[str] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    seconds: float = 0.0
+    interrupted: bool = False
+    steps: list[Step] = field(default_factory=list)
+
+    def finish_reason(self, job: RunInput) -> str:
+        """Why the run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
+        if self.interrupted:
+            return "interrupted"
+        own: Any = job.model.generation_config
+        eos = job.options.get("eos_token_id", own.eos_token_id)
+        if self.tokens and self.tokens[-1] in (eos if isinstance(eos, list) else [eos]):
+            return "eos"
+        stops = job.options.get("stop_strings") or own.stop_strings or []
+        stops = [stops] if isinstance(stops, str) else stops
+        if len(self.tokens) < job.options["max_new_tokens"] or any(stop in job.text(self.tokens) for stop in stops):
+            return "stop"
+        return "length"
+
+
+def decode(job: RunInput, method: Method, show: Show = None) -> Run:
+    """Decode a prompt to its end or to Ctrl-C."""
+    return collect_run(lambda: job.steps(method), show)
+
+
+def collect_run(begin: Callable[[], Iterator[Step]], show: Show = None) -> Run:
+    """A run of the steps that `begin` starts, to their end or to Ctrl-C, which keeps the tokens so far."""
+    run = Run()
+    try:
+        started = time.perf_counter()
+        steps = begin()
+        while True:
+            step = next(steps, None)
+            run.seconds += time.perf_counter() - started
+            if step is None:
+                return run
+            run.tokens += step.tokens[0]
+            run.origin += step.origin[0]
+            run.stats.add(step)
+            run.steps.append(step)
+            if show is not None:
+                show(step)
+            started = time.perf_counter()
+    except KeyboardInterrupt:
+        run.interrupted = True
+        return run
+
+
+WARM_UP_STEPS = 3  # of either side of a comparison
+COLUMNS = (  # of the table: title, figure, format
+    ("tokens", "tokens", "{}"),
+    ("s", "seconds", "{:.2f}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("speed-up", "speed_up", "{:.2f}"),
+    ("M", "mean_acceptance_length", "{:.2f}"),
+    ("alpha", "acceptance_rate", "{:.2f}"),
+    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in ("search", "draft", "score", "other")),
+)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first place where two texts differ; a token is None if that text has ended."""
+
+    position: int
+    plain: int | None
+    method: int | None
+    plain_text: str | None
+    method_text: str | None
+
+    def __str__(self) -> str:
+        sides = (("plain", self.plain, self.plain_text), ("method", self.method, self.method_text))
+        described = ", ".join(f"{name} {'ended' if token is None else f'{token} {text!r}'}" for name, token, text in sides)
+        return f"first difference at token {self.position}: {described}"
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Figures of plain decoding and of a method, over `repeats` runs each. waited_share: as of `ProcessorWatch`.
+
+    law_only: the method draws its drafts with noise of their own, so that only the distributions of the texts are equal.
+    """
+
+    job: RunInput
+    method: Method
+    repeats: int
+    plain: dict[str, Any]
+    other: dict[str, Any]
+    law_only: bool
+    divergence: FirstDifference | None
+    waited_share: float | None = None
+
+    @property
+    def speed_up(self) -> float:
+        return self.other["tokens_per_second"] / self.plain["tokens_per_second"]
+
+    def verdict(self) -> str:
+        """Whether both wrote the same, in a sentence."""
+        if self.law_only:
+            return (
+                "texts: equal in law only (temperature > 0, standard rule), so not compared; "
+                "under rejection_sample_method=coupled they must be the same"
+            )
+        verdict = "texts identical: yes" if self.divergence is None else f"texts identical: no, {self.divergence}"
+        if not self.method.lossless:
+            return f"{verdict} ({self.method.name} is lossy: its text may differ)"
+        if self.divergence is not None and self.job.model.dtype != torch.float32:
+            return f"{verdict} (in {self.job.dtype_name} a near tie may round either way; try --dtype float32)"
+        return verdict
+
+    def document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "repeats": self.repeats,
+            "speed_up": self.speed_up,
+            "identical": None if self.law_only else self.divergence is None,
+            "lossless": self.method.lossless,
+            "verdict": self.verdict(),
+            "divergence": None if self.divergence is None else asdict(self.divergence),
+            "plain": self.plain,
+            "method": self.other,
+            "waited_share": self.waited_share,
+        }
+
+    def table(self) -> Table:
+        """A row of figures for each side."""
+        rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.other | {"speed_up": self.speed_up}}
+        has_search = any(figures["ms_per_step_search"] for figures in rows.values())
+        columns = [column for column in COLUMNS if has_search or column[1] != "ms_per_step_search"]
+        table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
+        for name, figures in rows.items():
+            cells = ("-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns)
+            table.add_row(name, *cells)
+        return table
+
+
+def compare_with_plain(
+    job: RunInput, method: Method, repeats: int = 1, show: Show = None, show_plain: Show = None
+) -> tuple[Run, RunComparison | None]:
+    """Warm both up, then alternate plain decoding and the method. The first runs are shown.
+
+    Returns the method's first run. After Ctrl-C there is no comparison, and the run has the tokens so far.
+    """
+    sides = {"plain": (Autoregressive(), show_plain), "method": (method, show)}
+    runs: dict[str, list[Run]] = {"plain": [], "method": []}
+    try:
+        for side, _ in sides.values():  # otherwise the first run would pay for lazy set-up
+            for _ in islice(job.steps(side), WARM_UP_STEPS):
+                pass
+    except KeyboardInterrupt:
+        return Run(interrupted=True), None
+    with warnings.catch_warnings(), ProcessorWatch() as watch:
+        warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # it is measured here
+        for number in range(repeats):
+            for name, (side, show_side) in sides.items():
+                run = decode(job, side, show_side if number == 0 else None)
+                runs[name].append(run)
+                if run.interrupted:
+                    first = runs["method"][0] if runs["method"] else Run()
+                    first.interrupted = True
+                    return first, None
+    law_only = job.is_sampled and getattr(method, "rejection_sample_method", None) == "standard"
+    divergence = None if law_only else first_difference(job, *runs.values())
+    plain, other = map(pooled_figures, runs.values())
+    return runs["method"][0], RunComparison(job, method, repeats, plain, other, law_only, divergence, watch.waited_share)
+
+
+def pooled_figures(runs: list[Run]) -> dict[str, Any]:
+    """Counts and times of several runs as JSON values: total tokens over total time. M and alpha are None without drafts."""
+    total = Stats.total(run.stats for run in runs)
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
+        "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+        **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
+    }
+
+
+def first_difference(job: RunInput, plain: list[Run], other: list[Run]) -> FirstDifference | None:
+    """Where the first differing pair of runs differs; None if all pairs are equal token for token."""
+    for sides in zip(plain, other, strict=True):
+        for position, (a, b) in enumerate(zip_longest(*(run.tokens for run in sides))):
+            if a != b:
+                texts = (None if token is None else job.text([token]) for token in (a, b))
+                return FirstDifference(position, a, b, *texts)
+    return None
+
+
+def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
+    """Figures of transformers' own `generate` on the same prompt, as JSON values. tokens: the text to compare with."""
+    peer: Any = HFGenerate()
+    warm_up(job.model, [peer], job.ids[0], job.options)
+    with ProcessorWatch() as watch:
+        result = measure(job.model, peer, job.ids[0], job.options, job.seed)
+    return {
+        "tokens": len(result.tokens),
+        "seconds": result.seconds,
+        "tokens_per_second": len(result.tokens) / result.seconds,
+        "identical": result.tokens == tokens,
+        "waited_share": watch.waited_share,
+    }
+
+
+def busy_warning(*waited_shares: float | None) -> str | None:
+    """A warning for figures that were measured on a busy machine; None if it was idle."""
+    share = max((share for share in waited_shares if share is not None), default=None)
+    if share is None or not was_busy(share):
+        return None
+    return (
+        f"the machine was busy: this process waited {100 * share:.0f} % of the time for a processor, so the speeds mean "
+        "little; measure again on an idle machine"
+    )
+
+
+def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
+    """The run in three or more lines."""
+    stats, report = run.stats, method.report(job.model)
+    rate = len(run.tokens) / run.seconds if run.seconds else 0.0
+    lines = [
+        f"{spell(method)}: {'' if method.lossless else 'lossy, '}"
+        f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s ({stats.seconds_prefill:.2f} s of it "
+        f"prefill), {rate:.1f} tokens/s, ended by {run.finish_reason(job)}"
+    ]
+    drafts = ""
+    if stats.draft_steps:
+        drafts = (
+            f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
+            f"({stats.accepted} of {stats.draft_steps} drafts accepted)"
+        )
+    parts = [f"{name} {ms:.2f}" for name, ms in stats.step_milliseconds().items() if name != "search" or ms]
+    lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(parts)}")
+    if stats.drafters:
+        drafters = ", ".join(f"{name} {count}" for name, count in stats.drafters.most_common())
+        lines.append(f"turns by what drafted: {drafters}{_speed_up_clause(run, report)}")
+    if not method.lossless and stats.drafted:
+        distances = ", ".join(f"{name} {value:.3f}" for name, value in mean_distances(report).items())
+        lines.append(
+            f"{stats.overruled} of {len(run.tokens)} tokens overruled the model"
+            f"{'; mean JS distance: ' if distances else ''}{distances}"
+        )
+    runner = ModelRunner(job.model)
+    reason = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
+    kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.engine_options.kv_dtype}"
+    lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}")
+    if job.is_sampled:
+        lines.append(f"seed {job.seed}")
+    return lines
+
+
+def _speed_up_clause(run: Run, report: dict[str, Any]) -> str:
+    """How fast a run of `auto` was, compared with plain decoding."""
+    stats = run.stats
+    if not stats.seconds or not report:
+        return ""
+    low, high = (stats.tokens * seconds / stats.seconds for seconds in report["plain_interval"])
+    plain_seconds = report["plain_seconds"]
+    return (
+        f"; {stats.tokens * plain_seconds / stats.seconds:.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step takes "
+        f"{1000 * plain_seconds:.2f} ms; {100 * stats.seconds_search / stats.seconds:.1f} % of the time for offline evaluation"
+    )
+
+
+def decision_table(steps: list[Step]) -> Table:
+    """Why every step drafted as it did. Neighbouring steps with the same reason share a row."""
+    table = Table("at token", "steps", "drafter", "drafted", "accepted", "because", title="decisions")
+    position = 0
+    for (drafter, reason), group in groupby((step for step in steps if step.drafter), lambda step: (step.drafter, step.reason)):
+        members = list(group)
+        drafted, accepted = sum(sum(step.drafted) for step in members), sum(sum(step.accepted) for step in members)
+        table.add_row(str(position), str(len(members)), drafter, str(drafted), str(accepted), reason)
+        position += sum(len(step.tokens[0]) for step in members)
+    return table
+
+
+def mean_distances(report: dict[str, Any]) -> dict[str, float]:
+    """Mean Jensen-Shannon distances of accepted and rejected drafts, if the method's report has them."""
+    means = report.get("means", {})
+    figures = {name: means.get(f"distance_{name}", {}) for name in ("accepted", "rejected")}
+    return {name: figure["sum"] / figure["count"] for name, figure in figures.items() if figure.get("count")}
+
+
+def run_document(
+    model: str | None, job: RunInput, method: Method, run: Run, comparison: RunComparison | None
+) -> dict[str, Any]:
+    """The JSON document of --json."""
+    runner = ModelRunner(job.model)
+    return {
+        "skipstone": __version__,
+        "model": model,
+        "dtype": job.dtype_name,
+        "device": str(job.ids.device),
+        "engine": runner.engine.name,
+        "engine_reason": runner.engine_reason,
+        "quantize": runner.engine.quantize,
+        "kv_dtype": runner.engine_options.kv_dtype,
+        "method": {"method": method.name, **method.settings},
+        "lossless": method.lossless,
+        **({} if method.lossless else {"mean_js_distance": mean_distances(method.report(job.model))}),
+        "decoding": {**job.options, "seed": job.seed if job.is_sampled else None},
+        "prompt_tokens": job.ids.shape[1],
+        "text": job.text(run.tokens),
+        "tokens": run.tokens,
+        "origin": run.origin,
+        "finish_reason": run.finish_reason(job),
+        "seconds": run.seconds,
+        "stats": run.stats.summary(),
+        "comparison": None if comparison is None else comparison.document(),
+    }
