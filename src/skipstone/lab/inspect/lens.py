@@ -22,7 +22,7 @@ from skipstone.engines.exit_statistics import layer_states
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.timing.measure import PassTimes, TimedPasses, measure_passes
+from skipstone.lab.timing.measure import PassTimes, measure_passes
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.policy.cost_model import StepCosts, expected_tokens
 from skipstone.utils.files import write_whole
@@ -90,7 +90,7 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
     same = top == top[-1]
     stays = same.flip(0).cumprod(0).flip(0)  # from here to the last layer
     agreement = same.double().mean(1).tolist()
-    costs = measure_passes(TimedPasses(runner, len(prompts[0])))
+    costs = measure_passes(runner, len(prompts[0]))
     first, cosines = (runner.depth + 1 - stays.sum(0)).tolist(), similarity.mean(1).tolist()
     expected = expectations(agreement, costs)
     return Lens(tokens, top.tolist(), probability.tolist(), first, agreement, cosines, breaks, costs, expected)

@@ -126,15 +126,12 @@ class MethodBackend(GenerationBackend):
         return GeneratedOutput(tokens, stats, first_at, setup)
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, kw_only=True)
+class Measurement(GeneratedOutput):
     """One prompt continued by one backend. Times are seconds of wall-clock, with a synchronised device."""
 
-    tokens: list[int]
     seconds: float  # of the whole call, prefill included
-    stats: Stats | None = None
     first_seconds: float | None = None  # to the first token
-    setup_seconds: float = 0.0  # of checks and preparations
     memory: int | None = None  # peak bytes of the process (on a GPU: of the device); None if another process decoded
     known: dict[str, Any] | None = None  # the method's report of what it has learnt about the model
     grown: dict[str, Any] | None = None  # growth of the counts in that report during this call
@@ -175,11 +172,15 @@ def measure(
         emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
         synchronise(model.device)
         seconds = (time.perf_counter() if emitted.ended_at is None else emitted.ended_at) - began
-    most = _peak(model.device) if counted else None
     known = engine.known(model)
-    first = None if emitted.first_at is None else emitted.first_at - began
-    grown = growth(before or {}, known) if known else None
-    return Measurement(emitted.tokens, seconds, emitted.stats, first, emitted.setup_seconds, most, known, grown)
+    return Measurement(
+        **vars(emitted),
+        seconds=seconds,
+        first_seconds=None if emitted.first_at is None else emitted.first_at - began,
+        memory=_peak(model.device) if counted else None,
+        known=known,
+        grown=growth(before or {}, known) if known else None,
+    )
 
 
 def warm_up(model: PreTrainedModel, engines: Iterable[GenerationBackend], prompt: Tensor, options: Mapping[str, Any]) -> None:
@@ -256,40 +257,6 @@ def run_tokens(runner: ModelRunner, store: KVCache, ids: Tensor, begin: int, ski
     return runner.run(runner.embed(ids, at.positions), at, store, range(runner.depth), skip)
 
 
-class TimedPasses:
-    """Timed passes behind `length` arbitrary tokens."""
-
-    def __init__(self, runner: ModelRunner, length: int) -> None:
-        """ValueError for a model with too few positions for the longest draft."""
-        self.runner, widest = runner, max(LENGTHS) + 1
-        self.length = min(length, runner.max_positions - widest)
-        if self.length < 0:
-            raise ValueError(f"the model has {runner.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens")
-        self.store = store_for(runner, self.length + widest)
-        if runner.family.recurrent and self.length:  # keys and values need not be there, but a state must
-            before = torch.zeros((1, self.length), dtype=torch.long, device=runner.device)
-            with torch.inference_mode():
-                run_tokens(runner, self.store, before, 0)
-            self.store.length = [self.length]
-
-    def seconds(self, width: int = 1, layers: range | None = None) -> float:
-        """The median time of a pass over `width` tokens through some or all layers, without the head."""
-        runner, (at, hidden) = self.runner, self._tokens(width)
-        taken = range(runner.depth) if layers is None else layers
-        return median(timings(lambda: runner.run(hidden, at, self.store, taken), runner.device))
-
-    def head_seconds(self) -> float:
-        """The median time of norm and LM head for one token."""
-        runner, (at, hidden) = self.runner, self._tokens(1)
-        state = runner.run(hidden, at, self.store, range(runner.depth))  # [1, 1, d]
-        return median(timings(lambda: runner.logits(state), runner.device))
-
-    def _tokens(self, width: int) -> tuple[Pass, Tensor]:
-        """A pass over `width` different tokens, and their embeddings [1, width, d]."""
-        at = one_row(self.length, width, self.runner.device)
-        return at, self.runner.embed(at.positions % self.runner.embeddings, at.positions)
-
-
 @dataclass(frozen=True)
 class PassTimes:
     """Seconds of passes at batch 1."""
@@ -305,9 +272,31 @@ class PassTimes:
 
 
 @torch.inference_mode()
-def measure_passes(timed: TimedPasses) -> PassTimes:
-    """Times every layer for one token, the head, and whole passes over drafts."""
-    layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.runner.depth)]
-    share = timed.seconds() / sum(layers)  # a single layer finds its weights in the processor's cache
-    rows = {length: timed.seconds(length + 1) for length in LENGTHS}
-    return PassTimes([seconds * share for seconds in layers], timed.head_seconds(), rows)
+def measure_passes(runner: ModelRunner, length: int) -> PassTimes:
+    """Times every layer for one token, the head, and whole passes over drafts, behind `length` arbitrary tokens.
+
+    ValueError for a model with too few positions for the longest draft.
+    """
+    widest, whole = max(LENGTHS) + 1, range(runner.depth)
+    length = min(length, runner.max_positions - widest)
+    if length < 0:
+        raise ValueError(f"the model has {runner.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens")
+    store = store_for(runner, length + widest)
+    if runner.family.recurrent and length:  # keys and values need not be there, but a state must
+        run_tokens(runner, store, torch.zeros((1, length), dtype=torch.long, device=runner.device), 0)
+        store.length = [length]
+
+    def run(width: int = 1, layers: range = whole) -> Callable[[], Tensor]:
+        """A pass over `width` different tokens through some layers, without the head."""
+        at = one_row(length, width, runner.device)
+        hidden = runner.embed(at.positions % runner.embeddings, at.positions)  # [1, width, d]
+        return lambda: runner.run(hidden, at, store, layers)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        return median(timings(work, runner.device))
+
+    layers = [seconds(run(layers=range(layer, layer + 1))) for layer in whole]
+    share = seconds(run()) / sum(layers)  # a single layer finds its weights in the processor's cache
+    state = run()()  # [1, 1, d]
+    rows = {drafts: seconds(run(drafts + 1)) for drafts in LENGTHS}
+    return PassTimes([one * share for one in layers], seconds(lambda: runner.logits(state)), rows)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft
@@ -84,52 +85,43 @@ class CostTimer:
         self.room = self.far + spare
         self.plain = DecodingLoop(Autoregressive().start(runner, batch, self.room))
         max_drafts = max(DRAFTS)
-        self.lookup = LookupDrafter(batch)
-        self.exit = LayerSkipDrafter(LayerSkip(exit_layer=1, num_speculative_tokens=max_drafts), runner, batch)
-        self.chain, self.ranked = (
-            SkippingDrafter(runner, batch, max_drafts=max_drafts, threshold=None, ranks=n) for n in (1, RANKS)
+        self.lookups = self._behind(LookupDrafter(batch))
+        self.exits = self._behind(LayerSkipDrafter(LayerSkip(1, max_drafts), runner, batch))
+        self.chains, self.ranked_chains = (
+            self._behind(SkippingDrafter(runner, batch, max_drafts=max_drafts, threshold=None, ranks=n)) for n in (1, RANKS)
         )
-        self.lookups = self._behind(self.lookup)
-        self.exits, self.chains, self.ranked_chains = map(self._behind, (self.exit, self.chain, self.ranked))
-
-    def _request(self, new: int) -> Request:
-        return Request(torch.zeros(1, dtype=torch.int64, device="cpu"), new)
 
     def _behind(self, drafter: Drafter) -> Session:
         """A session with a context that was never run."""
-        session = Session(self.runner, self.batch, self.room, drafter)
-        for row in range(self.batch):
-            session.admit(row, self._request(1))
-        while session.prefilling:
-            session.prefill(1)
+        session = self.session(drafter, torch.zeros(1, dtype=torch.int64, device="cpu"), self.room)
         session.store.length = [self.context] * self.batch
+        return session
+
+    def session(self, drafter: Drafter, prompt: Tensor, room: int) -> Session:
+        """A session whose rows have read a prompt [T]. room: its capacity in tokens."""
+        session = Session(self.runner, self.batch, room, drafter)
+        for row in range(self.batch):
+            session.admit(row, Request(prompt, 1))
+        while session.prefilling:
+            session.prefill(len(prompt))
         return session
 
     def entries(self, sparse: bool) -> dict[Entry, TimedCall]:
         """All timed calls. sparse: fewer of them."""
-        depth = self.runner.depth
-        tokens = [n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest]
-        tokens = tokens if self.widest in tokens else [*tokens, self.widest]
-        shares = () if sparse else EXITS
-        exits = sorted({layer for layer in (1, *(round(depth * share) for share in shares), depth - 1) if 1 <= layer < depth})
+        depth, shares = self.runner.depth, () if sparse else EXITS
+        tokens = sorted({n for n in (FEW_TOKENS if sparse else TOKENS) if n <= self.widest} | {self.widest})
+        exits = sorted({1, *(round(depth * share) for share in shares), depth - 1} & {*range(1, depth)})
         middle = frozenset(range(1, depth - 1))
         skips = {"attention": SkipSet(middle), "mlp": SkipSet(mlp=middle), "layer": SkipSet(middle, middle)} if middle else {}
+        chains = [(f"exit {layer}", self.exits, {"exit_layer": layer}) for layer in exits]
+        chains += [("ranked", self.ranked_chains, {"skip": SkipSet()}), (f"exit {depth}", self.chains, {"skip": SkipSet()})]
+        chains += [(name, self.chains, {"skip": skip}) for name, skip in skips.items()]
         found: dict[Entry, TimedCall] = {("plain", 1): self._plain_step}
         found["propose", 1] = lambda: self._clock(lambda: self._given(1))
-        for n in tokens:
-            found["score", n] = lambda n=n: self._scored(n, self.context)
-        for n in [n for n in tokens if n in FEW_TOKENS or n == self.widest]:
-            found["layers", n] = lambda n=n: self._layers(n)
-        for n in SLOPES:
-            if n in tokens and self.far > self.context:
-                found["far", n] = lambda n=n: self._scored(n, self.far)
-        for k in DRAFTS:
-            for layer in exits:
-                found[f"exit {layer}", k] = lambda layer=layer, k=k: self._exit(layer, k)
-            found[f"exit {depth}", k] = lambda k=k: self._skipping(self.chains, self.chain, SkipSet(), k)
-            found["ranked", k] = lambda k=k: self._skipping(self.ranked_chains, self.ranked, SkipSet(), k)
-            for name, skip in skips.items():
-                found[name, k] = lambda skip=skip, k=k: self._skipping(self.chains, self.chain, skip, k)
+        found |= {("score", n): partial(self._scored, n, self.context) for n in tokens}
+        found |= {("layers", n): partial(self._layers, n) for n in tokens if n in FEW_TOKENS or n == self.widest}
+        found |= {("far", n): partial(self._scored, n, self.far) for n in SLOPES if n in tokens and self.far > self.context}
+        found |= {(name, k): partial(self.drafted, session, k, **how) for k in DRAFTS for name, session, how in chains}
         return found
 
     # ---------------------------------------------------------------------------------------------- timed calls
@@ -145,7 +137,7 @@ class CostTimer:
         """One step of the loop."""
         if not self.plain.busy:  # at first, and after the end of the texts
             for row in range(self.batch):
-                self.plain.admit(row, self._request(2 + PLAIN_STEPS))
+                self.plain.admit(row, Request(torch.zeros(1, dtype=torch.int64, device="cpu"), 2 + PLAIN_STEPS))
             while self.plain.session.prefilling:
                 self.plain.step()
         self.plain.session.store.length = [self.context] * self.batch
@@ -153,8 +145,9 @@ class CostTimer:
 
     def _given(self, tokens: int) -> Draft:
         """A draft of so many tokens less one: scoring adds the last committed token."""
+        drafter: Any = self.lookups.drafter
         known = [place % self.runner.embeddings for place in range(1, tokens)]
-        return self.lookup.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
+        return drafter.as_draft([RowDraft().chain(known) for _ in range(self.batch)])
 
     def _scored(self, tokens: int, context: int) -> float:
         session = self.lookups
@@ -172,17 +165,10 @@ class CostTimer:
         assert forward is not None
         return self._clock(lambda: forward.advance(self.runner.depth))
 
-    def _exit(self, layer: int, drafts: int) -> float:
-        self.exit.exit_layer = layer
-        return self.drafted(self.exits, drafts)
-
-    def _skipping(self, session: Session, drafter: SkippingDrafter, skip: SkipSet, drafts: int) -> float:
-        drafter.skip = skip
-        return self.drafted(session, drafts)
-
-    def drafted(self, session: Session, drafts: int) -> float:
+    def drafted(self, session: Session, drafts: int, **settings: Any) -> float:
         """The time of a chain. Nothing of it is committed. A pass through all layers runs first, as in decoding, so the
-        processor's caches do not hold the layers that draft."""
+        processor's caches do not hold the layers that draft. settings: attributes of the drafter."""
+        vars(session.drafter).update(settings)
         self._scored(1, self.context)
         seconds = self._clock(lambda: session.drafter.propose_draft([drafts] * self.batch))
         session.commit(None, [NOTHING] * self.batch)
@@ -262,24 +248,18 @@ def measure(runner: ModelRunner, batch: int, max_seconds: float = MAX_SECONDS) -
     bench = CostTimer(runner, batch)
     sparse = min(bench.entries(True)["plain", 1]() for _ in range(MIN_ROUNDS)) > LONG_STEP_SECONDS
     times = _take_turns(bench.entries(sparse), 0.0 if sparse else max_seconds)
-    return _table(bench, times)
-
-
-def _table(bench: CostTimer, times: EntryTimes) -> BatchCosts:
-    depth, middle = bench.runner.depth, max(bench.runner.depth - 2, 1)
+    depth, middle = runner.depth, max(runner.depth - 2, 1)
     scoring = CostCurve.fitted(times.by_number("score"))
     layers = CostCurve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
     exits = {int(name.removeprefix("exit ")): times.step(name) for name, _ in times.all if name.startswith("exit ")}
     plain, whole = times.cost("plain", 1), exits[depth]
     starts = [times.cost(f"exit {layer}", DRAFTS[0]) - DRAFTS[0] * exits[layer] for layer in exits]
-    timed = {name for name, _ in times.all}
-    attention, mlp, both = (
-        max(whole - times.step(kind), 0.0) / middle if kind in timed else 0.0 for kind in ("attention", "mlp", "layer")
-    )
+    skips = ("attention", "mlp", "layer")
+    attention, mlp, both = (max(whole - times.step(kind), 0.0) / middle if depth > 2 else 0.0 for kind in skips)
     distance = max(bench.far - bench.context, 1)
     slopes = {n: max(own - times.cost("score", n), 0.0) / distance for n, own in times.by_number("far").items()}
     return BatchCosts(
-        batch=bench.batch,
+        batch=batch,
         context=bench.context,
         plain=plain,
         fixed=max(plain - scoring(1), 0.0),
@@ -303,14 +283,11 @@ def measure_draft_model(runner: ModelRunner, draft_model: DraftModel, batch: int
     bench = CostTimer(runner, batch)
     room = min(bench.room, draft_model.max_positions)
     drafter = DraftModelDrafter(DraftModelMethod(), runner, draft_model, batch, room, max(DRAFTS), None)
-    session = Session(runner, batch, room, drafter)
-    for row in range(batch):
-        session.admit(row, Request(torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings, 1))
-    while session.prefilling:
-        session.prefill(8)
+    prompt = torch.arange(8, dtype=torch.int64, device="cpu") % draft_model.embeddings
+    session = bench.session(drafter, prompt, room)
     for row in range(batch):  # a token that the draft model has not read yet
         drafter.text[row].append(0)
-    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MAX_SECONDS / 4).step("model")
+    return _take_turns({("model", k): partial(bench.drafted, session, k) for k in DRAFTS}, MAX_SECONDS / 4).step("model")
 
 
 # -------------------------------------------------------------------------------------------------------- the file
