@@ -105,11 +105,11 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(0)
     dtype, shape = getattr(torch, args.dtype), surrogate.parse(args.shape)
-    target = surrogate.plain(shape, 0, dtype, "cpu")
+    target = surrogate.build(shape, 0, dtype, "cpu")
     if args.what == "lookups":
         measure_lookups(target)
     else:
-        measure_adasd(target, surrogate.plain(surrogate.parse(args.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
+        measure_adasd(target, surrogate.build(surrogate.parse(args.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
         if name == "nano":
             model: Any = skipstone.load()[0]
         else:
-            model = surrogate.plain(surrogate.parse(name), 0, getattr(torch, args.dtype), "cpu")
+            model = surrogate.build(surrogate.parse(name), 0, getattr(torch, args.dtype), "cpu")
         head, test = costs(model)
         print(f"| {name} | {1000 * head:.3f} | {1000 * test:.3f} | {test / head:.2f} |")
 

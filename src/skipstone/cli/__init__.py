@@ -43,9 +43,8 @@ class CommandGroup(TyperGroup):
         sys.exit(code or 0)
 
 
-app = typer.Typer(
-    cls=CommandGroup, pretty_exceptions_enable=False, help="Faster language-model decoding that does not change the text."
-)
+HELP = "Faster language-model decoding that does not change the text."
+app = typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False, help=HELP)
 
 
 def _print_version(is_given: bool) -> None:

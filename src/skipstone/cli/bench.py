@@ -150,7 +150,7 @@ def surrogate(
         ]
     own = {"models": [f"surrogate {shape}"], "methods": settings.methods or default, "ignore_eos": True}
     plan = plans.read(None, settings.given() | own)
-    run_surrogate(target, plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)
+    run_surrogate(target, plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts=contexts)
     show([out], terminal.console())
 
 

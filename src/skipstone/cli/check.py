@@ -72,7 +72,5 @@ def show_probe(finding: "ProbeResult") -> None:
     for bug in finding.bugs[:3]:
         print(f"       {one_line(bug)}")
     for tie in finding.ties[:3]:
-        print(
-            f"       prompt {tie.prompt}, new token {tie.position}: {tie.found} for {tie.expected}, {tie.gap:.2g} apart where "
-            f"rounding explains {tie.allowed:.2g}"
-        )
+        gap = f"{tie.gap:.2g} apart where rounding explains {tie.allowed:.2g}"
+        print(f"       prompt {tie.prompt}, new token {tie.position}: {tie.found} for {tie.expected}, {gap}")

@@ -67,9 +67,7 @@ def demo(
 
     loaded, tokenizer = ModelOptions(model, device="cpu", engine=engine, quantize=quantize).load(keep_weights=True)
     if not getattr(loaded.generation_config, OWN_FIELD, None):
-        raise ValueError(
-            "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"
-        )
+        raise ValueError("this model names no method of its own (generation_config.skipstone): use `generate --compare`")
     method = resolve_for(loaded, None)
     console, recorder, scenes = terminal.console(), None, []
     if svg is not None:  # it records the end of each scene only, because a live display is printed many times

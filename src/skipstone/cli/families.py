@@ -23,10 +23,7 @@ def families(
         meant = did_you_mean(name, [row["type"] for row in rows])
         rows = [row for row in rows if row["type"] == name]
         if not rows:
-            raise ValueError(
-                f"transformers has no model type {name!r}{meant} that decodes text, causal or around a causal one; "
-                "`skipstone families` lists those that it has"
-            )
+            raise ValueError(f"no model type {name!r}{meant} of transformers decodes text: `skipstone families` lists them")
     if as_json:
         terminal.print_json(rows, indent=2)
     elif markdown:

@@ -107,9 +107,7 @@ class GenerationOptions(SamplingOptions, panel="Decoding"):
 class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
     """A model that may lie on several devices."""
 
-    device_map: Any = option(
-        None, 'Layers on several devices or offloaded: "auto", or JSON of modules and devices.', read=read_device_map
-    )
+    device_map: Any = option(None, 'Layers on several devices: "auto", or JSON of modules and devices.', read=read_device_map)
     offload_folder: Path | None = option(None, "Where weights go that --device-map sends to disk.")
     tp_plan: str | None = option(None, '"auto": the processes of `torchrun ... -m skipstone` share the weights.', "--tp")
 

@@ -132,11 +132,9 @@ def show_layers(lens: "Lens") -> None:
     titles = ("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain")
     terminal.print_table(titles, rows)
     if best is not None and best.speed_up > 1:
-        print(
-            f'LayerSkip would pay most with --method "layerskip exit_layer={best.exit_layer} '
-            f'num_speculative_tokens={best.num_speculative_tokens}": {best.speed_up:.2f} x plain decoding, were agreement '
-            f"{best.agreement:.2f} at every token."
-        )
+        method = f"layerskip exit_layer={best.exit_layer} num_speculative_tokens={best.num_speculative_tokens}"
+        gain = f"{best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at every token"
+        print(f'LayerSkip would pay most with --method "{method}": {gain}.')
     else:
         print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
 

@@ -128,9 +128,7 @@ class ModelOptions(OptionGroup):
 class GenerationModelOptions(ModelOptions):
     """A model that answers users: its generation config can be changed."""
 
-    kv_dtype: str | None = option(
-        None, "what keys and values are kept in. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES
-    )
+    kv_dtype: str | None = option(None, "of keys and values. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES)
     trust_remote_code: bool = option(False, "Run the checkpoint's own code.", "--trust-remote-code")
     generation_config: Any = option(
         None,
@@ -165,9 +163,7 @@ class MethodOptions(OptionGroup, panel="Method"):
     """A method as text, as JSON, or both."""
 
     method: str | None = option(None, '"layerskip exit_layer=4", or JSON (`skipstone methods`). Default: the model\'s own.')
-    speculative_config: str | None = option(
-        None, 'As in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.'
-    )
+    speculative_config: str | None = option(None, 'As in vLLM: {"method": "layerskip"}. It must not contradict --method.')
 
     def parse(self) -> Any:
         """The method as `skipstone.generate` takes it. ValueError for names and types that are wrong for any model."""

@@ -276,10 +276,8 @@ def busy_warning(*waited_shares: float | None) -> str | None:
     share = max((share for share in waited_shares if share is not None), default=None)
     if share is None or not was_busy(share):
         return None
-    return (
-        f"the machine was busy: this process waited {100 * share:.0f} % of the time for a processor, so the speeds mean "
-        "little; measure again on an idle machine"
-    )
+    waited = f"this process waited {100 * share:.0f} % of the time for a processor"
+    return f"the machine was busy: {waited}, so the speeds mean little; measure again on an idle machine"
 
 
 def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
@@ -293,10 +291,8 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
     ]
     drafts = ""
     if stats.draft_steps:
-        drafts = (
-            f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
-            f"({stats.accepted} of {stats.draft_steps} drafts accepted)"
-        )
+        accepted = f"{stats.accepted} of {stats.draft_steps} drafts accepted"
+        drafts = f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} ({accepted})"
     parts = [f"{name} {ms:.2f}" for name, ms in stats.step_milliseconds().items() if name != "search" or ms]
     lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(parts)}")
     if stats.drafters:
@@ -304,10 +300,8 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
         lines.append(f"turns by what drafted: {drafters}{_speed_up_clause(run, report)}")
     if not method.lossless and stats.drafted:
         distances = ", ".join(f"{name} {value:.3f}" for name, value in mean_distances(report).items())
-        lines.append(
-            f"{stats.overruled} of {len(run.tokens)} tokens overruled the model"
-            f"{'; mean JS distance: ' if distances else ''}{distances}"
-        )
+        distances = distances and f"; mean JS distance: {distances}"
+        lines.append(f"{stats.overruled} of {len(run.tokens)} tokens overruled the model{distances}")
     runner = ModelRunner(job.model)
     reason = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
     kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.engine_options.kv_dtype}"
@@ -349,9 +343,7 @@ def mean_distances(report: dict[str, Any]) -> dict[str, float]:
     return {name: figure["sum"] / figure["count"] for name, figure in figures.items() if figure.get("count")}
 
 
-def run_document(
-    model: str | None, job: RunInput, method: Method, run: Run, comparison: RunComparison | None
-) -> dict[str, Any]:
+def run_document(model: str | None, job: RunInput, method: Method, run: Run, compared: RunComparison | None) -> dict[str, Any]:
     """The JSON document of --json."""
     runner = ModelRunner(job.model)
     return {
@@ -374,5 +366,5 @@ def run_document(
         "finish_reason": run.finish_reason(job),
         "seconds": run.seconds,
         "stats": run.stats.summary(),
-        "comparison": None if comparison is None else comparison.document(),
+        "comparison": None if compared is None else compared.document(),
     }

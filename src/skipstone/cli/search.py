@@ -78,10 +78,9 @@ def _show_best(result: "SearchResult", best: "LayerSetResult", out: Path, num_sp
 
     skipped = len(best.attention) + len(best.mlp)
     decoded = sum(trial.speed is not None for trial in result.trials)
-    typer.echo(
-        f"best of {decoded} sets decoded with ({len(result.trials)} tried): {best.speed:.2f} x plain decoding, {skipped} "
-        f"sublayers left out, matchness {best.matchness:.2f}, acceptance rate {best.acceptance:.2f}"
-    )
+    rates = f"matchness {best.matchness:.2f}, acceptance rate {best.acceptance:.2f}"
+    tried = f"best of {decoded} sets decoded with ({len(result.trials)} tried)"
+    typer.echo(f"{tried}: {best.speed:.2f} x plain decoding, {skipped} sublayers left out, {rates}")
     if (best.speed or 0) < 1:
         typer.echo("No set pays on this model and machine.")
     is_default = num_speculative_tokens == SelfSpeculative.num_speculative_tokens

@@ -53,7 +53,7 @@ class SchedulingOptions(TextLimitOptions, panel="Scheduling"):
     request_timeout: float | None = option(None, "Seconds after which a request is given up.", min=0.1)
     drain_timeout: float = option(30.0, "Seconds that texts have to end when the server is stopped.", min=0)
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of keys and values of all methods' rows. Default: a quarter of the device's memory.", min=1
+        None, "Bytes of all keys and values. Default: a quarter of the device's memory.", min=1
     )
 
 

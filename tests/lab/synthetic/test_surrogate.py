@@ -147,7 +147,7 @@ def test_a_config_file_is_a_shape(tmp_path):
     assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
     written = json.loads(path.read_text())
     path.write_text(json.dumps({**written, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
-    made = surrogate.plain(surrogate.parse(str(path)), 0, torch.float32, "cpu")
+    made = surrogate.build(surrogate.parse(str(path)), 0)
     assert (made.dtype, made.config.hidden_size) == (torch.float32, 64)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):

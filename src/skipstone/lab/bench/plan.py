@@ -138,9 +138,8 @@ def task_settings(plan: BenchPlan, task: PlannedTask) -> TaskSettings:
 
 def has_choices(plan: BenchPlan) -> bool:
     """Whether measurements choose settings."""
-    return plan.tune or any(
-        is_choice(KINDS[spec["method"]], key, value) for spec in plan.methods for key, value in spec.items() if key != "method"
-    )
+    settings = [(KINDS[spec["method"]], *one) for spec in plan.methods for one in spec.items() if one[0] != "method"]
+    return plan.tune or any(is_choice(*one) for one in settings)
 
 
 def resolved(plan: BenchPlan) -> list[tuple[Task, TaskSettings]]:
@@ -206,10 +205,8 @@ def create_entries(specs: Sequence[MethodSpec], model: PreTrainedModel, tune: bo
             engine.check(model)
         lossless = all(engine.lossless for engine in engines)
         if name not in PEERS and len(engines) > 1 and not lossless:
-            raise ValueError(
-                f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
-                "own with a label=..."
-            )
+            how = "name every setting as a method of its own with a label=..."
+            raise ValueError(f"{name} may change the text, so a choice by speed would be none: {how}")
         entries.append(MethodEntry(label(spec), name, tuple(engines), engines[0].sampled, lossless))
     return entries, refused
 

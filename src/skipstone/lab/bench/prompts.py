@@ -43,10 +43,7 @@ def conversations(task: Task, settings: TaskSettings, plan: BenchPlan, data: Pat
     if wanted > len(records):
         raise ValueError(f"task {task.name} has {len(records)} prompts, {wanted} are asked for")
     if spare and (wanted < 1 or not tuned):
-        raise ValueError(
-            f"settings are to be chosen on prompts that are not reported, and {task.name} has {len(records)} in all: lower "
-            "num_prompts or tune_prompts, or say which settings to take"
-        )
+        raise ValueError(f"choices need prompts, and {task.name} has {len(records)} in all: lower num_prompts or tune_prompts")
 
     def converse(place: int) -> TaskConversation:
         turns = prompt_of(task, records[place], examples)
@@ -231,16 +228,9 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     _score(answers, one, run)
     if not all(engine.lossless for engine in engines.values()):
         _add_log_likelihoods(run.model, answers)
-    return run.add(
-        "prompt",
-        index=index,
-        source=one.source,
-        category=run.task.category(one.record),
-        digest=one.digest,
-        prompt_tokens=lengths,
-        cut=cut,
-        rows={label: own.report() for label, own in answers.items()},
-    )
+    about = {"index": index, "source": one.source, "category": run.task.category(one.record), "digest": one.digest}
+    rows = {label: own.report() for label, own in answers.items()}
+    return run.add("prompt", **about, prompt_tokens=lengths, cut=cut, rows=rows)
 
 
 def is_calm(line: Line) -> bool:

@@ -98,10 +98,8 @@ def check_scores(plan: BenchPlan, tasks: Sequence[Task], say: Say) -> None:
     if not probe.passed:
         raise OSError(f"the sandbox does not work here, every program would fail: {probe.reason}")
     if not probe.isolated:
-        say(
-            "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach "
-            "the network and your files"
-        )
+        reach = "the model's code runs under limits alone and could reach the network and your files"
+        say(f"skipstone: warning: this system allows no namespaces, so {reach}")
 
 
 def enter(journal: RunFile, subject: BenchModel, plan: BenchPlan, say: Say) -> list[MethodEntry]:

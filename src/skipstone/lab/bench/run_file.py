@@ -112,10 +112,9 @@ class RunFile(LineFile):
         there, here = _comparable(first["plan"], first["provenance"]), _comparable(plan, provenance)
         if different := sorted(key for key in there | here if there.get(key) != here.get(key)):
             key = different[0]
-            raise ValueError(
-                f"{self.path} holds another run: {', '.join(different)} differ ({key}: {there.get(key)!r:.100} there, "
-                f"{here.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
-            )
+            values = f"{key}: {there.get(key)!r:.100} there, {here.get(key)!r:.100} here"
+            how = "give another --out, or --fresh to begin anew"
+            raise ValueError(f"{self.path} holds another run: {', '.join(different)} differ ({values}); {how}")
 
     def other_commit(self) -> str | None:
         """The commit that the file was begun with, if a later part of the run has another one."""

@@ -48,6 +48,7 @@ from skipstone.lab.check.distribution_tests import TokenSample
 from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.torch_defaults import stable_defaults
 
+Options = Mapping[str, Any]  # of `model.generate`
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
 AUDITED_TOKENS = 6  # texts of an audited batch have two, three and four times as many tokens
@@ -224,9 +225,7 @@ class Checker:
         distribution_tests.ready()
         new = max(scale.max_new_tokens, SAMPLED_TOKENS, AUDITED_TOKENS * (BATCH + 1))
         if longest + new > runner.max_positions:
-            raise ValueError(
-                f"a prompt of {longest} tokens + {new} new ones is more than the model's {runner.max_positions} positions"
-            )
+            raise ValueError(f"{longest} tokens of a prompt + {new} are more than the model's {runner.max_positions} positions")
 
     def run(self, done: Callable[[ProbeResult], None] = lambda _: None) -> CheckReport:
         """Run all probes. done: called after each. A method that fails altogether has a bug."""
@@ -333,7 +332,7 @@ class Checker:
         """Processors that depend on all tokens so far, drafts included."""
         for number, prompt in enumerate(self.prompts):
             expected, found = (self._greedy(method, prompt, **PROCESSORS) for method in ("autoregressive", self.method))
-            self._compare(number, prompt, expected, found, PROCESSORS)
+            self._compare(number, prompt, expected, found, **PROCESSORS)
 
     def ended(self) -> None:
         """A token of each text becomes its end of sequence; the text must stop there."""
@@ -343,9 +342,7 @@ class Checker:
                 found = self._greedy(self.method, prompt, eos_token_id=end, pad_token_id=end)
                 self._compare(number, prompt, text[: text.index(end) + 1], found)
 
-    def _compare(
-        self, number: int, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None
-    ) -> None:
+    def _compare(self, number: int, prompt: Tensor, expected: list[int], found: list[int], **options: Any) -> None:
         self.finding.tested += 1
         if (difference := self.detector.compare(prompt, expected, found, options, number)) is not None:
             if difference.tie:
@@ -406,9 +403,7 @@ class Checker:
             if alone != found:
                 self.finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
 
-    def _sampled(
-        self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int]
-    ) -> list[list[int]]:
+    def _sampled(self, method: Method | str, prompt: Tensor, settings: Options, seeds: Sequence[int]) -> list[list[int]]:
         texts: list[list[int]] = []
         options = {"do_sample": True, "top_k": 0, "max_new_tokens": SAMPLED_TOKENS, **settings}
         for start in range(0, len(seeds), SAMPLED_ROWS):
@@ -469,9 +464,7 @@ class Checker:
     def _greedy(self, method: Method | str, prompt: Tensor, **options: Any) -> list[int]:
         return self._generate(method, [prompt], {**self.greedy_options, **options})[0]
 
-    def _generate(
-        self, method: Method | str, prompts: Sequence[Tensor], options: dict[str, Any], seed: list[int] | None = None
-    ) -> list[list[int]]:
+    def _generate(self, method: Method | str, prompts: Sequence[Tensor], options: Options, seed: Any = None) -> list[list[int]]:
         """New tokens of every prompt. Drafts are counted."""
         ids, mask = (one.to(self.model.device) for one in left_padded([prompt.tolist() for prompt in prompts]))
         with _exclusive(self.model):

@@ -134,7 +134,6 @@ def _halves(size: int, seed: int) -> Tensor:
     """[V, BITS + RANDOM_HALVES] float64 of 1 and -1."""
     ids = torch.arange(size, dtype=torch.int64, device="cpu")[:, None]
     bits = (ids >> torch.arange(BITS, dtype=torch.int64, device="cpu")) & 1
-    drawn = torch.randint(
-        0, 2, (size, RANDOM_HALVES), generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
-    )
+    dice = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 2, (size, RANDOM_HALVES), generator=dice, dtype=torch.int64, device="cpu")
     return torch.cat([bits, drawn], 1).double() * 2 - 1

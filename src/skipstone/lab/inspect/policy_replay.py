@@ -78,9 +78,8 @@ def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[Replaye
                     yield replace(decision, replay_seconds=replay_seconds)
                     replay_seconds = 0.0
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
-                ) from error
+                said = f"no record of auto's decisions, or of another version ({error!r:.120})"
+                raise ValueError(f"{path}, line {number}: {said}") from error
 
 
 def _decide_again(clock: Callable[[], float], policy: Policy, values: Any) -> ReplayedDecision | None:

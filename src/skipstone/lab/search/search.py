@@ -127,11 +127,9 @@ def search(
             matchness = float(np.mean([text.matchness(skip) for text in judged]))
             learner.observe(z, matchness, settings.tokens * len(judged))
             speed, acceptance = _decoded(model, settings, skip) if decode else (None, None)
+            spent, layers = time.perf_counter() - begun, (sorted(skip.attention), sorted(skip.mlp))
             kind = "decoded" if decode else "judged"
-            spent = time.perf_counter() - begun
-            found.trials.append(
-                LayerSetResult(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance)
-            )
+            found.trials.append(LayerSetResult(kind, *layers, matchness, spent, speed, acceptance))
             file.add(asdict(found.trials[-1]))
             done(found, spent)
     return found

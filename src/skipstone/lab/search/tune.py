@@ -109,8 +109,6 @@ def recommendation(found: TuningResult) -> str:
         rest = ", ".join(f"{one.name} {one.rate:.2f}" for one in others[:2])
         return f"{said}, {rest} x; together {found.speed_up:.2f} x." if others else f"{said}; nothing else does."
     if near is not None and (near.acceptance or 0.0) >= WORTH_TRAINING:
-        return (
-            f"Nothing pays as it is; train exits (`skipstone train layerskip`): {near.name} agrees at {near.acceptance:.2f} "
-            "untrained."
-        )
+        agreement = f"{near.name} agrees at {near.acceptance:.2f} untrained"
+        return f"Nothing pays as it is; train exits (`skipstone train layerskip`): {agreement}."
     return "Nothing pays on these prompts: plain decoding is the fastest, and auto stays with it."

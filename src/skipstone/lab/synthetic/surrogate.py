@@ -131,36 +131,29 @@ class SurrogateShape:
         return {"method": "swift", "skip_ratio": self.skip_ratio}
 
 
-def parse(
-    text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None, sure: float = 0.0
-) -> SurrogateShape:
+def parse(text: str, exit_layer: int | None = None, agreement: float | None = None, *more: Any) -> SurrogateShape:
     """A shape from a text. ValueError names the wrong or missing key.
 
     text: a known name, with `,layers=16` for fewer layers; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
+    more: skip_ratio and sure, as in `SurrogateShape`.
     """
-    named, comma, layers = text.partition(",layers=")
-    if named in NAMED and (not comma or (layers.isdecimal() and int(layers) > 0)):
-        config = NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {})
-    elif text.endswith(".json"):
-        config = _read_config(Path(text))
-    else:
-        config = _config_of_sizes(text)
-    return SurrogateShape(text, config, exit_layer, agreement, skip_ratio, sure)
+    config = _read_config(Path(text)) if text.endswith(".json") else _config_of_sizes(text)
+    return SurrogateShape(text, config, exit_layer, agreement, *more)
 
 
 def _config_of_sizes(text: str) -> dict[str, Any]:
-    """The config of a text such as layers=24,hidden=192,vocab=4096."""
-    sizes = {"vocab": 4096}
-    for part in text.split(","):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or key not in ("layers", "hidden", "vocab"):
-            raise ValueError(
-                f"a surrogate is one of {', '.join(NAMED)}, a config.json, or layers=24,hidden=192[,vocab=4096]; found {text!r}"
-            )
-        if not value.isdecimal() or int(value) < 1:
-            raise ValueError(f"{key} must be a whole number of at least 1, found {value!r}")
-        sizes[key] = int(value)
-    if missing := [name for name in ("layers", "hidden") if name not in sizes]:
+    """The config of a known name, of layers=24,hidden=192,vocab=4096, or of a name with layers=24."""
+    name, *parts = text.split(",") if text.partition(",")[0] in NAMED else ("", *text.split(","))
+    given = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parts)}
+    if not given.keys() <= ({"layers"} if name else {"layers", "hidden", "vocab"}):
+        kinds = f"{', '.join(NAMED)}, a config.json, or layers=24,hidden=192[,vocab=4096]"
+        raise ValueError(f"a surrogate is one of {kinds}; found {text!r}")
+    if wrong := [key for key, value in given.items() if not value.isdecimal() or int(value) < 1]:
+        raise ValueError(f"{wrong[0]} must be a whole number of at least 1, found {given[wrong[0]]!r}")
+    sizes = {"vocab": 4096, **{key: int(value) for key, value in given.items()}}
+    if name:
+        return NAMED[name] | ({"num_hidden_layers": sizes["layers"]} if given else {})
+    if missing := [key for key in ("layers", "hidden") if key not in sizes]:
         raise ValueError(f"the surrogate lacks {missing[0]}, for example {missing[0]}=24")
     hidden = sizes["hidden"]
     if hidden % HEAD_DIM:
@@ -250,18 +243,20 @@ def calibrate(
 def build(
     shape: SurrogateShape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LlamaForCausalLM:
-    """A random Llama with logits of a moderate entropy, drawn on the CPU in its dtype."""
-    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    """A random Llama, drawn on the CPU in its dtype. If something is to agree, its logits have a moderate entropy. Otherwise
+    its weights are as transformers draws them, and its early exits mean nothing."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
     config.tie_word_embeddings = config.tie_word_embeddings and not shape.sure
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-        for weight in (parameter for parameter in model.parameters() if parameter.ndim == 2):
-            weight.normal_(0, GAIN / weight.shape[1] ** 0.5)
-        width = config.hidden_size
-        model.model.embed_tokens.weight.normal_(0, SHARPNESS / width**0.5 if config.tie_word_embeddings else 1)
-        model.lm_head.weight.normal_(0, SHARPNESS / width**0.5)
-        _make_sure(model, shape.sure)
+        if shape.agreement is not None:
+            for weight in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+                weight.normal_(0, GAIN / weight.shape[1] ** 0.5)
+            width = config.hidden_size
+            model.model.embed_tokens.weight.normal_(0, SHARPNESS / width**0.5 if config.tie_word_embeddings else 1)
+            model.lm_head.weight.normal_(0, SHARPNESS / width**0.5)
+            _make_sure(model, shape.sure)
     return model.to(device)
 
 
@@ -275,15 +270,6 @@ def _make_sure(model: Any, share: float) -> None:
     for tokens, following in zip(sure.split(HEAD_ROWS), successors.split(HEAD_ROWS), strict=True):
         along = torch.nn.functional.normalize(embedding[tokens].float(), dim=-1)
         head[following] = (head[following].float() + SURENESS / along.shape[-1] ** 0.5 * along).to(head.dtype)
-
-
-def plain(shape: SurrogateShape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
-    """Random weights as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
-    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
-    return model.to(device).eval()
 
 
 def _outputs(model: Any, rest: SkipSet) -> list[torch.nn.Linear]:
@@ -311,10 +297,6 @@ def _mean(sums: list[float], tokens: int) -> IntervalEstimate:
     return rate(sums, [float(tokens)] * len(sums)).estimate()
 
 
-def _zero_output(_module: Any, _inputs: Any, output: Any) -> Tensor:
-    return torch.zeros_like(output)
-
-
 @torch.inference_mode()
 def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[IntervalEstimate, IntervalEstimate]:
     """(agreement, overlap) of a model without some sublayers with the whole model, teacher-forced.
@@ -326,7 +308,7 @@ def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[IntervalE
         late = model(part, use_cache=False).logits[:, OPENING:].float()
         with ExitStack() as hooks:
             for module in _outputs(model, rest):
-                hooks.enter_context(module.register_forward_hook(_zero_output))
+                hooks.callback(module.register_forward_hook(lambda *given: torch.zeros_like(given[-1])).remove)
             early = model(part, use_cache=False).logits[:, OPENING:].float()
         same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
         overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
@@ -361,63 +343,56 @@ def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[TaskC
 
 
 def run_surrogate(
-    shape: SurrogateShape,
-    plan: BenchPlan,
-    path: Path,
-    argv: list[str],
-    say: Say = print,
-    fresh: bool = False,
-    contexts: int = CONTEXTS,
+    shape: SurrogateShape, plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, **more: Any
 ) -> Path:
     """Measure what the file does not hold yet. The method that drafts with the calibrated part is the model's default.
 
-    contexts: of each measurement while calibrating. ValueError if the file holds another run, or the target agreement cannot be
-    reached.
+    more: `contexts`, of each measurement while calibrating (default: CONTEXTS). ValueError if the file holds another run, or
+    the target agreement cannot be reached.
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     ((_, settings),) = resolved(plan)
     assert settings.num_prompts is not None
     assert settings.prompt_tokens is not None
-    header: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
-    counted = shape.agreement is not None and contexts != CONTEXTS
-    more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
-    header |= {name: value for name, value in more.items() if value is not None}  # as in files from before these settings
+    counted = {} if shape.agreement is None else {name: n for name, n in more.items() if n != CONTEXTS}
+    header: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement, **counted}
+    set_later = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None}  # older files do not have them
+    header |= {name: value for name, value in set_later.items() if value is not None}
     kept = {**plan.model_dump(mode="json"), "surrogate": header}
     with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
-        model, about = _load_or_calibrate(journal, shape, plan, say, contexts)
+        model, about = _load_or_calibrate(journal, shape, plan, say, **more)
         attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
-        count = plan.tune_prompts + settings.num_prompts
+        count, length = plan.tune_prompts + settings.num_prompts, settings.prompt_tokens
         if shape.agreement is None:
-            prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
+            prompts = random_prompts(model.config.vocab_size, count, length, plan.seed)
         else:
-            prompts = sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
+            prompts = sampled_prompts(model, count, length, plan.seed + 1)
         subject = BenchModel(plan.models[0], model, None, about)
         entrants = enter(journal, subject, plan, say)
         task = Task("synthetic", DatasetLocation(None, ""), (), "none", lambda record: [])
-        task_run = TaskRun(subject, 0, task, settings, PromptBuilder(None, False, settings.prompt_tokens), plan, journal)
+        task_run = TaskRun(subject, 0, task, settings, PromptBuilder(None, False, length), plan, journal)
         measure_task(task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
     return path
 
 
 def _load_or_calibrate(
-    journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int
+    journal: RunFile, shape: SurrogateShape, plan: BenchPlan, say: Say, contexts: int = CONTEXTS
 ) -> tuple[Any, dict[str, Any]]:
     """(the model, its report). The file's calibration is taken if it has one."""
-    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    device = usable_device(plan.device)
-    if shape.agreement is None:
-        return plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+    dtype, device = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype), usable_device(plan.device)
     known = next(journal.lines_of("calibrated"), None)
-    if known is None:
+    if shape.agreement is not None and known is None:
         say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
         made = calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)
         model, about = made.model, made.report()
         journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
     else:
-        model, about = build(shape, plan.seed, dtype, device), known["about"]
-        weights = [module.weight for module in _outputs(model, shape.rest)]
+        model, about = build(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+    if known is not None:
+        about, weights = known["about"], [module.weight for module in _outputs(model, shape.rest)]
         _scale(weights, weights, known["factor"])
-    setattr(model.generation_config, OWN_FIELD, shape.method)
-    say(describe_calibration(about))
+    if shape.agreement is not None:
+        setattr(model.generation_config, OWN_FIELD, shape.method)
+        say(describe_calibration(about))
     return model, about

@@ -100,10 +100,8 @@ class Task:
         if self.obtain or hub is None:
             return self.obtain
         name = f', "{hub.config}"' if hub.config else ""
-        return (
-            f'With a network: datasets.load_dataset("{hub.path}"{name}, split="{hub.split}").to_json("{self.source.file}"), '
-            "then --data-dir with the folder of that file"
-        )
+        load = f'datasets.load_dataset("{hub.path}"{name}, split="{hub.split}").to_json("{self.source.file}")'
+        return f"With a network: {load}, then --data-dir with the folder of that file"
 
 
 def prompt_of(task: Task, record: Record, shown: Sequence[Record]) -> list[str]:
@@ -146,10 +144,8 @@ def _mmlu(record: Record) -> list[str]:
 def _mbpp(record: Record) -> list[str]:
     """Austin et al. (arXiv 2108.07732), section 3."""
     tests = "\n".join(record["test_list"])
-    return [
-        f"You are an expert Python programmer, and here is your task: {record['text']} "
-        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
-    ]
+    task = f"You are an expert Python programmer, and here is your task: {record['text']}"
+    return [f"{task} Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"]
 
 
 def _alpaca(record: Record) -> list[str]:

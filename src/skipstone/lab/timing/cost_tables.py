@@ -21,10 +21,8 @@ class CostCurve:
         rises = all(a < b for a, b in pairwise(self.places)) and all(a <= b for a, b in pairwise(self.values))
         are_costs = np.isfinite(self.values).all() and min(self.values, default=-1) >= 0
         if len(self.places) != len(self.values) or not rises or not are_costs:
-            raise ValueError(
-                "a cost curve needs rising places with values that are finite, at least 0 and never fall, "
-                f"found {self.places} and {self.values}"
-            )
+            needs = "rising places with values that are finite, at least 0 and never fall"
+            raise ValueError(f"a cost curve needs {needs}, found {self.places} and {self.values}")
 
     @classmethod
     def fitted(cls, values: dict[int, float]) -> Self:
@@ -108,11 +106,9 @@ class BatchCosts:
         """The first E layers and the head draft."""
         return self._step_costs(self.exits(exit_layer), context, exit_layer)
 
-    def of_skipping(
-        self, attentions: int, mlps: int, both: int, *, ranked: bool = False, context: float | None = None
-    ) -> StepCosts:
+    def of_skipping(self, attn: int, mlps: int, both: int, *, ranked: bool = False, context: float | None = None) -> StepCosts:
         """The model drafts without so many attentions and MLPs, both of `both` layers. ranked: runners-up are noted."""
-        saved = self.attention * attentions + self.mlp * mlps + self.layer * both
+        saved = self.attention * attn + self.mlp * mlps + self.layer * both
         return self._step_costs(max(self.exits(self.depth) - saved, self.exits.values[0]) + self.ranked * ranked, context)
 
     def of_draft_model(self, fingerprint: str, context: float | None = None) -> StepCosts | None:

@@ -109,10 +109,8 @@ def describe_ceiling(name: str, found: dict[str, Any], about: dict[str, Any] | N
     """The ceiling in a sentence. about: the model's line, if the sentence shall name its dtype and device."""
     mark = "SYNTHETIC MODEL (random weights): " if about and about["synthetic"] else ""
     where = f", {about['dtype']}, {about['device']}" if about else ""
-    return (
-        f"{mark}{name}{where}: {found['bandwidth_gb_per_second']:.1f} GB/s of memory allow plain decoding at most "
-        f"{found['tokens_per_second']:.0f} tokens/s."
-    )
+    bandwidth, speed = found["bandwidth_gb_per_second"], found["tokens_per_second"]
+    return f"{mark}{name}{where}: {bandwidth:.1f} GB/s of memory allow plain decoding at most {speed:.0f} tokens/s."
 
 
 def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = None) -> dict[str, Any]:

@@ -155,9 +155,10 @@ def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.
     return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
 
 
-def measure(
-    model: PreTrainedModel, engine: GenerationBackend, prompt: Tensor, options: Mapping[str, Any], seed: int
-) -> Measurement:
+Options = Mapping[str, Any]  # of `model.generate`
+
+
+def measure(model: PreTrainedModel, engine: GenerationBackend, prompt: Tensor, options: Options, seed: int) -> Measurement:
     """Times one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers; torch's generator keeps its
     state."""
     ids = prompt[None].to(input_device(model))  # [1, T]

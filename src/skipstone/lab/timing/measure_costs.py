@@ -87,9 +87,8 @@ class CostTimer:
         max_drafts = max(DRAFTS)
         self.lookups = self._behind(LookupDrafter(batch))
         self.exits = self._behind(LayerSkipDrafter(LayerSkip(1, max_drafts), runner, batch))
-        self.chains, self.ranked_chains = (
-            self._behind(SkippingDrafter(runner, batch, max_drafts=max_drafts, threshold=None, ranks=n)) for n in (1, RANKS)
-        )
+        skipping = partial(SkippingDrafter, runner, batch, max_drafts=max_drafts, threshold=None)
+        self.chains, self.ranked_chains = (self._behind(skipping(ranks=ranks)) for ranks in (1, RANKS))
 
     def _behind(self, drafter: Drafter) -> Session:
         """A session with a context that was never run."""

@@ -72,9 +72,8 @@ class PooledRate:
         """The paired ratio of two rates. ValueError for rates over different units."""
         if self.units != other.units:
             raise ValueError(f"a paired comparison needs the same prompts on both sides, found {self.units} and {other.units}")
-        return PooledRate(
-            self.value / other.value if other.value else float("nan"), self.resampled / other.resampled, self.units
-        )
+        value = self.value / other.value if other.value else float("nan")
+        return PooledRate(value, self.resampled / other.resampled, self.units)
 
     def estimate(self) -> IntervalEstimate:
         """The rate with its percentile bootstrap interval."""

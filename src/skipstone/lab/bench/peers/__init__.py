@@ -4,6 +4,5 @@ from skipstone.lab.bench.peers.ggml import LlamaCpp
 from skipstone.lab.bench.peers.hf import DraftAlone, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.lab.timing.measure import GenerationBackend
 
-PEERS: dict[str, type[GenerationBackend]] = {
-    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone, LlamaCpp)
-}
+_KINDS = (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone, LlamaCpp)
+PEERS: dict[str, type[GenerationBackend]] = {kind.name: kind for kind in _KINDS}

@@ -137,10 +137,8 @@ class HFAssisted(Transformers):
 
     def refusal(self, model: PreTrainedModel) -> str | None:
         if self.confidence_threshold and find_spec("sklearn") is None:
-            return (
-                "transformers moves its confidence threshold with scikit-learn, which is not installed: "
-                'pip install "skipstone[bench]", or confidence_threshold=0.0 for drafts of one length'
-            )
+            what = "transformers moves its confidence threshold with scikit-learn, which is not installed"
+            return f'{what}: pip install "skipstone[bench]", or confidence_threshold=0.0 for drafts of one length'
         return None
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:

@@ -17,6 +17,7 @@ from skipstone.utils.extras import installed
 SIZE = (6.4, 3.6)  # inches
 NAME_WIDTH = 20  # letters of a line; names are wrapped to fit fixed margins, because an automatic layout is slow
 WINDOW = 4  # prompts per point of a speed curve
+THREE_STYLES = ("o-", "s--", "^:")  # of the curves by threshold
 MAX_CHANGES = 40  # latest changes of a layer set in a picture
 Point = tuple[float, float]
 
@@ -32,9 +33,7 @@ def charts(group: MeasurementGroup) -> dict[str, str]:
         "Speed against settings": _settings(group),
         "Speed and score": _speed_and_score(by_name),
         "What every exit knows": _exits(group),
-        "Speed and early predictions by threshold": _curves(
-            "threshold", "", by_threshold(group), ("o-", "s--", "^:"), reference=1
-        ),
+        "Speed and early predictions by threshold": _curves("threshold", "", by_threshold(group), THREE_STYLES, reference=1),
         **_layer_sets(group),
     }
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
@@ -51,13 +50,11 @@ def _axes(x: str = "", y: str = "", left: float = 0.12, reference: float | None 
     return figure, axes
 
 
-def _curves(
-    x: str, y: str, curves: Mapping[str, Iterable[Point]], styles: Iterable[str], reference: float | None = None
-) -> Any:
-    """A figure with one curve per name, or None without curves."""
+def _curves(x: str, y: str, curves: Mapping[str, Iterable[Point]], styles: Iterable[str], **more: Any) -> Any:
+    """A figure with one curve per name, or None without curves. more: arguments of `_axes`."""
     if not curves:
         return None
-    figure, axes = _axes(x, y, reference=reference)
+    figure, axes = _axes(x, y, **more)
     for (name, points), style in zip(curves.items(), cycle(styles), strict=False):
         axes.plot(*zip(*points, strict=True), style, label=name)
     axes.legend(fontsize=7)
@@ -135,9 +132,8 @@ def _settings(group: MeasurementGroup) -> Any:
 
 def _speed_and_score(figures: dict[str, Any]) -> Any:
     """Speed against the first score; methods that another one beats are pale."""
-    points = {
-        name: (one["tokens_per_second"], next(iter(one["scores"].values()))) for name, one in figures.items() if one["scores"]
-    }
+    scored = {name: one for name, one in figures.items() if one["scores"]}
+    points = {name: (one["tokens_per_second"], next(iter(one["scores"].values()))) for name, one in scored.items()}
     if len(points) < 2 or all(figures[name]["lossless"] for name in points):
         return None
     figure, axes = _axes("tokens/s", next(score for one in figures.values() for score in one["scores"]))

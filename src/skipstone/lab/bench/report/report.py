@@ -126,12 +126,9 @@ def _provenance_note(line: Line) -> str:
 
 def describe_calibration(about: dict[str, Any]) -> str:
     """A synthetic model's agreement in one sentence. about: `CalibratedSurrogate.report`."""
-    realised = about["realised_agreement"]
     part = about.get("part") or f"layers[:{about['exit_layer']}]"  # older files hold the exit layer only
-    text = (
-        f"{about['shape']}: {part} agree with all at {realised['value']:.3f} "
-        f"({realised['low']:.3f}-{realised['high']:.3f}) on fresh contexts; {about['agreement']} was wanted"
-    )
+    found = "{value:.3f} ({low:.3f}-{high:.3f})".format(**about["realised_agreement"])
+    text = f"{about['shape']}: {part} agree with all at {found} on fresh contexts; {about['agreement']} was wanted"
     if alone := about.get("agreement_of_the_whole_token_by_token"):
         text += f"; the whole agrees with itself at {alone['value']:.3f} when it is run token by token"
     if about.get("sure"):
@@ -195,9 +192,8 @@ def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
         columns = _terminal_columns(table)
         for index, (name, *_) in enumerate(columns):
             min_width = 11 if name.startswith("x ") else None  # keeps an interval in one line
-            drawn.add_column(
-                name, justify="right" if index else "left", overflow="fold", no_wrap=not index, min_width=min_width
-            )
+            justify = "right" if index else "left"
+            drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not index, min_width=min_width)
         for row in zip(*(cells for _, *cells in columns), strict=True):
             drawn.add_row(*row)
         console.print(drawn)
