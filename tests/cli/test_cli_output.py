@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import skipstone
 from skipstone.cli import terminal
-from skipstone.cli.token_printer import TokenPrinter
+from skipstone.cli.runs import TokenPrinter
 from skipstone.decoding.draft import Step
 from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, document, expected, job, program, run, succeed
 

@@ -13,8 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import skipstone
 from skipstone import Detokenizer
-from skipstone.cli.runs import RunInput, decode, run_document
-from skipstone.cli.token_printer import TokenPrinter
+from skipstone.cli.runs import RunInput, TokenPrinter, decode, run_document
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import resolve
 from skipstone.serving.conversation import Conversation

@@ -13,9 +13,8 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli.errors import INTERRUPTED, report_error
 from skipstone.cli.options import takes_groups
-from skipstone.cli.terminal import replace_unprintable_characters
+from skipstone.cli.terminal import INTERRUPTED, replace_unprintable_characters, report_error
 
 VERBS = (
     *("demo", "generate", "chat", "check", "inspect", "costs", "search", "tune", "serve", "batch", "push", "export"),

@@ -8,11 +8,19 @@ from typing import Any
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.errors import DEFECT
-from skipstone.cli.files import expect_folder, expect_readable, expect_writable
 from skipstone.cli.method_table import known_methods, known_peers
-from skipstone.cli.option_groups import DTYPES, ENGINES, QUANTIZED, check_method_text, expect_model
+from skipstone.cli.option_groups import (
+    DTYPES,
+    ENGINES,
+    QUANTIZED,
+    check_method_text,
+    expect_folder,
+    expect_model,
+    expect_readable,
+    expect_writable,
+)
 from skipstone.cli.options import OptionGroup, argument, expect_one_of, option, takes_groups
+from skipstone.cli.terminal import DEFECT
 from skipstone.utils.files import write_whole
 
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)

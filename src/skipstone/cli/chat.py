@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from skipstone.cli import terminal
-from skipstone.cli.errors import report_error
-from skipstone.cli.files import expect_parent_folder
-from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, SamplingOptions
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, SamplingOptions, expect_parent_folder
 from skipstone.cli.options import option
+from skipstone.cli.terminal import report_error
 from skipstone.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -45,10 +44,10 @@ class ChatSamplingOptions(SamplingOptions, panel="Decoding"):
 def chat(
     *,
     method: MethodOptions,
-    system: str | None = option(None, "A message to the model before all others.", panel="Conversation"),
+    system: str | None = option(None, "A message to the model before all others.", rich_help_panel="Conversation"),
     sampling: ChatSamplingOptions,
     model: GenerationModelOptions,
-    color: bool | None = option(None, "Mark accepted drafts. Default: on terminals.", panel="Output"),
+    color: bool | None = option(None, "Mark accepted drafts. Default: on terminals.", rich_help_panel="Output"),
 ) -> None:
     """Talk with a model. A line is a message; /help lists the commands; earlier turns are not read again."""
     chosen = method.parse_for(model.model)
@@ -138,8 +137,7 @@ class Chat:
         """Print the steps of an answer while they are made."""
         import torch
 
-        from skipstone.cli.runs import RunInput, collect_run
-        from skipstone.cli.token_printer import TokenPrinter
+        from skipstone.cli.runs import RunInput, TokenPrinter, collect_run
 
         conversation = self.conversation
         ids = torch.tensor([pending.pending.prompt_ids], dtype=torch.int64, device=conversation.model.device)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.errors import DEFECT, one_line
 from skipstone.cli.option_groups import MethodOptions, ModelOptions, expect_prompt_files
 from skipstone.cli.options import AS_JSON, option
+from skipstone.cli.terminal import DEFECT, one_line
 
 if TYPE_CHECKING:
     from skipstone.lab.check.check import ProbeResult

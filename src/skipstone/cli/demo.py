@@ -9,8 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 from skipstone.cli import terminal
-from skipstone.cli.files import expect_writable
-from skipstone.cli.option_groups import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model
+from skipstone.cli.option_groups import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model, expect_writable
 from skipstone.cli.options import AS_JSON, option
 from skipstone.utils.files import write_whole
 

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skipstone.cli import terminal
-from skipstone.cli.runs import RunComparison, RunInput, busy_warning, compare_with_plain, run_transformers
-from skipstone.cli.token_printer import ACCEPTED
+from skipstone.cli.runs import ACCEPTED, RunComparison, RunInput, busy_warning, compare_with_plain, run_transformers
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.hf.detokenizer import Detokenizer, detokenize
@@ -79,7 +78,7 @@ def show_side_by_side(
 
 
 def _figures_sentence(comparison: RunComparison, theirs: dict[str, Any]) -> str:
-    plain, own, name = comparison.plain, comparison.other, comparison.method.name
+    plain, own, name = comparison.plain, comparison.own, comparison.method.name
     drafts = "nothing drafted"
     if own["acceptance_rate"] is not None:
         drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"

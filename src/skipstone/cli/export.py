@@ -5,8 +5,7 @@ from pathlib import Path
 import typer
 
 from skipstone.assets import BUNDLED, NANO
-from skipstone.cli.files import expect_parent_folder
-from skipstone.cli.option_groups import DTYPE, MethodOptions, check_method_values, expect_model
+from skipstone.cli.option_groups import DTYPE, MethodOptions, check_method_values, expect_model, expect_parent_folder
 from skipstone.cli.options import argument, option
 from skipstone.utils.extras import installed
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.errors import INTERRUPTED
 from skipstone.cli.option_groups import (
     GenerationModelOptions,
     MethodOptions,
@@ -20,6 +19,7 @@ from skipstone.cli.option_groups import (
     read_device_map,
 )
 from skipstone.cli.options import OptionGroup, option
+from skipstone.cli.terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from skipstone.cli.runs import Run, RunComparison, RunInput
@@ -157,8 +157,7 @@ def _load_and_decode(
     loaded, tokenizer = model.load()
     import torch
 
-    from skipstone.cli.runs import RunInput, compare_with_plain, decode, run_document
-    from skipstone.cli.token_printer import TokenPrinter
+    from skipstone.cli.runs import RunInput, TokenPrinter, compare_with_plain, decode, run_document
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
     from skipstone.hf.generation_defaults import expect_usable_defaults

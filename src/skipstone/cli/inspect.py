@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipstone.cli import terminal
-from skipstone.cli.files import expect_readable, expect_writable
-from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model
+from skipstone.cli.option_groups import (
+    ModelOptions,
+    PromptOptions,
+    encode_texts,
+    expect_model,
+    expect_readable,
+    expect_writable,
+)
 from skipstone.cli.options import AS_JSON, option
 
 if TYPE_CHECKING:

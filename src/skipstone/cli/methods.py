@@ -51,9 +51,7 @@ def described(kind: Any) -> dict[str, Any]:
         "paper": " ".join(cited[1].split()) if cited else None,  # authors, venue, arXiv id
         "settings": [
             {
-                "name": setting.name,
-                "type": setting.type,
-                "default": setting.default,
+                **{key: getattr(setting, key) for key in ("name", "type", "default")},
                 "from": f"generation_config.{OWN_FIELD}" if setting.name in kind.by_model else f"skipstone.{kind.__name__}",
                 "help": setting.help,
             }

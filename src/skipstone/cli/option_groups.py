@@ -1,9 +1,10 @@
-"""The groups of options that several verbs share: the model, the method, texts to measure with, and sampling.
+"""The groups of options that several verbs share: the model, the method, texts to measure with, sampling; and users' files.
 
 What needs no model is checked before torch is imported. `ModelOptions.load` is the one place that loads a model for a verb.
 """
 
 import json
+import os
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -11,11 +12,41 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipstone.assets import BUNDLED
-from skipstone.cli.files import expect_readable
 from skipstone.cli.method_table import known_methods
 from skipstone.cli.options import OptionGroup, argument, option
 from skipstone.decoding import method_text
 from skipstone.decoding.method_text import Known, MethodMissing
+
+
+def expect_parent_folder(*files: Path | None) -> None:
+    """FileNotFoundError if the folder of an output file does not exist."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise FileNotFoundError(2, "no such folder", str(file.parent))
+
+
+def expect_folder(folder: Path | None) -> None:
+    """FileNotFoundError for a folder that does not exist."""
+    if folder is not None and not folder.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(folder))
+
+
+def expect_readable(*files: Path | None) -> None:
+    """OSError for a file that cannot be read."""
+    for file in files:
+        if file is not None:
+            file.open("rb").close()
+
+
+def expect_writable(*files: Path | None) -> None:
+    """OSError for a file that cannot be written."""
+    expect_parent_folder(*files)
+    for file in files:
+        if file is not None and file.is_dir():
+            raise IsADirectoryError(21, "a folder; name a file", str(file))
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise PermissionError(13, "no permission to write it", str(file))
+
 
 CONFIG = "config.json"  # every folder and repository of a model has it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -133,13 +164,13 @@ class GenerationModelOptions(ModelOptions):
     generation_config: Any = option(
         None,
         "auto, the default, takes the model's own generation_config.json, none ignores it, a folder has another one.",
-        panel="Decoding",
+        rich_help_panel="Decoding",
         read=_read_generation_config,
     )
     override_generation_config: Any = option(
         None,
         'Fields of the generation config to change, as JSON: {"temperature": 0.7}; null unsets one.',
-        panel="Decoding",
+        rich_help_panel="Decoding",
         read=read_overrides,
     )
 

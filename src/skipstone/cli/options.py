@@ -11,26 +11,22 @@ import typer
 from skipstone.cli import terminal
 from skipstone.utils.spelling import did_you_mean
 
+Reader = Callable[[str | None], Any]
+
 
 def option(
-    default: Any,
-    text: str = "",
-    *names: str,
-    choices: tuple[str, ...] = (),
-    read: Callable[[str | None], Any] | None = None,
-    panel: str | None = None,
-    **more: Any,
+    default: Any, text: str = "", *names: str, choices: tuple[str, ...] = (), read: Reader | None = None, **more: Any
 ) -> Any:
     """A parameter of a verb or a field of an option group: its default and its help.
 
-    choices: the words that it may be. read: makes a value of the text. panel: the heading in the help.
+    choices: the words that it may be. read: makes a value of the text. more: further arguments of `typer.Option`.
     """
     if choices:
         text = f"One of {', '.join(choices)}{'; ' if text else '.'}{text}"
         more["callback"] = _choice_check(choices)
     if read is not None:
         more |= {"parser": str, "callback": read, "metavar": "TEXT"}
-    return field(default=default, metadata={"option": typer.Option(*names, help=text, rich_help_panel=panel, **more)})
+    return field(default=default, metadata={"option": typer.Option(*names, help=text, **more)})
 
 
 def argument(text: str, default: Any = MISSING, *, metavar: str | None = None) -> Any:

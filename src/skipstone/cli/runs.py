@@ -1,24 +1,29 @@
-"""A prompt decoded and timed, compared with plain decoding (`--compare` and the demo), and reported."""
+"""A prompt decoded and timed, shown while it is decoded, compared with plain decoding (`--compare`, the demo), and reported."""
 
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import torch
+from rich.color import ColorSystem
+from rich.style import Style
 from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
 from skipstone import __version__
+from skipstone.cli import terminal
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.hf.detokenizer import detokenize
+from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.lab.bench.peers.hf import HFGenerate
 from skipstone.lab.timing.machine import ProcessorWatch, was_busy
 from skipstone.lab.timing.measure import measure, warm_up
@@ -125,50 +130,31 @@ COLUMNS = (  # of the table: title, figure, format
 )
 
 
-@dataclass(frozen=True)
-class FirstDifference:
-    """The first place where two texts differ; a token is None if that text has ended."""
-
-    position: int
-    plain: int | None
-    method: int | None
-    plain_text: str | None
-    method_text: str | None
-
-    def __str__(self) -> str:
-        sides = (("plain", self.plain, self.plain_text), ("method", self.method, self.method_text))
-        described = ", ".join(f"{name} {'ended' if token is None else f'{token} {text!r}'}" for name, token, text in sides)
-        return f"first difference at token {self.position}: {described}"
-
-
-@dataclass(frozen=True)
 class RunComparison:
-    """Figures of plain decoding and of a method, over `repeats` runs each. waited_share: as of `ProcessorWatch`.
+    """Figures of plain decoding and of a method, over as many runs each. waited_share: as of `ProcessorWatch`.
 
     law_only: the method draws its drafts with noise of their own, so that only the distributions of the texts are equal.
+    divergence: see `first_difference`.
     """
 
-    job: RunInput
-    method: Method
-    repeats: int
-    plain: dict[str, Any]
-    other: dict[str, Any]
-    law_only: bool
-    divergence: FirstDifference | None
-    waited_share: float | None = None
-
-    @property
-    def speed_up(self) -> float:
-        return self.other["tokens_per_second"] / self.plain["tokens_per_second"]
+    def __init__(self, job: RunInput, method: Method, plain: list[Run], own: list[Run], waited_share: float | None) -> None:
+        self.job, self.method, self.repeats, self.waited_share = job, method, len(plain), waited_share
+        self.plain, self.own = pooled_figures(plain), pooled_figures(own)
+        self.speed_up: float = self.own["tokens_per_second"] / self.plain["tokens_per_second"]
+        self.law_only = job.is_sampled and getattr(method, "rejection_sample_method", None) == "standard"
+        self.divergence = None if self.law_only else first_difference(job, plain, own)
 
     def verdict(self) -> str:
         """Whether both wrote the same, in a sentence."""
         if self.law_only:
-            return (
-                "texts: equal in law only (temperature > 0, standard rule), so not compared; "
-                "under rejection_sample_method=coupled they must be the same"
-            )
-        verdict = "texts identical: yes" if self.divergence is None else f"texts identical: no, {self.divergence}"
+            why = "equal in law only (temperature > 0, standard rule), so not compared"
+            return f"texts: {why}; under rejection_sample_method=coupled they must be the same"
+        if self.divergence is None:
+            verdict = "texts identical: yes"
+        else:
+            found = self.divergence
+            plain, own = (f"{side} {_spell_token(found[side], found[f'{side}_text'])}" for side in ("plain", "method"))
+            verdict = f"texts identical: no, first difference at token {found['position']}: {plain}, {own}"
         if not self.method.lossless:
             return f"{verdict} ({self.method.name} is lossy: its text may differ)"
         if self.divergence is not None and self.job.model.dtype != torch.float32:
@@ -183,15 +169,15 @@ class RunComparison:
             "identical": None if self.law_only else self.divergence is None,
             "lossless": self.method.lossless,
             "verdict": self.verdict(),
-            "divergence": None if self.divergence is None else asdict(self.divergence),
+            "divergence": self.divergence,
             "plain": self.plain,
-            "method": self.other,
+            "method": self.own,
             "waited_share": self.waited_share,
         }
 
     def table(self) -> Table:
         """A row of figures for each side."""
-        rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.other | {"speed_up": self.speed_up}}
+        rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.own | {"speed_up": self.speed_up}}
         has_search = any(figures["ms_per_step_search"] for figures in rows.values())
         columns = [column for column in COLUMNS if has_search or column[1] != "ms_per_step_search"]
         table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
@@ -226,10 +212,7 @@ def compare_with_plain(
                     first = runs["method"][0] if runs["method"] else Run()
                     first.interrupted = True
                     return first, None
-    law_only = job.is_sampled and getattr(method, "rejection_sample_method", None) == "standard"
-    divergence = None if law_only else first_difference(job, *runs.values())
-    plain, other = map(pooled_figures, runs.values())
-    return runs["method"][0], RunComparison(job, method, repeats, plain, other, law_only, divergence, watch.waited_share)
+    return runs["method"][0], RunComparison(job, method, runs["plain"], runs["method"], watch.waited_share)
 
 
 def pooled_figures(runs: list[Run]) -> dict[str, Any]:
@@ -246,14 +229,20 @@ def pooled_figures(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def first_difference(job: RunInput, plain: list[Run], other: list[Run]) -> FirstDifference | None:
-    """Where the first differing pair of runs differs; None if all pairs are equal token for token."""
-    for sides in zip(plain, other, strict=True):
+def first_difference(job: RunInput, plain: list[Run], own: list[Run]) -> dict[str, Any] | None:
+    """Where the first differing pair of runs differs, as JSON values; None if all pairs are equal token for token. A token is
+    None if that text has ended."""
+    for sides in zip(plain, own, strict=True):
         for position, (a, b) in enumerate(zip_longest(*(run.tokens for run in sides))):
             if a != b:
                 texts = (None if token is None else job.text([token]) for token in (a, b))
-                return FirstDifference(position, a, b, *texts)
+                tokens = {"position": position, "plain": a, "method": b}
+                return tokens | dict(zip(("plain_text", "method_text"), texts, strict=True))
     return None
+
+
+def _spell_token(token: int | None, text: str | None) -> str:
+    return "ended" if token is None else f"{token} {text!r}"
 
 
 def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
@@ -368,3 +357,57 @@ def run_document(model: str | None, job: RunInput, method: Method, run: Run, com
         "stats": run.stats.summary(),
         "comparison": None if compared is None else compared.document(),
     }
+
+
+ACCEPTED = Style(color="green", underline=True)  # underlined too, because not everybody sees colour
+
+
+class TokenPrinter:
+    """Writes text to stdout token by token. color: mark accepted drafts; None marks them if stdout is a terminal.
+
+    A character that consists of several tokens has the origin of the last one.
+    """
+
+    def __init__(self, job: RunInput, color: bool | None) -> None:
+        self.out = sys.stdout
+        self.on_terminal = self.out.isatty()
+        shows_color = self.on_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.color = shows_color if color is None else color
+        self.detokenizer = Detokenizer(job.tokenizer, job.ids[0].tolist())
+        self.origin = ""
+        self.is_mid_line = False
+
+    def show(self, step: Step) -> None:
+        """Write the tokens of a step."""
+        for token, self.origin in zip(step.tokens[0], step.origin[0], strict=True):
+            self._write(self.detokenizer.add(token))
+        self.out.flush()
+
+    def end(self, legend: bool = True, more: bool = False) -> None:
+        """Write the text that was held back. A terminal gets a line end; elsewhere stdout holds the text and nothing else.
+
+        legend: explain the marks, if there are any. more: further lines follow on stderr, which may be the same place.
+        """
+        self._write(self.detokenizer.rest())
+        if self.on_terminal:
+            self.out.write("\n")
+        self.out.flush()
+        has_legend = self.color and legend
+        if (has_legend or more) and self.is_mid_line and not self.on_terminal:
+            print(file=sys.stderr)
+        if has_legend:
+            sample = _mark("accepted draft")
+            print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
+
+    def _write(self, piece: str) -> None:
+        if piece:
+            self.is_mid_line = not piece.endswith("\n")
+        if self.on_terminal or self.color:
+            piece = terminal.harmless(piece)
+        if self.color and self.origin == "draft":  # a marked line break would underline the rest of the line on some terminals
+            piece = "\n".join(map(_mark, piece.split("\n")))
+        self.out.write(piece)
+
+
+def _mark(text: str) -> str:
+    return ACCEPTED.render(text, color_system=ColorSystem.STANDARD)

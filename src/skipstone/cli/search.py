@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from skipstone.cli.files import expect_writable
-from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model
+from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model, expect_writable
 from skipstone.cli.options import option
 from skipstone.utils.extras import installed
 from skipstone.utils.files import write_whole

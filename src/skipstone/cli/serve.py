@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from skipstone.cli.errors import DEFECT, USER_ERROR
 from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions
 from skipstone.cli.options import OptionGroup, option
+from skipstone.cli.terminal import DEFECT, USER_ERROR
 from skipstone.utils.extras import installed
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import typer
 
-from skipstone.cli.files import expect_folder
-from skipstone.cli.option_groups import DEVICE, DTYPES, expect_model
+from skipstone.cli.option_groups import DEVICE, DTYPES, expect_folder, expect_model
 from skipstone.cli.options import AS_JSON, OptionGroup, argument, option, takes_groups
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)

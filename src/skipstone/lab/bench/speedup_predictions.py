@@ -27,6 +27,8 @@ from skipstone.methods.swift.swift import Swift
 from skipstone.policy.cost_model import StepCosts
 from skipstone.policy.cost_model import speedup as speedup_of
 
+Facts = Mapping[str, Any]  # of a file of results
+
 
 def described(method: Method, runner: ModelRunner) -> dict[str, Any] | None:
     """The drafter of a method as plain JSON values, for `step_costs`; None if the prediction does not hold for it."""
@@ -61,7 +63,7 @@ def _sublayers(attention: Any, mlp: Any) -> dict[str, Any]:
     return {"attention": len(attention), "mlp": len(mlp), "both": len({*attention} & {*mlp})}
 
 
-def step_costs(said: Mapping[str, Any], table: BatchCosts, context: float, known: Mapping[str, Any] | None) -> StepCosts | None:
+def step_costs(said: Facts, table: BatchCosts, context: float, known: Facts | None) -> StepCosts | None:
     """The costs of a described drafter in a table; None if the table does not have them. known: what the method had learnt
     after its last prompt."""
     if "learnt" in said:
@@ -87,12 +89,7 @@ def mean_step(total: Stats) -> tuple[float, float, float, float]:
 
 
 def speedup(
-    costs: Mapping[str, Any],
-    said: Mapping[str, Any],
-    total: Stats,
-    context: float,
-    known: Mapping[str, Any] | None = None,
-    grown: Mapping[str, Any] | None = None,
+    costs: Facts, said: Facts, total: Stats, context: float, known: Facts | None = None, grown: Facts | None = None
 ) -> float | None:
     """The speed-up of some calls by a table of costs, as JSON holds it; None if the table does not know the drafter, or nothing
     was drafted. context: tokens before a mean step. known: what the method had learnt after the last call. grown: what the
@@ -104,7 +101,7 @@ def speedup(
     return found.speedup(*mean_step(total)) if found is not None and total.drafting else None
 
 
-def _by_passes(table: BatchCosts, done: Mapping[str, Any], context: float) -> float:
+def _by_passes(table: BatchCosts, done: Facts, context: float) -> float:
     """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits. A test takes as long as the LM head.
     done: the counts of its info, of at least one step."""
     accepted = sum(tally["accepted"] for tally in done["exits"].values())

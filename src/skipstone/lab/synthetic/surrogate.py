@@ -204,22 +204,15 @@ class CalibratedSurrogate:
 
 
 def calibrate(
-    shape: SurrogateShape,
-    seed: int,
-    *,
-    sequences: int = CONTEXTS,
-    length: int = 96,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    say: Say = lambda text: None,
+    shape: SurrogateShape, seed: int, *, sequences: int = CONTEXTS, length: int = 96, say: Say = lambda _: None, **where: Any
 ) -> CalibratedSurrogate:
     """Build a synthetic model and scale the sublayers outside its part until the part reaches the target agreement.
 
-    sequences, length: contexts of each measurement; the reported one uses twice as many, from other seeds. ValueError if the
-    target cannot be reached.
+    sequences, length: contexts of each measurement; the reported one uses twice as many, from other seeds. where: dtype and
+    device, as in `build`. ValueError if the target cannot be reached.
     """
     assert shape.agreement is not None
-    model = build(shape, seed, dtype, device)
+    model = build(shape, seed, **where)
     weights = [module.weight for module in _outputs(model, shape.rest)]
     full = [weight.detach().clone() for weight in weights]
     low, high, factor = MIN_FACTOR, 1.0, 1.0
@@ -234,15 +227,11 @@ def calibrate(
     fresh = contexts(model, 2 * sequences, length, seed + 1_000_000)
     agreement, overlap = measure_agreement(model, shape.rest, fresh)
     if not agreement.low - FINAL_TOLERANCE <= shape.agreement <= agreement.high + FINAL_TOLERANCE:
-        raise ValueError(
-            f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
-        )
+        raise ValueError(f"{shape.part} of {shape.name} cannot agree at {shape.agreement}: the nearest is {agreement}")
     return CalibratedSurrogate(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:TOKEN_BY_TOKEN]))
 
 
-def build(
-    shape: SurrogateShape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> LlamaForCausalLM:
+def build(shape: SurrogateShape, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> LlamaForCausalLM:
     """A random Llama, drawn on the CPU in its dtype. If something is to agree, its logits have a moderate entropy. Otherwise
     its weights are as transformers draws them, and its early exits mean nothing."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)

@@ -135,6 +135,10 @@ def _field(name: str, before: str = " ") -> Callable[[Record], str]:
     return lambda record: f"{before}{record[name]}"
 
 
+def _get(name: str) -> Callable[[Record], Any]:
+    return lambda record: record.get(name)
+
+
 def _mmlu(record: Record) -> list[str]:
     """Hendrycks et al. (arXiv 2009.03300): the question, lettered choices, "Answer:"."""
     choices = "".join(f"{letter}. {text}\n" for letter, text in zip("ABCD", record["choices"], strict=True))
@@ -188,7 +192,7 @@ TASKS = {
             "MIT",
             _filled("{prompt}"),
             _one("pass", lambda record, out: run(scores.human_eval_program(record, out)).passed, executes=True),
-            answer=lambda record: record.get("canonical_solution"),
+            answer=_get("canonical_solution"),
             rouge="canonical_solution",
         ),
         Task(
@@ -298,17 +302,8 @@ def named(name: str) -> Task:
         raise ValueError(f"unknown task {name!r}{meant}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
-    return Task(
-        path.stem,
-        DatasetLocation(None, str(path.absolute())),
-        (),
-        "yours",
-        _own,
-        ScoreRule(_as_referenced),
-        answer=lambda record: record.get("reference"),
-        fault=_own_fault,
-        category=lambda record: record.get("category"),
-    )
+    own: dict[str, Any] = {"answer": _get("reference"), "fault": _own_fault, "category": _get("category")}
+    return Task(path.stem, DatasetLocation(None, str(path.absolute())), (), "yours", _own, ScoreRule(_as_referenced), **own)
 
 
 def _own(record: Record) -> list[str]:

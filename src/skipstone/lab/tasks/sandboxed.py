@@ -57,16 +57,10 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
 
 def limit(limits: dict[str, Any]) -> None:
     """Set the resource limits. Child processes inherit them."""
-    memory, file = limits["memory_mb"] * MEBIBYTE, limits["disk_mb"] * MEBIBYTE
-    seconds = int(limits["seconds"]) + 1
-    for kind, value in (
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, file),
-        (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    memory, file, seconds = limits["memory_mb"] * MEBIBYTE, limits["disk_mb"] * MEBIBYTE, int(limits["seconds"]) + 1
+    wanted = {"CPU": seconds, "AS": memory, "FSIZE": file, "NPROC": limits["processes"], "NOFILE": 64, "CORE": 0}
+    for name, value in wanted.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
