@@ -60,7 +60,7 @@ def demo(
     from rich.console import Console
 
     from skipstone.cli.demo_view import show_side_by_side
-    from skipstone.cli.runs import RunInput, busy_warning, compare_with_plain, run_transformers
+    from skipstone.cli.runs import RunInput, busy_warning
     from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 
@@ -68,29 +68,22 @@ def demo(
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError("this model names no method of its own (generation_config.skipstone): use `generate --compare`")
     method = resolve_for(loaded, None)
-    console, recorder, scenes = terminal.console(), None, []
+    console, recorder, scenes = terminal.console(quiet=as_json), None, []
     if svg is not None:  # it records the end of each scene only, because a live display is printed many times
         width = console.width
         recorder = Console(record=True, file=StringIO(), width=width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
         ids = torch.tensor([tokenizer.encode(scene.prompt)], dtype=torch.int64, device=loaded.device)
         job = RunInput(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
-        if as_json:
-            run, comparison = compare_with_plain(job, method)
-            if comparison is None:
-                raise KeyboardInterrupt
-            theirs = run_transformers(job, run.tokens)
-        else:
-            comparison, theirs = show_side_by_side(console, job, method, scene.title, recorder)
+        comparison, theirs = show_side_by_side(console, job, method, scene.title, recorder)
         warning = busy_warning(comparison.waited_share, theirs["waited_share"])
         scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs, "warning": warning})
     if svg is not None and recorder is not None:
         picture = recorder.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
+    console.print(NEXT.format(program=_program()), soft_wrap=True)
     if as_json:
         terminal.print_json({"method": {"method": method.name, **method.settings}, "scenes": scenes})
-    else:
-        console.print(NEXT.format(program=_program()), soft_wrap=True)
 
 
 def _program() -> str:

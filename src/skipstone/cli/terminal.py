@@ -114,11 +114,11 @@ def replace_unprintable_characters() -> None:
         reconfigure(errors="replace")
 
 
-def console(stderr: bool = False) -> "Console":
-    """A console for tables. It is made anew each time, because tests replace the streams."""
+def console(stderr: bool = False, quiet: bool = False) -> "Console":
+    """A console for tables. It is made anew each time, because tests replace the streams. quiet: it prints nothing."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False, markup=False)
+    made = Console(stderr=stderr, quiet=quiet, highlight=False, markup=False)
     if not made.is_terminal:
         made.width = 120  # rich assumes 80 columns if it cannot ask
     return made

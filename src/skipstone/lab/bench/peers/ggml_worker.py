@@ -95,16 +95,10 @@ class LlamaContext:
         return float(1.0 / numpy.exp(few - logits[token]).sum())
 
 
-class LlamaPromptLookup:
-    """llama-cpp-python's own drafts without a model."""
-
-    def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
-        """At most `count` drafts after a text; the threshold is not used."""
-        drafter = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=count)
-        return [int(token) for token in drafter(numpy.array(text, dtype=numpy.intc))]
-
-    def forget(self) -> None:
-        """Nothing is kept between requests."""
+def look_up(text: list[int], count: int, threshold: float) -> list[int]:
+    """At most `count` drafts of llama-cpp-python's own, without a model; the threshold is not used."""
+    drafter = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=count)
+    return [int(token) for token in drafter(numpy.array(text, dtype=numpy.intc))]
 
 
 class LlamaDraftModel:
@@ -128,20 +122,16 @@ class LlamaDraftModel:
             new = [token]
         return drafts
 
-    def forget(self) -> None:
-        """Drop the text of the last request."""
-        self.context.cut(0)
-
 
 def written(target: LlamaContext, drafter: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request. drafter: None, LlamaPromptLookup or LlamaDraftModel."""
+    """The answer to one request. drafter: None, look_up or a LlamaDraftModel."""
     most = len(asked["ids"]) + asked["new"]
     if most > target.positions:
         return {"error": f"prompt and text have {most} tokens, and there is room for {target.positions}"}
     began = time.perf_counter()
     target.cut(0)
-    if drafter:
-        drafter.forget()
+    if isinstance(drafter, LlamaDraftModel):
+        drafter.context.cut(0)  # nothing is kept between requests
     target.add(asked["ids"])
     new = [target.choice()]
     first = time.perf_counter() - began
@@ -167,7 +157,7 @@ def main() -> None:
     target = LlamaContext(path, int(threads))
     drafter: Any = None
     if drafts:
-        drafter = LlamaPromptLookup() if drafts[0] == "prompt-lookup" else LlamaDraftModel(drafts[0], int(threads))
+        drafter = look_up if drafts[0] == "prompt-lookup" else LlamaDraftModel(drafts[0], int(threads))
     if isinstance(drafter, LlamaDraftModel) and drafter.context.vocabulary != target.vocabulary:
         sys.exit(f"{drafts[0]} has {drafter.context.vocabulary} tokens, {path} has {target.vocabulary}")
     known = {"vocabulary": target.vocabulary, "positions": target.positions, "type": target.type}

@@ -174,12 +174,6 @@ def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
     return written
 
 
-def _terminal_columns(table: Table) -> list[tuple[str, ...]]:
-    """The columns (name, *cells) that a terminal has room for, without empty ones."""
-    columns = [*zip(table.columns, *table.rows, strict=True)]
-    return columns[:1] + [one for one in columns[1:] if one[0] not in ONLY_IN_FILES and {*one[1:]} - {NONE}]
-
-
 def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
     """Print the tables on a terminal."""
     lines, measured = load(paths)
@@ -189,7 +183,8 @@ def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
         console.print(text, highlight=False, markup=False)
     for table in tables(measured, layout):
         drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-        columns = _terminal_columns(table)
+        first, *others = zip(table.columns, *table.rows, strict=True)  # (name, *cells) each
+        columns = [first, *(one for one in others if one[0] not in ONLY_IN_FILES and {*one[1:]} - {NONE})]
         for index, (name, *_) in enumerate(columns):
             min_width = 11 if name.startswith("x ") else None  # keeps an interval in one line
             justify = "right" if index else "left"
