@@ -7,18 +7,8 @@ from typing import Any
 
 import typer
 
-from skipstone.cli import terminal
+from skipstone.cli import option_groups, terminal
 from skipstone.cli.method_table import known_methods, known_peers
-from skipstone.cli.option_groups import (
-    DTYPES,
-    ENGINES,
-    QUANTIZED,
-    check_method_text,
-    expect_folder,
-    expect_model,
-    expect_readable,
-    expect_writable,
-)
 from skipstone.cli.options import OptionGroup, argument, expect_one_of, option, takes_groups
 from skipstone.cli.terminal import DEFECT
 from skipstone.utils.files import write_whole
@@ -41,8 +31,8 @@ class EngineOptions(OptionGroup):
     """How models are computed. None: what the plan says."""
 
     device: str | None = option(None, "auto is cuda where there is one, else cpu.")
-    engine: str | None = option(None, choices=ENGINES)
-    quantize: str | None = option(None, "the native engine's weights.", choices=QUANTIZED)
+    engine: str | None = option(None, choices=option_groups.ENGINES)
+    quantize: str | None = option(None, "the native engine's weights.", choices=option_groups.QUANTIZED)
     threads: int | None = option(None, "CPU threads. Default: torch's choice.", min=1)
 
     def given(self) -> dict[str, Any]:
@@ -74,7 +64,7 @@ class PlanOptions(EngineOptions):
     ignore_eos: bool | None = option(None, "All texts are equally long.", "--ignore-eos")
     perplexity: bool | None = option(None, "How well every exit predicts the tasks' answers, too.", "--perplexity")
     allow_code_execution: bool | None = option(None, "Score programs by running them, in a sandbox.", "--allow-code-execution")
-    dtype: str | None = option(None, choices=DTYPES)
+    dtype: str | None = option(None, choices=option_groups.DTYPES)
     seed: int | None = option(None, "Of prompts, draws and intervals. Default: 0.", min=0)
 
 
@@ -87,7 +77,7 @@ class SurrogatePlanOptions(EngineOptions):
     prompt_tokens: int = option(128, min=5)
     max_new_tokens: int = option(96, min=1)
     tune_prompts: int | None = TUNE_PROMPTS
-    dtype: str = option("float32", choices=DTYPES[1:])
+    dtype: str = option("float32", choices=option_groups.DTYPES[1:])
     seed: int = option(0, min=0)
 
 
@@ -111,10 +101,10 @@ def run(
     for task in settings.tasks or ():
         named(task)
     expect_one_of("--protocol", settings.protocol, tuple(PROTOCOLS))
-    expect_folder(settings.data_dir)
-    expect_writable(out)
+    option_groups.expect_folder(settings.data_dir)
+    option_groups.expect_writable(out)
     for model in settings.models or ():
-        expect_model(model)
+        option_groups.expect_model(model)
     from skipstone.lab.bench import plan as plans
     from skipstone.lab.bench.report.report import show
     from skipstone.lab.bench.run import run as measure
@@ -139,7 +129,7 @@ def surrogate(
 ) -> None:
     """The speed-up that this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
     _check_methods(settings.methods)
-    expect_writable(out)
+    option_groups.expect_writable(out)
     from skipstone.lab.bench import plan as plans
     from skipstone.lab.bench.report.report import show
     from skipstone.lab.synthetic.surrogate import parse, run_surrogate
@@ -174,7 +164,7 @@ def report(
     """Tables and pictures of runs."""
     form = form or (out.suffix.lstrip(".") if out is not None else None)
     expect_one_of("--format", form, FORMATS)
-    expect_writable(out)
+    option_groups.expect_writable(out)
     _check_results(files)
     from skipstone.lab.bench.report import report as reports
 
@@ -210,14 +200,14 @@ def compare(
 
 def _check_methods(texts: list[str] | None) -> None:
     for text in texts or ():
-        check_method_text(text, {**known_methods(), **known_peers()}, labels=("label",), several=True)
+        option_groups.check_method_text(text, {**known_methods(), **known_peers()}, labels=("label",), several=True)
 
 
 def _check_results(files: list[Path]) -> None:
     """OSError or ValueError for anything but files of results."""
     from skipstone.lab.bench import run_file
 
-    expect_readable(*files)
+    option_groups.expect_readable(*files)
     for file in files:
         run_file.check(file, run_file.read(file))
 

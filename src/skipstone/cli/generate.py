@@ -1,5 +1,6 @@
 """`skipstone generate`: continue a prompt. The text goes to stdout while it is decoded, everything else to stderr."""
 
+import json
 import secrets
 import sys
 from contextlib import nullcontext
@@ -9,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from skipstone.cli import terminal
-from skipstone.cli.option_groups import (
-    GenerationModelOptions,
-    MethodOptions,
-    SamplingOptions,
-    check_method_values,
-    expect_model,
-    read_device_map,
-)
+from skipstone.cli import option_groups, terminal
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, SamplingOptions
 from skipstone.cli.options import OptionGroup, option
 from skipstone.cli.terminal import INTERRUPTED
 
@@ -103,11 +97,21 @@ class GenerationOptions(SamplingOptions, panel="Decoding"):
             raise ValueError("--stop takes a text, found an empty one")
 
 
+def _read_device_map(text: str | None) -> Any:
+    """--device-map as transformers takes it: a word, or a JSON object."""
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--device-map is neither a word nor JSON ({error}), found {text!r}") from None
+
+
 @dataclass(frozen=True)
 class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
     """A model that may lie on several devices."""
 
-    device_map: Any = option(None, 'Layers on several devices: "auto", or JSON of modules and devices.', read=read_device_map)
+    device_map: Any = option(None, 'Layers on several devices: "auto", or JSON of modules and devices.', read=_read_device_map)
     offload_folder: Path | None = option(None, "Where weights go that --device-map sends to disk.")
     tp_plan: str | None = option(None, '"auto": the processes of `torchrun ... -m skipstone` share the weights.', "--tp")
 
@@ -144,9 +148,9 @@ def generate(
     if model.tp_plan is not None and source.is_standard_input:
         raise ValueError("the processes of --tp cannot share standard input: pass --prompt or --prompt-file")
     chosen = method.parse()
-    expect_model(model.model)
+    option_groups.expect_model(model.model)
     text = source.read()
-    check_method_values(chosen)
+    option_groups.check_method_values(chosen)
     with terminal.only_first_process_prints() if model.tp_plan else nullcontext():
         _load_and_decode(source, text, chosen, decoding, model, output)
 

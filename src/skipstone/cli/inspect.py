@@ -7,15 +7,8 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipstone.cli import terminal
-from skipstone.cli.option_groups import (
-    ModelOptions,
-    PromptOptions,
-    encode_texts,
-    expect_model,
-    expect_readable,
-    expect_writable,
-)
+from skipstone.cli import option_groups, terminal
+from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model
 from skipstone.cli.options import AS_JSON, option
 
 if TYPE_CHECKING:
@@ -38,8 +31,8 @@ def inspect(
     suffix, kind = (".html", "page") if replay is None else (".svg", "one")
     if out is not None and out.suffix not in (".png", suffix):
         raise ValueError(f"--out is a .png file or a {suffix} {kind}, found {out}")
-    expect_writable(out)
-    expect_readable(replay)
+    option_groups.expect_writable(out)
+    option_groups.expect_readable(replay)
     if replay is not None:
         show_decisions(replay, as_json, out)
     else:

@@ -84,16 +84,6 @@ def read_overrides(text: str | None) -> dict[str, Any]:
     return overrides
 
 
-def read_device_map(text: str | None) -> Any:
-    """--device-map as transformers takes it: a word, or a JSON object."""
-    if text is None or not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--device-map is neither a word nor JSON ({error}), found {text!r}") from None
-
-
 def expect_model(name: str | None) -> None:
     """OSError if there is no model of this name. It is checked before torch is imported."""
     if name is None:

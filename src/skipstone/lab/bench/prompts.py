@@ -118,6 +118,10 @@ class TaskRun:
             "question": digest(list(json.dumps({**settings, "ignore_eos": self.plan.ignore_eos}, sort_keys=True).encode())),
         }
 
+    def num_wanted(self, prompts: int) -> int:
+        """Number of prompts to report. `skip_looping` has more prompts than that."""
+        return min(prompts, num_reported(self.settings, prompts))
+
     def lines(self, kind: str) -> list[Line]:
         """Its lines of a kind."""
         key = self.key().items()

@@ -24,17 +24,7 @@ from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_entries, resolved
-from skipstone.lab.bench.prompts import (
-    BenchModel,
-    PromptSplit,
-    TaskRun,
-    ask,
-    conversations,
-    fingerprint,
-    is_calm,
-    is_looping,
-    num_reported,
-)
+from skipstone.lab.bench.prompts import BenchModel, PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, is_looping
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.data_sets import Task
@@ -168,7 +158,7 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
     lines = task_run.lines("prompt")
     done = {line["index"] for line in [*lines, *task_run.lines("looping")]}
     counted = sum(is_calm(line) for line in lines) if settings.skip_looping else len(lines)
-    wanted = min(len(report), num_reported(settings, len(report)))  # `skip_looping` has more prompts than that
+    wanted = task_run.num_wanted(len(report))
     if counted >= wanted:
         return
     taking = [entry for entry in entries if entry.sampled or not settings.temperature]

@@ -36,14 +36,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf import api
 from skipstone.hf.generate_call import token_tensor
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.check import distribution_tests
-from skipstone.lab.check.batch_invariance import (
-    BatchInvarianceCheck,
-    LogitsComparison,
-    compare_kernels,
-    kv_spread,
-    logits_spread,
-)
+from skipstone.lab.check import batch_invariance, distribution_tests
+from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
 from skipstone.lab.check.distribution_tests import TokenSample
 from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.torch_defaults import stable_defaults
@@ -187,7 +181,7 @@ class TieDetector:
         best = precise.topk(min(BEST_TOKENS, len(precise))).indices
         tokens = torch.cat([best, torch.tensor([one, other], dtype=torch.int64, device=best.device)])
         if self.quantised:
-            rounding = logits_spread(ModelRunner(self.model), prefix[0], tokens)
+            rounding = batch_invariance.logits_spread(ModelRunner(self.model), prefix[0], tokens)
         else:
             differences = (scores[tokens] - precise[tokens]).abs()
             rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
@@ -289,7 +283,7 @@ class Checker:
 
     def quantised_sums(self) -> None:
         """The difference of quantised layers' sums between passes of different widths, kernel by kernel."""
-        found = compare_kernels(ModelRunner(self.model), torch.cat(self.prompts))
+        found = batch_invariance.compare_kernels(ModelRunner(self.model), torch.cat(self.prompts))
         self.finding.tested, self.finding.unit = sum(one.sums for one in found.values()), "sums"
         self.finding.note = "; ".join(f"{name}: {one}" for name, one in found.items())
 
@@ -418,7 +412,7 @@ class Checker:
         runner = ModelRunner(self.model)
         tolerance = max(1e-3, ROUNDING * torch.finfo(self.model.dtype).eps)
         if self.detector.quantised:
-            spread = kv_spread(runner, torch.cat(self.prompts))
+            spread = batch_invariance.kv_spread(runner, torch.cat(self.prompts))
             tolerance = max(tolerance, SPREAD * spread)
             self.finding.note = f"keys and values of quantised layers differ by up to {spread:.2g} of the largest by themselves"
         for temperature in (0.0, 1.0):
