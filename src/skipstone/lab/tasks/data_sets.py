@@ -178,43 +178,58 @@ def _as_referenced(record: Record, output: str) -> dict[str, float]:
     return {} if record.get("reference") is None else {"exact_match": float(scores.exact(output, record["reference"]))}
 
 
-def _source(file: str, path: str, split: str, config: str | None = None) -> DatasetLocation:
-    return DatasetLocation(HubRecords(path, split, config, extra="bench"), file)
+def _passes(program: Callable[[Record, str], str]) -> ScoreRule:
+    """Whether a program of the output runs to its end."""
+    return _one("pass", lambda record, output: run(program(record, output)).passed, executes=True)
+
+
+SOURCES = {
+    "humaneval": ("openai/openai_humaneval", None, "test", None, "MIT", ("task_id", "prompt", "entry_point", "test")),
+    "mbpp": ("google-research-datasets/mbpp", "full", "test", "prompt", "CC-BY 4.0", ("task_id", "text", "code", "test_list")),
+    "gsm8k": ("openai/gsm8k", "main", "test", "train", "MIT", ("question", "answer")),
+    "cnn_dm": ("abisee/cnn_dailymail", "3.0.0", "test", "train", "Apache-2.0", ("article", "highlights")),
+    "xsum": ("EdinburghNLP/xsum", None, "test", "train", "not stated on the hub", ("document", "summary")),
+    "mmlu": ("cais/mmlu", "all", "validation", "dev", "MIT", ("question", "choices", "answer")),
+    "tinystories": ("roneneldan/TinyStories", None, "validation", "train", "CDLA-Sharing-1.0", ("text",)),
+    "alpaca": ("tatsu-lab/alpaca", None, "train", None, "CC-BY-NC 4.0", ("instruction", "input")),
+    "topv2": ("WillHeld/top_v2", None, "test", "train", "CC-BY-SA 4.0", ("utterance", "semantic_parse")),
+}
+"""Task -> its data set on the hub: path, config, split, split of the solved examples, licence, keys of every record."""
+WITHOUT_SPLIT = ("humaneval_test", "mbpp_test")  # splits whose files are called by the task alone
+
+
+def _of_hub(name: str, ask: Callable[[Record], list[str]], score: ScoreRule | None = None, **more: Any) -> Task:
+    path, config, split, examples, licence, fields = SOURCES[name]
+
+    def place(part: str) -> DatasetLocation:
+        file = f"{name}.jsonl" if f"{name}_{part}" in WITHOUT_SPLIT else f"{name}_{part}.jsonl"
+        return DatasetLocation(HubRecords(path, part, config, extra="bench"), file)
+
+    return Task(name, place(split), fields, licence, ask, score, examples_source=examples and place(examples), **more)
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task(
+        _of_hub(
             "humaneval",
-            _source("humaneval.jsonl", "openai/openai_humaneval", "test"),
-            ("task_id", "prompt", "entry_point", "test"),
-            "MIT",
             _filled("{prompt}"),
-            _one("pass", lambda record, out: run(scores.human_eval_program(record, out)).passed, executes=True),
+            _passes(scores.human_eval_program),
             answer=_get("canonical_solution"),
             rouge="canonical_solution",
         ),
-        Task(
+        _of_hub(
             "mbpp",
-            _source("mbpp.jsonl", "google-research-datasets/mbpp", "test", "full"),
-            ("task_id", "text", "code", "test_list"),
-            "CC-BY 4.0",
             _mbpp,
-            _one("pass", lambda record, out: run(scores.mbpp_program(record, out)).passed, executes=True),
+            _passes(scores.mbpp_program),
             answer=lambda record: f"{record['code']}\n[DONE]",
-            examples_source=_source("mbpp_prompt.jsonl", "google-research-datasets/mbpp", "prompt", "full"),
             keep=lambda record: 11 <= record.get("task_id", 11) <= 510,  # the test part, should the file hold all of it
         ),
-        Task(
+        _of_hub(
             "gsm8k",
-            _source("gsm8k_test.jsonl", "openai/gsm8k", "test", "main"),
-            ("question", "answer"),
-            "MIT",
             _filled("Question: {question}\nAnswer:"),
-            _one("exact_match", lambda record, out: scores.same_number(out, record["answer"])),
+            _one("exact_match", lambda record, output: scores.same_number(output, record["answer"])),
             answer=_field("answer"),
-            examples_source=_source("gsm8k_train.jsonl", "openai/gsm8k", "train", "main"),
         ),
         Task(
             "spec-bench",
@@ -226,62 +241,21 @@ TASKS = {
             obtain="Save data/spec_bench/question.jsonl of the repository hemingkx/Spec-Bench as spec_bench.jsonl in a folder, "
             "and give that folder with --data-dir",
         ),
-        Task(
-            "cnn_dm",
-            _source("cnn_dm_test.jsonl", "abisee/cnn_dailymail", "test", "3.0.0"),
-            ("article", "highlights"),
-            "Apache-2.0",
-            _filled("Article: {article}\nSummary:"),
-            rouge("highlights"),
-            answer=_field("highlights"),
-            examples_source=_source("cnn_dm_train.jsonl", "abisee/cnn_dailymail", "train", "3.0.0"),
-        ),
-        Task(
-            "xsum",
-            _source("xsum_test.jsonl", "EdinburghNLP/xsum", "test"),
-            ("document", "summary"),
-            "not stated on the hub",
-            _filled("Article: {document}\nSummary:"),
-            rouge("summary"),
-            answer=_field("summary"),
-            examples_source=_source("xsum_train.jsonl", "EdinburghNLP/xsum", "train"),
-        ),
-        Task(
+        _of_hub("cnn_dm", _filled("Article: {article}\nSummary:"), rouge("highlights"), answer=_field("highlights")),
+        _of_hub("xsum", _filled("Article: {document}\nSummary:"), rouge("summary"), answer=_field("summary")),
+        _of_hub(
             "mmlu",
-            _source("mmlu_validation.jsonl", "cais/mmlu", "validation", "all"),
-            ("question", "choices", "answer"),
-            "MIT",
             _mmlu,
-            _one("accuracy", lambda record, out: scores.choice(out) == "ABCD"[record["answer"]]),
+            _one("accuracy", lambda record, output: scores.choice(output) == "ABCD"[record["answer"]]),
             answer=lambda record: f" {'ABCD'[record['answer']]}",
-            examples_source=_source("mmlu_dev.jsonl", "cais/mmlu", "dev", "all"),
         ),
-        Task(
-            "tinystories",
-            _source("tinystories_validation.jsonl", "roneneldan/TinyStories", "validation"),
-            ("text",),
-            "CDLA-Sharing-1.0",
-            _story,
-            answer=_rest_of_story,
-            examples_source=_source("tinystories_train.jsonl", "roneneldan/TinyStories", "train"),
-        ),
-        Task(
-            "alpaca",
-            _source("alpaca_train.jsonl", "tatsu-lab/alpaca", "train"),
-            ("instruction", "input"),
-            "CC-BY-NC 4.0",
-            _alpaca,
-            answer=lambda record: "\n\n" + record["output"] if record.get("output") else None,
-        ),
-        Task(
+        _of_hub("tinystories", _story, answer=_rest_of_story),
+        _of_hub("alpaca", _alpaca, answer=lambda record: "\n\n" + record["output"] if record.get("output") else None),
+        _of_hub(
             "topv2",
-            _source("topv2_test.jsonl", "WillHeld/top_v2", "test"),
-            ("utterance", "semantic_parse"),
-            "CC-BY-SA 4.0",
             _filled("{utterance}\n"),
-            _one("exact_match", lambda record, out: scores.exact(out.partition("\n")[0], record["semantic_parse"])),
+            _one("exact_match", lambda record, output: scores.exact(output.partition("\n")[0], record["semantic_parse"])),
             answer=_field("semantic_parse", ""),
-            examples_source=_source("topv2_train.jsonl", "WillHeld/top_v2", "train"),
         ),
     )
 }
