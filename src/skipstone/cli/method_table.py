@@ -43,9 +43,7 @@ class MethodSource:
 
     def names_of(self, kind: ast.ClassDef) -> MethodNames:
         """What a class declares and inherits. A class that defines `lossless` may change the text."""
-        fields = {
-            one.target.id: one for one in kind.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        }
+        fields = {ast.unparse(one.target): one for one in kind.body if isinstance(one, ast.AnnAssign)}
         own = {name: one.annotation for name, one in fields.items() if "ClassVar" not in ast.unparse(one.annotation)}
         settings, aliases = {name: "|".join(self.words_of(one)) for name, one in own.items()}, {}
         for base in (name for name in map(ast.unparse, kind.bases) if name in self.classes):
@@ -61,11 +59,8 @@ def read_names(folder: Path) -> Known:
     """Name of a method or peer -> what its text may say, of all classes in a folder that have a name."""
     source, found = MethodSource(folder), {}
     for kind in source.classes.values():
-        for one in kind.body:
-            if named := re.fullmatch(
-                r"name: ClassVar\[str\] = '(.+)'", ast.unparse(one) if isinstance(one, ast.AnnAssign) else ""
-            ):
-                found[named[1]] = source.names_of(kind)
+        if named := re.search(r"^    name: ClassVar\[str\] = '(.+)'$", ast.unparse(kind), re.MULTILINE):
+            found[named[1]] = source.names_of(kind)
     return found
 
 

@@ -11,15 +11,11 @@ import typer
 from skipstone.cli import terminal
 from skipstone.utils.spelling import did_you_mean
 
-Reader = Callable[[str | None], Any]
 
-
-def option(
-    default: Any, text: str = "", *names: str, choices: tuple[str, ...] = (), read: Reader | None = None, **more: Any
-) -> Any:
+def option(default: Any, text: str = "", *names: str, choices: tuple[str, ...] = (), read: Any = None, **more: Any) -> Any:
     """A parameter of a verb or a field of an option group: its default and its help.
 
-    choices: the words that it may be. read: makes a value of the text. more: further arguments of `typer.Option`.
+    choices: the words that it may be. read: a function that makes a value of the text. more: further arguments of `typer.Option`.
     """
     if choices:
         text = f"One of {', '.join(choices)}{'; ' if text else '.'}{text}"

@@ -52,9 +52,7 @@ class SchedulingOptions(TextLimitOptions, panel="Scheduling"):
     max_waiting: int = option(64, "Requests that wait; more are answered with 429.", min=0)
     request_timeout: float | None = option(None, "Seconds after which a request is given up.", min=0.1)
     drain_timeout: float = option(30.0, "Seconds that texts have to end when the server is stopped.", min=0)
-    kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of all keys and values. Default: a quarter of the device's memory.", min=1
-    )
+    kv_cache_memory_bytes: int | None = option(None, "Of keys and values. Default: a quarter of the device's memory.", min=1)
 
 
 @dataclass(frozen=True)

@@ -416,10 +416,8 @@ class Checker:
             tolerance = max(tolerance, SPREAD * spread)
             self.finding.note = f"keys and values of quantised layers differ by up to {spread:.2g} of the largest by themselves"
         for temperature in (0.0, 1.0):
-            requests = [
-                Request(prompt, AUDITED_TOKENS * (2 + i), sampling=Sampling(temperature, seed=i))
-                for i, prompt in enumerate(_uneven(self.prompts[:BATCH]))
-            ]
+            prompts = enumerate(_uneven(self.prompts[:BATCH]))
+            requests = [Request(one, AUDITED_TOKENS * (2 + i), sampling=Sampling(temperature, seed=i)) for i, one in prompts]
             try:
                 self.finding.tested += self._audit(runner, requests, tolerance)
             except AssertionError as error:

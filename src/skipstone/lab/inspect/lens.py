@@ -215,9 +215,7 @@ def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
     return figure
 
 
-def save(
-    lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str], path: Path, heads: HeadLens | None = None
-) -> list[Path]:
+def save(lens: Lens, texts: list[list[str]], final: list[str], path: Path, heads: HeadLens | None = None) -> list[Path]:
     """Write the pictures as PNG files, or one page of HTML if the path ends in .html. Returns the paths."""
     figures = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
     if heads is not None:

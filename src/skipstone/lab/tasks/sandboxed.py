@@ -49,10 +49,8 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
         return False
     closed = MountAttributes(READ_ONLY, 0, PRIVATE, 0)
     size = f"size={limits['disk_mb']}m".encode()
-    return not (
-        libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(closed), ctypes.sizeof(closed))
-        or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size)
-    )
+    failed = libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(closed), ctypes.sizeof(closed))
+    return not (failed or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size))
 
 
 def limit(limits: dict[str, Any]) -> None:

@@ -42,11 +42,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table with its title as a heading."""
-        lines = (
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-            for cells in (self.columns, ["---"] * len(self.columns), *self.rows)
-        )
-        return f"### {self.title}\n\n{''.join(lines)}"
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in (self.columns, ["---"] * len(self.columns), *self.rows)]
+        return f"### {self.title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def csv(self) -> str:
         """The table with its title in the first column."""
