@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PROMPT = ">>> "
 """Printed before a line that is typed."""
+COMMANDS = ("method", "stats", "save", "reset", "help")  # methods of `Chat`
 HELP = """\
 /method NAME [settings]  write with another method from the next answer on; without a name: say which one writes
 /stats                   figures of the last answer
@@ -70,8 +71,6 @@ class Chat:
     def __init__(self, conversation: "Conversation", seed: int | None, color: bool | None) -> None:
         self.conversation, self.seed, self.color = conversation, seed, color
         self.last_answer: tuple[RunInput, PendingAnswer, Run] | None = None
-        commands = {"method": self._method, "stats": self._stats, "save": self._save, "reset": self._reset, "help": self._help}
-        self.commands = commands
 
     def talk(self, name: str) -> None:
         """Read messages and commands until the input ends. name: of the model."""
@@ -97,8 +96,8 @@ class Chat:
             return True
         if line.startswith("/"):
             name, _, argument = line[1:].partition(" ")
-            if name in self.commands:
-                self.commands[name](argument.strip())
+            if name in COMMANDS:
+                getattr(self, f"_{name}")(argument.strip())
             else:
                 say(f"There is no command /{name}; /help lists those that there are.")
         elif line.strip():

@@ -59,8 +59,7 @@ def demo(
     import torch
     from rich.console import Console
 
-    from skipstone.cli.demo_view import show_side_by_side
-    from skipstone.cli.runs import RunInput, busy_warning
+    from skipstone.cli.runs import RunInput, busy_warning, show_side_by_side
     from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
 

@@ -15,7 +15,7 @@ from skipstone.utils.spelling import did_you_mean
 def option(default: Any, text: str = "", *names: str, choices: tuple[str, ...] = (), read: Any = None, **more: Any) -> Any:
     """A parameter of a verb or a field of an option group: its default and its help.
 
-    choices: the words that it may be. read: a function that makes a value of the text. more: further arguments of `typer.Option`.
+    choices: the words that it may be. read: a function that makes a value of the text. more: arguments of `typer.Option`.
     """
     if choices:
         text = f"One of {', '.join(choices)}{'; ' if text else '.'}{text}"

@@ -273,11 +273,7 @@ def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) ->
     runner = ModelRunner(model)
     targets = torch.tensor(answer, dtype=torch.int64, device=runner.device)  # [A]
     ids = torch.cat([prompt.to(runner.device), targets[:-1]])[None]  # [1, T + A - 1]
-    if runner.engine.quantize is None:
-        states = runner.decoder(input_ids=ids, use_cache=False).last_hidden_state
-    else:  # transformers' modules have other weights
-        states = runner.read(ids)
-    states = states[:, len(prompt) - 1 :]  # [1, A, d]
+    states = runner.read(ids)[:, len(prompt) - 1 :]  # [1, A, d]
     total = torch.zeros((), dtype=torch.double, device=runner.device)
     for part, tokens in zip(states.split(CHUNK, 1), targets.split(CHUNK), strict=True):
         total += runner.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()

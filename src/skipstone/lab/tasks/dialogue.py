@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -96,6 +97,5 @@ class PromptBuilder:
         """The text of new tokens up to an end of sequence; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        kept = list(tokens)
         end = self.tokenizer.eos_token_id
-        return str(self.tokenizer.decode(kept[: kept.index(end)] if end in kept else kept, skip_special_tokens=True))
+        return str(self.tokenizer.decode([*takewhile(lambda token: token != end, tokens)], skip_special_tokens=True))
