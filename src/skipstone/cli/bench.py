@@ -140,12 +140,8 @@ def surrogate(
         # a surrogate's confidence does not depend on whether its part is right
         default += ["swift confidence_threshold=none num_speculative_tokens=4,8,12"]
     elif target.agreement is not None:
-        default = [
-            "hf-generate",
-            "hf-early-exit num_assistant_tokens=4,6,8 confidence_threshold=0.0,0.4",
-            "autoregressive",
-            "layerskip num_speculative_tokens=4,6,8",
-        ]
+        early_exit = "hf-early-exit num_assistant_tokens=4,6,8 confidence_threshold=0.0,0.4"
+        default = ["hf-generate", early_exit, "autoregressive", "layerskip num_speculative_tokens=4,6,8"]
     own = {"models": [f"surrogate {shape}"], "methods": settings.methods or default, "ignore_eos": True}
     plan = plans.read(None, settings.given() | own)
     run_surrogate(target, plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts=contexts)
@@ -190,10 +186,10 @@ def compare(
 ) -> None:
     """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
     _check_results([before, after])
-    from skipstone.lab.bench.report import compare as comparing
+    from skipstone.lab.bench.report import report as reports
 
-    changes = comparing.compare(before, after)
-    print(comparing.table(changes, tolerance).markdown())
+    changes = reports.compare(before, after)
+    print(reports.table(changes, tolerance).markdown())
     if any(change.regressions(tolerance) for change in changes):
         raise typer.Exit(DEFECT)
 

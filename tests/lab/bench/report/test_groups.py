@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.lab.bench.report import compare, report, tables
+from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import groups
 from tests.helpers.results import lines, written
 
@@ -95,7 +95,7 @@ def test_synthetic_and_lossy_are_said_everywhere(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", found)
     texts = [report.report([path], form, layout) for form in ("md", "csv") for layout in tables.LAYOUTS]
     texts.append(report.report([path], "html"))
-    texts.append(compare.table(compare.compare(path, path), 0.05).markdown())
+    texts.append(report.table(report.compare(path, path), 0.05).markdown())
     for text in texts:
         assert "SYNTHETIC" in text
         assert "layerskip (lossy)" in text
@@ -128,7 +128,7 @@ def test_damaged_and_empty_results_are_one_sentence(tmp_path: Path, damage: Any,
 Change = Callable[[str, dict[str, Any]], None]  # of a label and its row
 
 
-def changed(tmp_path: Path, change: Change, without: str = "") -> compare.MethodChange:
+def changed(tmp_path: Path, change: Change, without: str = "") -> report.MethodChange:
     """layerskip in a second run with a change of every row. without: a method that neither run has."""
     before, after = lines(), lines()
     for line in (*before, *after):
@@ -137,7 +137,7 @@ def changed(tmp_path: Path, change: Change, without: str = "") -> compare.Method
     for line in after:
         for name, row in line.get("rows", {}).items():
             change(name, row)
-    changes = compare.compare(written(tmp_path / "1.jsonl", before), written(tmp_path / "2.jsonl", after))
+    changes = report.compare(written(tmp_path / "1.jsonl", before), written(tmp_path / "2.jsonl", after))
     return next(one for one in changes if one.label == "layerskip")
 
 
@@ -167,7 +167,7 @@ def test_a_method_is_slower_if_it_is_so_against_its_own_runs_yardstick(
     assert own.relative is not None
     assert own.relative.value == pytest.approx(relative)
     assert own.same == own.prompts == 2, "if some prompts do not loop, those that do are left out"
-    assert ("SLOWER" in compare.table([own], 0.05).markdown()) is slower
+    assert ("SLOWER" in report.table([own], 0.05).markdown()) is slower
 
 
 def test_other_texts_and_lower_scores_are_worse(tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_runs_with_nothing_in_common_cannot_be_compared(tmp_path: Path, key: str
     for line in (line for line in other if key in line):
         line[key] += "x"
     with pytest.raises(ValueError, match="no model, task, settings of it, method and prompt in common"):
-        compare.compare(written(tmp_path / "a.jsonl", lines()), written(tmp_path / "b.jsonl", other))
+        report.compare(written(tmp_path / "a.jsonl", lines()), written(tmp_path / "b.jsonl", other))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,10 +48,8 @@ class LlamaCppProcess:
     def __call__(self, **question: Any) -> dict[str, Any]:
         """The answer to one request (ggml_worker.py)."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # if the process has ended, its last output is the error
             print(json.dumps(question), file=self._process.stdin, flush=True)
-        except OSError:  # the process has ended; its last output is the error
-            return self._answer()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
