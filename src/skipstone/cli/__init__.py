@@ -52,13 +52,11 @@ def _print_version(is_given: bool) -> None:
         raise typer.Exit()
 
 
+VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+
+
 @app.callback(invoke_without_command=True)
-def root(
-    ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
+def root(ctx: typer.Context, version: Annotated[bool, VERSION] = False) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

@@ -89,12 +89,11 @@ class SearchSettings:
     seed: int = 0
 
 
+Done = Callable[[SearchResult, float], None]
+
+
 def search(
-    model: PreTrainedModel,
-    settings: SearchSettings,
-    budget: float,
-    path: Path,
-    done: Callable[[SearchResult, float], None] = lambda *_: None,
+    model: PreTrainedModel, settings: SearchSettings, budget: float, path: Path, done: Done = lambda *_: None
 ) -> SearchResult:
     """Searches for `budget` seconds, including those of trials in the file. done: called after every trial with all trials and
     the seconds spent. ValueError for a model of too few layers, for one that cannot skip any, and for another search's file."""

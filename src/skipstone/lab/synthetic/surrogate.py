@@ -54,12 +54,8 @@ HEAD_ROWS = 16_384  # rows of the head changed at once
 CONTEXTS = 128  # sampled texts of a measurement while calibrating
 TOKEN_BY_TOKEN = 2  # contexts that are also decoded token by token
 HEAD_DIM = 64  # of shapes given by layers and hidden size
-_LLAMA_3 = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
+_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
+_LLAMA_3 = {"rope_parameters": _ROPE, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 _LLAMA_2 = {"max_position_embeddings": 4096}
 
 

@@ -41,15 +41,8 @@ PROTOCOLS: dict[str, dict[str, TaskSettings]] = {
     # SWIFT (arXiv 2410.06916), section 5.1 and appendix B.1
     "swift": {
         "cnn_dm": TaskSettings(shots=1, num_prompts=1000, max_new_tokens=64, ours="a blank line between example and question"),
-        "gsm8k": TaskSettings(
-            shots=5,
-            num_prompts=1000,
-            max_new_tokens=64,
-            ours="the wording of the prompt, and which examples are shown: the first ones",
-        ),
-        "tinystories": TaskSettings(
-            shots=1, num_prompts=1000, max_new_tokens=128, ours="the prompt: a story up to its 32nd word, after a whole one"
-        ),
+        "gsm8k": TaskSettings(shots=5, num_prompts=1000, max_new_tokens=64, ours="the prompt's wording; the first examples"),
+        "tinystories": TaskSettings(shots=1, num_prompts=1000, max_new_tokens=128, ours="32 words of a story after a full one"),
         "humaneval": TaskSettings(tabs=True),
         "alpaca": TaskSettings(num_prompts=1000, chat=True, ours="the prompt is the instruction as it is"),
     },
