@@ -209,8 +209,13 @@ class Server:
         """Cancel an answer that its client does not read."""
         unread.drop()
         for pending in unread.requests:
-            if self._queues.pop(pending, None) is not None and self._model_thread is not None:
-                self._model_thread.cancel(pending)
+            self._cancel(pending)
+
+    def _cancel(self, pending: PendingRequest) -> None:
+        """Deliver no further events of a text, and end it if it is still written."""
+        self._queues.pop(pending, None)
+        if self._model_thread is not None:
+            self._model_thread.cancel(pending)
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
@@ -251,14 +256,12 @@ class Server:
         for choice in completion.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = CANCELLED
-                self._forget(choice, is_written=True)
+                self._forget(choice)
 
-    def _forget(self, choice: Choice, is_written: bool) -> None:
-        """Count a text that nobody reads further. is_written: whether the model's thread still writes it."""
-        self._queues.pop(choice.pending, None)
+    def _forget(self, choice: Choice) -> None:
+        """Count a text that nobody reads further."""
         self.metrics.ended(choice)
-        if is_written and self._model_thread is not None:
-            self._model_thread.cancel(choice.pending)
+        self._cancel(choice.pending)
 
     async def _updates(self, completion: Completion, unread: UnreadEvents, whole_steps: bool) -> Updates:
         """Updates until all choices have ended. RequestError if one of them fails. whole_steps: whether every step is an update
@@ -273,7 +276,7 @@ class Server:
                 update = self._add_output(choice, event) if isinstance(event, StepOutput) else self._finish(choice, event)
                 if choice.finish_reason is not None:
                     del running[pending]
-                    self._forget(choice, is_written=isinstance(event, StepOutput))
+                    self._forget(choice)
                 yield update
         finally:
             self.abandon(completion)

@@ -15,8 +15,6 @@ from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
 from skipstone.serving.settings import Load, ServerSettings
 
-LOAD_POLL_SECONDS = 0.05
-"""Time between two checks whether the model is loaded."""
 LEAVE_SECONDS = 5.0
 """Time that the application has to leave a request after its client has gone."""
 
@@ -41,13 +39,10 @@ class Replica:
         tracing.set_up()
         self._server = Server(load, settings)
         self._app = make_app(self._server)
-        self._lifespan = self._app.router.lifespan_context(self._app)
-        await self._lifespan.__aenter__()
-        while self._server.state == "loading":
-            await asyncio.sleep(LOAD_POLL_SECONDS)
-        if self._server.state != "ready":
-            failure = self._server.failure
-            raise ValueError(self._server.health[1] if failure is None else _error_line(failure))
+        try:
+            await self._server.load()
+        except Exception as error:
+            raise ValueError(_error_line(error)) from None
 
     async def check_health(self) -> None:
         """Called by Serve, which starts a new replica after a RuntimeError."""
@@ -93,4 +88,5 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to end. Running texts may end first."""
-        await self._lifespan.__aexit__(None, None, None)
+        await self._server.stop()
+        await asyncio.to_thread(tracing.flush)
