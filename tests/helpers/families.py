@@ -4,7 +4,6 @@ Later layers count for less and the head is sharp, so that drafts by the first h
 rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the family can mix them.
 """
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -191,23 +190,12 @@ _OUTPUT_NORMS = {
 
 def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overrides: Any) -> PreTrainedModel:
     """A fresh model in eval mode, float32. overrides: config fields, `attn_implementation` among them."""
-    if overrides:
-        return _build(name, layers, seed, vocab, overrides)
-    return copy.deepcopy(_untouched(name, layers, seed, vocab))  # in half the time
-
-
-@functools.cache
-def _untouched(name: str, layers: int, seed: int, vocab: int) -> PreTrainedModel:
-    return _build(name, layers, seed, vocab, {})
-
-
-def _build(name: str, layers: int, seed: int, vocab: int, overrides: dict[str, Any]) -> PreTrainedModel:
     if name in _FURTHER:
         kind, settings = name, _further(name, layers)
     else:
         kind, fields, more = _TABLE[name]
         settings = {**fields, **(more(layers) if more else {})}
-    whole = AutoConfig.for_model(kind)
+    whole = _usual_config(kind)
     settings[whole.get_text_config().attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     own_ids = {field: settings[field] for field in tokens if field in settings}
@@ -219,6 +207,9 @@ def _build(name: str, layers: int, seed: int, vocab: int, overrides: dict[str, A
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed), float(not config.get_text_config().tie_word_embeddings))
     return model.eval()
+
+
+_usual_config = functools.cache(AutoConfig.for_model)
 
 
 def _nested(whole: Any, settings: dict[str, Any]) -> dict[str, Any]:
