@@ -1,7 +1,8 @@
 """Hidden states of a model's own forward, and the quality of its exits on given tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,20 +54,15 @@ def watched(model: DecoderModel, exits: Iterable[int]) -> Iterator[dict[int, Ten
     or the input of layer 0 for E = 0."""
     states: dict[int, Tensor] = {}
 
-    def record_input(_: Any, inputs: tuple[Any, ...]) -> None:
-        states[0] = model.family.folded(inputs[0])
-
-    def make_hook(exit: int) -> Callable[..., None]:
-        def hook(_: Any, inputs: Any, output: Any) -> None:
-            states[exit] = model.family.folded(output[0] if isinstance(output, tuple) else output)
-
-        return hook
+    def record(exit: int, _: Any, *values: Any) -> None:
+        """values: a layer's inputs, and its output unless it has not run yet."""
+        states[exit] = model.family.folded(values[-1][0] if isinstance(values[-1], tuple) else values[-1])
 
     with ExitStack() as stack:
         for exit in exits:
             layer = model.layers[max(exit - 1, 0)]
-            hook = layer.register_forward_hook(make_hook(exit)) if exit else layer.register_forward_pre_hook(record_input)
-            stack.callback(hook.remove)
+            register = layer.register_forward_hook if exit else layer.register_forward_pre_hook
+            stack.callback(register(partial(record, exit)).remove)
         yield states
 
 

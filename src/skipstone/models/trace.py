@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -77,9 +78,6 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, record: Trace) -> I
     """Record all calls of this thread inside the context."""
     tracing = get_ident()
 
-    def part(call: ModuleCall) -> None:
-        record.parts.append(call)
-
     def layer(number: int) -> Callable[[ModuleCall], None]:
         return lambda call: record.layers.append((number, call))
 
@@ -91,34 +89,29 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, record: Trace) -> I
     for name, module in owner.named_children():
         if module is not layers:
             several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
-            watched += [(f"{name}.{more}" if more else name, one, part) for more, one in several]
+            watched += [(f"{name}.{more}" if more else name, one, record.parts.append) for more, one in several]
     watched += [(str(number), one, layer(number)) for number, one in enumerate(layers)]
     for number, one in enumerate(layers):
         watched += [(name, child, counted(number)) for name, child in one.named_children()]
     for number, calls in record.inside.items():
         watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
-    hooks: list[Any] = []
-    try:
-        hooks.append(layers[0].register_forward_pre_hook(lambda *_: _begin_layers(record, tracing)))
-        # one by one, so that Ctrl-C in between leaves no hook
-        hooks.extend(one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched)
+
+    def begin_layers(*_: Any) -> None:
+        if record.before is None and get_ident() == tracing:
+            record.before = len(record.parts)
+
+    with ExitStack() as hooks:
+        hooks.callback(layers[0].register_forward_pre_hook(begin_layers).remove)
+        for path, one, add in watched:
+            hooks.callback(one.register_forward_hook(partial(_record_call, path, add, tracing), with_kwargs=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _begin_layers(record: Trace, tracing: int) -> None:
-    if record.before is None and get_ident() == tracing:
-        record.before = len(record.parts)
-
-
-def _hook(path: str, add: Callable[[ModuleCall], None], tracing: int) -> Any:
-    def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        if get_ident() == tracing:  # the model's own forward may run in another thread
-            add(ModuleCall(path, by_name(module, given, named), output))
-
-    return hook
+def _record_call(
+    path: str, add: Callable[[ModuleCall], None], tracing: int, module: Any, given: Any, named: Any, output: Any
+) -> None:
+    if get_ident() == tracing:  # the model's own forward may run in another thread
+        add(ModuleCall(path, by_name(module, given, named), output))
 
 
 def by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -154,10 +147,10 @@ def shrunk_windows(config: Any) -> Iterator[None]:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
         model.eval()
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True

@@ -74,15 +74,12 @@ def source_hash(csrc: Path = CSRC) -> str:
 
 def compiler() -> list[str]:
     """The command of the C++ compiler: $CXX if set, else the first of COMPILERS on the PATH. BuildError without one."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    if chosen and shutil.which(chosen[0]) is None:
-        raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
-    if chosen:
-        return chosen
-    name = next(filter(shutil.which, COMPILERS), None)
-    if name is None:
+    chosen = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, COMPILERS)][:1]
+    if not chosen:
         raise BuildError(f"there is no C++ compiler: $CXX is not set, and none of {', '.join(COMPILERS)} is on the PATH")
-    return [name]
+    if shutil.which(chosen[0]) is None:
+        raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
+    return chosen
 
 
 def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
