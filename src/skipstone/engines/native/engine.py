@@ -237,7 +237,7 @@ class NativeEngine(Engine):
         """Point the pass struct at a pass. Returns the tensors that must outlive its use."""
         struct, (b, n) = self._pass, at.positions.shape
         struct.b, struct.n, struct.first_row, struct.extent = b, n, at.rows.start or 0, at.extent
-        struct.valid = struct.base = struct.seen = None
+        struct.valid = struct.base = None
         tensors: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
             ("positions", at.positions, (b, n), torch.int64),
             ("slots", at.slots, (b, n), torch.int64),
@@ -246,6 +246,7 @@ class NativeEngine(Engine):
             tensors.append(("valid", at.valid, (b, n), torch.bool))
         if (tree := at.tree) is not None:
             struct.columns = columns = tree.column_positions.shape[-1]
+            struct.seen = None
             tensors.append(("base", tree.base, (b,), torch.int64))
             tensors.append(("ancestors", tree.ancestors, (b, n, columns), torch.bool))
             tensors.append(("column_positions", tree.column_positions, (b, columns), torch.int64))
