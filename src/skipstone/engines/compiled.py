@@ -111,7 +111,7 @@ class GraphCache:
 LayerInputs = tuple[Tensor, Pass, dict[Any, Any]]
 """The inputs of a range of layers in one pass: hidden states, the pass, and rotary phases by their source."""
 _pytree.register_dataclass(Tree)
-_pytree.register_dataclass(Pass, drop_field_names=["_masks"])
+_pytree.register_dataclass(Pass)  # without its masks, which are made anew
 
 
 def _tensors(inputs: LayerInputs) -> list[Tensor]:

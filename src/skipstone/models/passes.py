@@ -72,7 +72,7 @@ class Pass:
     extent: int
     first_slot: int | None = None
     tree: Tree | None = None
-    _masks: dict[tuple[AttentionReach, torch.dtype, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[AttentionReach, torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def shape(self) -> tuple[int, int]:
