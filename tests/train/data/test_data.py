@@ -124,16 +124,10 @@ class TestMix:
         assert torch.equal(order, mix(packed, {"small": 1, "large": 4}, 200, seed=3)[0])
         assert not torch.equal(order, mix(packed, {"small": 1, "large": 4}, 200, seed=4)[0])
 
-    @pytest.mark.parametrize(
-        ("weights", "rows", "error"),
-        [
-            ({"a": 1}, 4, r"expected a positive weight for each of \['a', 'b'\], found {'a': 1}"),
-            ({"a": 1, "b": 0.01}, 4, "source 'b' would get none of the 4 rows: raise its weight or train on more rows"),
-        ],
-    )
-    def test_impossible_shares_are_refused(self, weights: dict[str, float], rows: int, error: str) -> None:
+    def test_a_share_without_a_row_is_refused(self) -> None:
+        error = "source 'b' would get none of the 4 rows: raise its weight or train on more rows"
         with pytest.raises(ValueError, match=error):
-            mix({"a": numbered(0, 4), "b": numbered(0, 4)}, weights, rows, 0)
+            mix({"a": numbered(0, 4), "b": numbered(0, 4)}, {"a": 1, "b": 0.01}, 4, 0)
 
 
 def test_rows_are_items_of_a_model() -> None:
@@ -142,8 +136,6 @@ def test_rows_are_items_of_a_model() -> None:
     assert {name: value.tolist() for name, value in rows[2].items()} == {"input_ids": [2, 2], "labels": [2, 2]}
     given = TokenRows(torch.tensor([[~5, ~0, 0, 7]]))[0]
     assert {name: value.tolist() for name, value in given.items()} == {"input_ids": [5, 0, 0, 7], "labels": [-100, -100, 0, 7]}
-    with pytest.raises(ValueError, match=r"expected rows \[N, length\] of int64, found torch.float32 of shape \[3\]"):
-        TokenRows(torch.zeros(3))
 
 
 WORDS = [f"word{index}" for index in range(300)]

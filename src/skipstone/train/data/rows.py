@@ -64,8 +64,6 @@ class TokenRows(Dataset[dict[str, Tensor]]):
     be predicted}; models shift labels."""
 
     def __init__(self, rows: Tensor) -> None:
-        if rows.dim() != 2 or rows.dtype != torch.long:
-            raise ValueError(f"expected rows [N, length] of int64, found {rows.dtype} of shape {list(rows.shape)}")
         self.rows = rows
 
     def __len__(self) -> int:
@@ -133,8 +131,8 @@ def mix(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int, s
     """A training order [rows, length] int64 with every source's share by weight, and how often each source's rows come: epochs.
 
     packed: source -> [N, length] int64. Shares are exact, by largest remainders. A source whose share is more than it has is
-    repeated in whole epochs, each in an order of its own; which source comes when is shuffled. ValueError where a source would
-    get no row, and for weights that are not positive or belong to other sources.
+    repeated in whole epochs, each in an order of its own; which source comes when is shuffled. weights: of the same
+    sources, positive. ValueError where a source would get no row.
     """
     counts = _shares(packed, weights, rows)
     turns = np.repeat(np.arange(len(packed)), list(counts.values()))
@@ -150,8 +148,6 @@ def mix(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int, s
 
 def _shares(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int) -> dict[str, int]:
     """Rows of each source, in the order of `packed`; of equal remainders the earlier source has the row."""
-    if not packed or set(packed) != set(weights) or not all(weight > 0 for weight in weights.values()):
-        raise ValueError(f"expected a positive weight for each of {sorted(packed)}, found {dict(weights)}")
     exact = {name: Fraction(str(float(weights[name]))) for name in packed}  # 0.1 is a tenth
     total = sum(exact.values())
     exact = {name: rows * weight / total for name, weight in exact.items()}
