@@ -188,7 +188,7 @@ def test_values_that_are_known_without_torch_are_those_of_the_rooms() -> None:
     assert set(bench.LAYOUTS) == set(LAYOUTS)
     assert set(train.SHAPES) == set(SHAPES)
     assert set(train.PRESETS) == set(PRESETS)
-    assert (tuple(TYPES), tuple(RULES)) == (export.TYPES, export.RULES)
+    assert (tuple(TYPES.values()), tuple(RULES)) == (export.TYPES, export.RULES)
 
 
 def _truncate(path: Path) -> None:
