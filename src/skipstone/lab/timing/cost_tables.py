@@ -106,9 +106,11 @@ class BatchCosts:
         """The first E layers and the head draft."""
         return self._step_costs(self.exits(exit_layer), context, exit_layer)
 
-    def of_skipping(self, attn: int, mlps: int, both: int, *, ranked: bool = False, context: float | None = None) -> StepCosts:
+    def of_skipping(
+        self, attentions: int, mlps: int, both: int, *, ranked: bool = False, context: float | None = None
+    ) -> StepCosts:
         """The model drafts without so many attentions and MLPs, both of `both` layers. ranked: runners-up are noted."""
-        saved = self.attention * attn + self.mlp * mlps + self.layer * both
+        saved = self.attention * attentions + self.mlp * mlps + self.layer * both
         return self._step_costs(max(self.exits(self.depth) - saved, self.exits.values[0]) + self.ranked * ranked, context)
 
     def of_draft_model(self, fingerprint: str, context: float | None = None) -> StepCosts | None:
