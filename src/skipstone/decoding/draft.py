@@ -3,7 +3,6 @@
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -103,6 +102,8 @@ class Verdict:
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        if not draft.width and self.notes is None and draft.draft_steps is None:
+            return [RowVerdict([], tokens, "bonus", 0, 0) for tokens in self.tokens.tolist()]
         parts = {"path": self.path, "picks": self.tokens, "against": self.overruled, "notes": self.notes}
         verdicts = []
         for row in _rows_on_host(draft, accepted=self.accepted[:, None], **parts):
@@ -134,6 +135,8 @@ class GreedyVerdict:
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        if not draft.width and self.notes is None:
+            return [RowVerdict([], picks, "bonus", 0, 0) for picks in self.picks.tolist()]
         verdicts = []
         for row in _rows_on_host(draft, picks=self.picks, waived=self.waived, notes=self.notes):
             path, drafts, picks = _walk(row), row["tokens"], row["picks"]
@@ -143,22 +146,23 @@ class GreedyVerdict:
         return verdicts
 
 
-def _rows_on_host(draft: Draft, **verdict: Tensor | None) -> Iterator[dict[str, list[int]]]:
-    """A draft and its verdict, tensors [B, k], row by row without those that are None or empty, from one transfer."""
+def _rows_on_host(draft: Draft, **verdict: Tensor | None) -> list[dict[str, list[int]]]:
+    """A draft and its verdict, tensors [B, k], row by row without those that are None, from one transfer."""
     parts = {"tokens": draft.tokens, "valid": draft.valid, "parents": draft.parents, **verdict}
-    parts["offered"] = None if draft.candidate is None else draft.offered
-    parts["draft_steps"] = None if draft.draft_steps is None else draft.draft_steps[:, None]
-    given = {name: part for name, part in parts.items() if part is not None and part.shape[1]}
-    for row in zip(*host_transfer.read(*given.values()), strict=True):
-        yield {"tokens": [], "valid": [], "path": [], **dict(zip(given, row, strict=True))}
+    if draft.candidate is not None:
+        parts["offered"] = draft.offered
+    if draft.draft_steps is not None:
+        parts["draft_steps"] = draft.draft_steps[:, None]
+    given = {name: part for name, part in parts.items() if part is not None}
+    return [dict(zip(given, row, strict=True)) for row in zip(*host_transfer.read(*given.values()), strict=True)]
 
 
 def _walk(row: dict[str, list[int]]) -> list[int]:
     """The nodes of a row that the target's picks accept."""
     tokens, picks, offered = row["tokens"], row["picks"], row.get("offered", row["valid"])
     if "parents" not in row:
-        waived, count = row.get("waived", [0] * len(tokens)), 0
-        while count < len(tokens) and offered[count] and (tokens[count] == picks[count] or waived[count]):
+        waived, count = row.get("waived", ()), 0
+        while count < len(tokens) and offered[count] and (tokens[count] == picks[count] or (waived and waived[count])):
             count += 1
         return list(range(count))
     nodes = zip(row["parents"], tokens, offered, strict=True)

@@ -56,9 +56,12 @@ class Stats:
                 self.steps += 1
                 self.drafting += step.draft_steps[row] > 0
                 self.histogram[step.accepted[row]] += 1
-        for name in ("drafted", "draft_steps", "accepted", "overruled"):
-            setattr(self, name, getattr(self, name) + sum(getattr(step, name)))
-        for name in ("verified_nodes", "seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
+        self.drafted += sum(step.drafted)
+        self.draft_steps += sum(step.draft_steps)
+        self.accepted += sum(step.accepted)
+        self.overruled += sum(step.overruled)
+        self.verified_nodes += step.verified_nodes
+        for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     def merge(self, other: "Stats") -> None:
