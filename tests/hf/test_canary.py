@@ -30,7 +30,7 @@ SET_LATER = {"_pad_token_tensor", "_eos_token_tensor", "_hf_hook"}
 """By `model.generate`, and by accelerate where it places a module."""
 
 
-REPLACED = {"_attn_implementation", "_load_from_checkpoint", "_modules"}
+REPLACED = {"_attn_implementation", "_buffers", "_load_from_checkpoint", "_modules"}
 """Defined by src in the place of transformers' or torch's own."""
 
 
@@ -46,6 +46,8 @@ def foreign_names() -> set[str]:
             case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):
                 pass  # documented, for all its underscore
             case ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name))):
+                used.add(name)
+            case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
                 used.add(name)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 used.add(name)
