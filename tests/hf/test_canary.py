@@ -35,7 +35,7 @@ REPLACED = {"_attn_implementation", "_buffers", "_load_from_checkpoint", "_modul
 
 
 def foreign_names() -> set[str]:
-    """Private names that src looks up on any object: by attribute, by getattr, in a dictionary. Not those that it defines."""
+    """Private names that src looks up on any object: by attribute, getattr or attrgetter, in a dictionary. Not its own."""
     used, own = set[str](), set[str]()
     for node in (node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         match node:
@@ -50,6 +50,8 @@ def foreign_names() -> set[str]:
             case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
                 used.add(name)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                used.add(name)
+            case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
                 used.add(name)
             case _:
                 pass

@@ -88,7 +88,7 @@ class TensorValues:
 
 def _tensors_in(places: Sequence[dict[str, Any]]) -> list[Tensor]:
     """The tensors in some dictionaries, without those on the meta device."""
-    return [one for one in chain.from_iterable(map(dict.values, places)) if one is not None and not one.is_meta]
+    return [one for one in chain.from_iterable(place.values() for place in places) if one is not None and not one.is_meta]
 
 
 class AttributeValues:
