@@ -286,5 +286,5 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     assert not all(one.is_same for one in replay_decisions(file, time.perf_counter)), "decisions rest on recorded values"
     for text in ("{}", "nothing", '{"state": 3}', '{"request": null}', '{"other": 1}'):
         file.write_text(text + "\n")
-        with pytest.raises(ValueError, match="line 1: this is no record of auto's decisions"):
+        with pytest.raises(ValueError, match="line 1: no record of auto's decisions"):
             list(replay_decisions(file, time.perf_counter))
