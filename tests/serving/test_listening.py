@@ -111,7 +111,7 @@ def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused
 def test_what_is_not_written_within_the_drain_time_ends_by_an_error(
     loaded: Any, clients: ThreadPoolExecutor, path: str
 ) -> None:
-    response = {"input": LONG["prompt"], "max_output_tokens": 1500, "temperature": 0, "speculative": "off"}
+    response = {"input": "class A:", "max_output_tokens": 1500, "temperature": 0, "speculative": "off"}
     body = LONG if path == "/v1/completions" else response
     events = served_by(lambda: loaded, 0.05, lambda url: stream_and_stop(url, clients, body, path).result(ENDS), clients)
     assert any("the server was stopped" in event for event in events[-3:])
