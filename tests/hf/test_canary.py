@@ -51,8 +51,6 @@ def foreign_names() -> set[str]:
                 used.add(name)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 used.add(name)
-            case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
-                used.add(name)
             case _:
                 pass
     return {name for name in used - (own - REPLACED) if name.startswith("_") and not name.startswith("__")}

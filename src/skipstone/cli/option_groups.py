@@ -130,7 +130,7 @@ class ModelOptions(OptionGroup):
     def with_absolute_path(self) -> Self:
         """For processes that have another working directory."""
         is_path = self.model is not None and Path(self.model).exists()
-        return replace(self, model=str(Path(self.model or "").resolve())) if is_path else self
+        return replace(self, model=os.path.abspath(self.model or "")) if is_path else self
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
         """The model and its tokenizer. arguments: further ones of `skipstone.load`."""

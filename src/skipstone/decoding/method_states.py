@@ -40,6 +40,6 @@ def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
     """The report of the method's state with most steps on a model; empty before its first request.
 
     more: as in `method_state`, None for any."""
-    known = _STATES.known(unwrapped(model)).items()
+    known = list(_STATES.known(unwrapped(model)).items())  # another thread may add one
     states = [state for key, state in known if key[0] == method.unguarded and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}

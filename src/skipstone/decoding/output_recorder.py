@@ -11,6 +11,9 @@ from skipstone.decoding.draft import Draft, RowVerdict, Step, TokenRecord
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.verify import entropy, one_hot_where
 
+Place = tuple[Tensor, Tensor, list[bool]]
+"""Of a committed token in all rows: the node before it [B], the tokens before it [B, place], and which rows have it."""
+
 
 @dataclass
 class OutputRecorder:
@@ -25,25 +28,40 @@ class OutputRecorder:
     scores: bool = False
 
     def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
-        sampler, logits, processed_scores = scores.sampler, list[Tensor](), list[Tensor]()  # one [B, V] per place
+        places = [
+            _at(verdicts, place, scores.logits.device) for place in range(max((len(v.tokens) for v in verdicts), default=0))
+        ]
+        if self.logits:
+            step.logits = _by_row([scores.at(node) for node, _, _ in places], verdicts, scores.logits)
+        if self.record or self.scores:
+            self._record_processed(places, step, draft, scores, verdicts)
+
+    def _record_processed(
+        self, places: list[Place], step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]
+    ) -> None:
+        """What needs the processors and warpers, which are expensive for large vocabularies."""
+        sampler, processed_scores = scores.sampler, list[Tensor]()
         records: list[list[TokenRecord]] = [[] for _ in verdicts]
-        for place in range(max((len(v.tokens) for v in verdicts), default=0)):
-            node, path, reached = _at(verdicts, place, scores.logits.device)
-            logits.append(scores.at(node))
-            processed = sampler.process(logits[-1], path, reached)
-            p = sampler.warped(processed, path, reached)
-            processed_scores.append(processed if sampler.greedy else p.log())
-            spread = entropy(processed.softmax(-1), base=math.e)
-            for row, verdict in enumerate(verdicts):
-                if self.record and reached[row]:
-                    records[row] += _records(draft, row, verdict, place, int(node[row]), p[row], spread[row])
+        for place, (node, path, reached) in enumerate(places):
+            processed = sampler.process(scores.at(node), path, reached)
+            p = sampler.warped(processed, path, reached) if self.record or not sampler.greedy else processed
+            if self.scores:
+                processed_scores.append(processed if sampler.greedy else p.log())
+            if self.record:
+                spread = entropy(processed.softmax(-1), base=math.e)
+                for row in (row for row, is_reached in enumerate(reached) if is_reached):
+                    records[row] += _records(draft, row, verdicts[row], place, int(node[row]), p[row], spread[row])
         if self.record:
             step.records = records
-        empty = scores.logits.new_empty((0, scores.logits.shape[2]))
-        for name, columns in (("logits", logits), ("scores", processed_scores)):
-            if getattr(self, name):
-                rows = [[column[row] for column in columns[: len(v.tokens)]] for row, v in enumerate(verdicts)]
-                setattr(step, name, [torch.stack(row) if row else empty for row in rows])
+        if self.scores:
+            step.scores = _by_row(processed_scores, verdicts, scores.logits)
+
+
+def _by_row(columns: list[Tensor], verdicts: list[RowVerdict], logits: Tensor) -> list[Tensor]:
+    """[k, V] for every row, of one [B, V] per place. logits: of the step."""
+    empty = logits.new_empty((0, logits.shape[2]))
+    rows = [[column[row] for column in columns[: len(v.tokens)]] for row, v in enumerate(verdicts)]
+    return [torch.stack(row) if row else empty for row in rows]
 
 
 def _records(
@@ -64,8 +82,8 @@ def _records(
         yield _token(draft, row, unreached, int(draft.tokens[row, unreached]), None, None, False)
 
 
-def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor, list[bool]]:
-    """Where the committed token number `place` was chosen: (node before it [B], tokens before it [B, place], rows with it)."""
+def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> Place:
+    """Where the committed token number `place` was chosen."""
     nodes = [v.path[place - 1] if 0 < place <= len(v.path) else -1 for v in verdicts]
     path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
     before = torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)

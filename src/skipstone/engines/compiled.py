@@ -110,8 +110,17 @@ class GraphCache:
 
 LayerInputs = tuple[Tensor, Pass, dict[Any, Any]]
 """The inputs of a range of layers in one pass: hidden states, the pass, and rotary phases by their source."""
-_pytree.register_dataclass(Tree)
-_pytree.register_dataclass(Pass)  # without its masks, which are made anew
+
+
+def _copied(inputs: LayerInputs) -> LayerInputs:
+    """Plain copies of some inputs. The pass makes its masks anew."""
+    hidden, at, phases = inputs
+    tree = at.tree
+    if tree is not None:
+        parts = {name: _plain(getattr(tree, name)) for name in ("base", "ancestors", "column_positions", "seen")}
+        tree = replace(tree, **parts)
+    own = replace(at, positions=_plain(at.positions), slots=_plain(at.slots), valid=_plain(at.valid), tree=tree)
+    return _plain(hidden), own, _pytree.tree_map_only(Tensor, _plain, phases)
 
 
 def _tensors(inputs: LayerInputs) -> list[Tensor]:
@@ -282,7 +291,7 @@ class CompiledEngine(EagerEngine):
     def _record(self, inputs: LayerInputs, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
         """Record a CUDA graph of `_run_layers` without running it, with a copy of the inputs. RuntimeError if it would wait for
         the device."""
-        own = _pytree.tree_map_only(Tensor, _plain, inputs)
+        own = _copied(inputs)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

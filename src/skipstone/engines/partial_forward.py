@@ -63,7 +63,7 @@ class PartialForward:
             self._positions = self._slots.clamp(max=self._end - 1)
         self._reached: list[int] | None = [0]  # depth of every column, while it is the same in all rows
         self._depth: np.ndarray | None = None  # [B, columns] int64, depth of every token, once rows differ
-        self._tokens = root[:, None]  # [B, columns]; `_make_room` extends it for draft tokens
+        self._tokens = root[:, None]  # [B, columns]; `_extend_tokens` extends it for draft tokens
         self._hidden: Tensor | None = None  # [B, columns, d]
         self._embedded = 0  # number of embedded columns
         self.passes: list[tuple[int, int, int]] = []

@@ -6,13 +6,17 @@ default dtype of the whole process, for all threads.
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 _CREATE = (torch.tensor, torch.full, torch.zeros, torch.ones, torch.empty, torch.linspace)
 
@@ -82,21 +86,38 @@ class _Float32Mode(TorchFunctionMode):
         return created
 
 
-@contextmanager
-def stable_defaults() -> Iterator[None]:
+class stable_defaults:
     """Inside, no load changes torch's default dtype. New tensors that name no dtype or device are float32 on the CPU."""
-    turns = _turns
-    turns.begin_pass()
-    try:
-        with ExitStack() as modes:
-            # a default device is a mode
-            if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
-                modes.enter_context(torch.device("cpu"))
-            if torch.get_default_dtype() is not torch.float32:
-                modes.enter_context(_Float32Mode())
-            yield
-    finally:
-        turns.end_pass()
+
+    __slots__ = ("_modes", "_turns")
+
+    def __enter__(self) -> None:
+        self._turns, self._modes = _turns, None
+        self._turns.begin_pass()
+        modes: list[Any] = []
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":  # a default device is a mode
+            modes.append(torch.device("cpu"))
+        if torch.get_default_dtype() is not torch.float32:
+            modes.append(_Float32Mode())
+        if modes:
+            self._modes = ExitStack()
+            for mode in modes:
+                self._modes.enter_context(mode)
+
+    def __exit__(self, *_: object) -> None:
+        if self._modes is not None:
+            self._modes.close()
+        self._turns.end_pass()
+
+    def __call__(self, function: Callable[Given, Result]) -> Callable[Given, Result]:
+        """Decorate a function to run inside."""
+
+        @wraps(function)
+        def guarded(*given: Given.args, **named: Given.kwargs) -> Result:
+            with stable_defaults():
+                return function(*given, **named)
+
+        return guarded
 
 
 @contextmanager

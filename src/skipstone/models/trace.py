@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -100,11 +100,17 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, record: Trace) -> I
         if record.before is None and get_ident() == tracing:
             record.before = len(record.parts)
 
-    with ExitStack() as hooks:
-        hooks.callback(layers[0].register_forward_pre_hook(begin_layers).remove)
-        for path, one, add in watched:
-            hooks.callback(one.register_forward_hook(partial(_record_call, path, add, tracing), with_kwargs=True).remove)
+    hooks: list[Any] = []
+    try:
+        hooks.append(layers[0].register_forward_pre_hook(begin_layers))
+        # one by one, so that Ctrl-C in between leaves no hook
+        hooks.extend(
+            one.register_forward_hook(partial(_record_call, path, add, tracing), with_kwargs=True) for path, one, add in watched
+        )
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _record_call(

@@ -200,11 +200,11 @@ class Completion:
         """Numbers of prompt and written tokens. A prompt counts once for all its choices."""
         prompts = {id(choice.pending.request.prompt): len(choice.pending.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.output_text.count for choice in self.choices)
-        stats = self.stats
+        stats = [choice.pending.stats for choice in self.choices]  # not their total: a row that is left may still be writing
         found: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        found["prompt_tokens_details"] = {"cached_tokens": min(stats.cached_tokens, read)}
+        found["prompt_tokens_details"] = {"cached_tokens": min(sum(one.cached_tokens for one in stats), read)}
         if predicted := sum(len(choice.pending.request.prediction) for choice in self.choices):
-            accepted = stats.accepted_prediction_tokens
+            accepted = sum(one.accepted_prediction_tokens for one in stats)
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": max(predicted - accepted, 0)}
             found["completion_tokens_details"] = details
         return found

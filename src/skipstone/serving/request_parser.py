@@ -237,7 +237,7 @@ class RequestParser:
             biases: list[Any] = [[[int(token)], bias] for token, bias in body.logit_bias.items()]
             if (largest := max(biases)[0][0]) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
-            processors.append(SequenceBiasLogitsProcessor(biases))
+            processors.append(Bias(biases))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options
@@ -277,6 +277,10 @@ def _writes(tokenizer: Any, arguments: Any) -> bool:
             written = chat_text(turns[:count], tokenizer, [tool])
             return "probed_value" in written and str(PROBE_ARGUMENTS) not in written
     return False
+
+
+class Bias(SequenceBiasLogitsProcessor):
+    """The bias of a request. It has a type of its own: transformers drops the model's processor of the same type."""
 
 
 class Penalty:

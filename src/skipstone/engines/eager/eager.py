@@ -1,7 +1,5 @@
 """The engine that calls transformers' own modules, layer by layer. Only `EagerEngine.run` calls layers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -88,7 +86,9 @@ class EagerEngine(Engine):
         absent = skip.attention & skip.mlp if skip and not changing else frozenset()
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        with self._passing(skip):
+        running = self._patched(skip)
+        try:
+            running.thread = get_ident()
             for index in layers:
                 if index not in absent:
                     given = self._layer_arguments(index, at, phases[rotary[index]])
@@ -96,6 +96,8 @@ class EagerEngine(Engine):
                         given[PER_LAYER] = layer_inputs[index]
                     output = self.layers[index](hidden, **given, **cache, **self._fixed)
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
+        finally:
+            running.thread = None
         hidden = self.family.folded(hidden).to(self._home)  # accelerate's hooks move it between layers only
         return torch.cat([hidden, *layer_inputs], -1) if layer_inputs else hidden
 
@@ -116,12 +118,16 @@ class EagerEngine(Engine):
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """As in `Engine`."""
         rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
-        with self._passing():
+        running = self._patched()
+        try:
+            running.thread = get_ident()
             if rows is None:
                 scores = (self.head if head is None else head)(normed)
             else:
                 states = normed.to(rows.weight.device)
                 scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
+        finally:
+            running.thread = None
         logits = self.family.scored(scores.to(self._home), self.config).float()
         return logits if shortlist is None or rows is not None else logits[..., shortlist]
 
@@ -141,9 +147,9 @@ class EagerEngine(Engine):
             cached = self._shortlists[shortlist] = TensorValues(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return cached[1]
 
-    @contextmanager
-    def _passing(self, skip: SkipSet | None = None) -> Iterator[None]:
-        """Have the patches act in this thread. RuntimeError in the middle of another pass."""
+    def _patched(self, skip: SkipSet | None = None) -> patches.PatchContext:
+        """The patches of a pass, put on. They act in the thread that the caller names, without a call in between that Ctrl-C
+        could interrupt. RuntimeError in the middle of another pass."""
         running = self._running
         if running.passing:
             raise RuntimeError(
@@ -154,11 +160,7 @@ class EagerEngine(Engine):
         if skip and not running.skippable:
             self._patch_sublayers()
         running.skip = skip or _NOTHING
-        try:
-            running.thread = get_ident()
-            yield
-        finally:
-            running.thread = None
+        return running
 
     def _patch(self) -> None:
         """Put on the patches that every pass needs."""

@@ -41,7 +41,7 @@ from skipstone.models.passes import SkipSet
 from skipstone.utils.files import cache_place, digest, write_cache
 from skipstone.utils.settings_files import SettingsPart, read_json
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 BATCHES = (1, 8)  # default batch sizes
 CONTEXT = 128  # tokens of context of all measurements, fewer if the model has fewer positions
 FAR_CONTEXT = 512  # tokens of context for the slope of the context, fewer likewise

@@ -148,8 +148,7 @@ class ChainDrafter(Drafter):
         coupled: bool,
         exit_layer: int | None = None,
     ) -> None:
-        self.model, self.coupled = model, coupled
-        self.exit_layer, self.layers = exit_layer, exit_layer or model.depth
+        self.model, self.coupled, self.exit_layer = model, coupled, exit_layer
         self.max_drafts = [max_drafts] * rows
         self.confidence = ConfidenceRule(threshold, rows, model.device, max_drafts)
         self.rule = self.confidence  # of this step
@@ -157,6 +156,10 @@ class ChainDrafter(Drafter):
     @property
     def sampler(self) -> Sampler:
         return self.view.sampler
+
+    @property
+    def layers(self) -> int:
+        return self.exit_layer or self.model.depth
 
     def add_request(self, row: int, request: Request) -> None:
         self.confidence.reset(row)

@@ -172,7 +172,7 @@ class DraftModelMethod(ShortlistMethod):
             )
         dtype = target.model.dtype if self.draft_dtype is None else getattr(torch, self.draft_dtype)
         try:
-            model = load_model(DRAFTS.get(name, name), dtype=dtype, device=self.draft_device or target.device)
+            model = load_model(DRAFTS.get(name, name), dtype=dtype, device=str(self.draft_device or target.device))
         except OSError as error:
             raise OSError(f"the draft model {name} for {own} is not there: {error}") from error
         except (ValueError, RuntimeError) as error:

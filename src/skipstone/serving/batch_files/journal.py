@@ -16,6 +16,8 @@ from skipstone.utils.files import json_line, plain, publish
 
 VERSION = 2
 """Of the journal's tables."""
+APPLICATION = 0x736B6970
+"""The id in the head of an SQLite database that is a journal."""
 SUCCESS = 200
 """The status of a request that was answered."""
 
@@ -32,6 +34,12 @@ def is_error(answer: OutputLine) -> bool:
 def journal_of(output: Path) -> Path:
     """The path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
+
+
+def _remove(journal: Path) -> None:
+    """Remove it, and the file in which SQLite keeps an unfinished change."""
+    for path in (journal, journal.with_name(f"{journal.name}-journal")):
+        path.unlink(missing_ok=True)
 
 
 def expect_free(output: Path, *, resume: bool) -> None:
@@ -58,7 +66,7 @@ def count_errors(output: Path, requests: RequestFile) -> int | None:
         found = []
     if [id_ for id_, _ in found] != [requests[index].id for index in range(len(requests))]:
         raise ValueError(f"{output} is not the output of {requests.path}, and is never overwritten: give another file")
-    journal_of(output).unlink(missing_ok=True)
+    _remove(journal_of(output))
     return sum(failed for _, failed in found)
 
 
@@ -84,14 +92,19 @@ class Journal:
             yield
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-                raise ValueError(f"{self.path} is being written by another run") from error
-            raise OSError(f"{self.path} is no journal of a batch, or cannot be written, and stays as it is: {error}") from error
+                raise ValueError(f"{self.path} is being written by another run, or its file system has no locks") from error
+            reason = f"is no journal of a batch, is damaged or cannot be written, and stays as it is: {error}"
+            raise OSError(f"{self.path} {reason}") from error
 
     def _begin(self, settings: dict[str, Any]) -> None:
         """Take the journal for this run, and read what it has."""
         execute = self._database.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("BEGIN EXCLUSIVE")
+        (num_tables,) = execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if num_tables and execute("PRAGMA application_id").fetchone() != (APPLICATION,):
+            raise ValueError(f"{self.path} is the database of another program, and is never overwritten")
+        execute(f"PRAGMA application_id = {APPLICATION}")
         execute("CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT)")
         execute("CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, line BLOB, is_error INTEGER)")
         there = {name: json.loads(value) for name, value in execute("SELECT name, value FROM settings")}
@@ -134,21 +147,30 @@ class Journal:
         its place."""
         hidden = self.output.with_name(f".{self.output.name}")
         try:
-            with hidden.open("wb") as file:
-                file.writelines(line for (line,) in self._database.execute("SELECT line FROM answers ORDER BY number"))
+            with self._explained_errors(), hidden.open("wb") as file:
+                for (line,) in self._database.execute("SELECT line FROM answers ORDER BY number"):
+                    file.write(self._expect_answer(line))
             if self.output.exists():
                 raise ValueError(f"{self.output} has come meanwhile, and stays: the answers are in {self.path}")
             publish(hidden, self.output)
         finally:
             hidden.unlink(missing_ok=True)
+        _remove(self.path)
         self._database.close()
-        self.path.unlink()
+
+    def _expect_answer(self, line: bytes) -> bytes:
+        """The line. ValueError if it is no answer: SQLite does not notice damaged bytes."""
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged, and stays: an answer is no JSON") from error
+        return line
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
         """Let others write. A journal without an answer is removed."""
-        self._database.close()
         if not self._done:
-            self.path.unlink(missing_ok=True)
+            _remove(self.path)
+        self._database.close()

@@ -98,15 +98,20 @@ class WorkerPool:
     def __init__(self, create: Callable[[], Any], size: int) -> None:
         self._create, self._exceptions = create, installed("ray.exceptions", NEED, "ray")
         self.num_running: dict[Any, int] = {create(): 0 for _ in range(size)}
+        self._loaded: set[Any] = set()
 
     async def answer(self, line: RequestLine) -> OutputLine:
         """The answer of the actor with the fewest requests. If it dies, another one takes its place, and the answer is an
-        error. An exception of an actor, which could not load the model, is raised."""
+        error. The exception of an actor that cannot load the model is raised; ValueError if it dies before it has loaded it."""
         worker = min(self.num_running, key=lambda one: self.num_running[one])
         self.num_running[worker] += 1
         try:
+            await worker.load.remote()
+            self._loaded.add(worker)
             return await worker.answer.remote(line)
-        except self._exceptions.RayActorError:
+        except self._exceptions.RayActorError as error:
+            if worker not in self._loaded:
+                raise ValueError(f"an actor could not begin: {error}") from None
             if self.num_running.pop(worker, None) is not None:
                 self.num_running[self._create()] = 0
             message = "the process that wrote this answer died, and died again when it wrote only this"
@@ -119,18 +124,21 @@ class WorkerPool:
 
 
 class Worker:
-    """A model in an actor, which loads it for the first request."""
+    """A model in an actor. Call `load` before `answer`."""
 
     def __init__(self, settings: BatchSettings, cpus: int) -> None:
         os.environ.setdefault(VARIABLE, str(cpus))
         self._server = Server(settings.load, settings.server)
         self._loading: asyncio.Task[None] | None = None
 
-    async def answer(self, line: RequestLine) -> OutputLine:
-        """The line of the output."""
+    async def load(self) -> None:
+        """Load the model, at the first call."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._server.load())
         await self._loading
+
+    async def answer(self, line: RequestLine) -> OutputLine:
+        """The line of the output."""
         try:
             return await answer_line(self._server, line)
         except ModelThreadError:

@@ -54,7 +54,7 @@ def parse_line(raw: bytes) -> RequestLine:
         return RequestLine.model_validate(json.loads(raw.decode()))
     except ValidationError as error:
         first = error.errors()[0]
-        name = "".join(f"{part}: " for part in first["loc"])
+        name = "".join(f"{str(part).encode('unicode_escape').decode():.40}: " for part in first["loc"])
         raise ValueError(f"{name}{first['msg']}; a line is an object of {', '.join(RequestLine.model_fields)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON ({error})") from None

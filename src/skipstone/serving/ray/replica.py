@@ -42,7 +42,7 @@ class Replica:
         try:
             await self._server.load()
         except Exception as error:
-            raise ValueError(_error_line(error)) from None
+            raise ValueError(_error_line(error)) from error
 
     async def check_health(self) -> None:
         """Called by Serve, which starts a new replica after a RuntimeError."""

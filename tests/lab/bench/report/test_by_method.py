@@ -84,7 +84,7 @@ def test_layer_sets_have_the_speedup_that_swifts_equation_expects(tmp_path: Path
     """50 steps of 2 drafts, of which 1 is right: M = 2, alpha = .5. A plain token takes 10 ms, the two drafts 3 ms, scoring 5:
     c = .15, v = .5. E = 2 / (2 c + v), in the paper 2 / (2 c + 1)."""
     cells = cells_of(tables.by_layer_set(group_of(tmp_path / "a.jsonl", swift())))["layerskip"]
-    assert [*cells.values()][1:11] == ["0.50", "2", "0.70", "9", "100 %", "20.0 %", "0.15", "0.50", "1.54", "2.50"]
+    assert [*cells.values()][1:11] == ["0.50", "2", "0.70", "9", "100%", "20.0%", "0.15", "0.50", "1.54", "2.50"]
     assert "sums: layer sets" in report.report([tmp_path / "a.jsonl"], "md")
 
 
@@ -98,7 +98,7 @@ def test_exit_heads_are_counted_over_the_groups_prompts(tmp_path: Path) -> None:
     assert tables.early_prediction_rates(group, "autoregressive") == (None, None)
     cells = cells_of(tables.by_exit_head(group))
     assert [*cells] == ["a", "b", "c"]
-    assert [*cells["a"].values()][1:] == ["0.20", "20 %", "17 %", "6: 50 % (25 %), 12: 50 % (0 %)", "2/3", "2.22"]
+    assert [*cells["a"].values()][1:] == ["0.20", "20%", "17%", "6: 50% (25%), 12: 50% (0%)", "2/3", "2.22"]
 
 
 def test_a_file_with_older_names_of_settings_gives_the_same_report(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> No
     assert [*cells] == ["hf-generate", "autoregressive", "adasd (lossy)"]
     names = ("#cand", "#match", "AccRate", "JSD accepted", "JSD rejected", "threshold", "overruled", "log-likelihood", "score")
     assert [cells["adasd (lossy)"][name] for name in names] == (
-        ["2.00", "1.00", "0.500", "0.150", "0.490", "-", "5.0 %", "-2.000", "exact_match 0.333"]
+        ["2.00", "1.00", "0.500", "0.150", "0.490", "-", "5.0%", "-2.000", "exact_match 0.333"]
     )
     assert cells["autoregressive"]["log-likelihood"] == "-1.000"
     assert "drafts, and what keeping them costs" in report.report([tmp_path / "a.jsonl"], "md")

@@ -6,7 +6,6 @@ Tables 1 to 5). They are over all prompts.
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +58,7 @@ def _csv(rows: Iterable[Iterable[Any]]) -> str:
 def fill(template: str, figures: Figures) -> str:
     """A cell: a template with its figures, or a dash if one of them is missing."""
     try:
-        return re.sub("(?<! )%", " %", template.format_map(figures))
+        return template.format_map(figures)
     except (KeyError, TypeError):  # TypeError: a figure is None
         return NONE
 
@@ -178,20 +177,25 @@ def _across_tasks(groups: Sequence[MeasurementGroup], layout: str) -> Table:
         by_temperature.setdefault(group.temperature, []).append(group)
     rows = []
     for label in dict.fromkeys(label for group in groups for label in group.labels):
-        row = {"Methods": next(group.display_name(label) for group in groups if label in group.labels)}
+        row = [("Methods", next(group.display_name(label) for group in groups if label in group.labels))]
         for group in groups:
             figures, calm = _figures(group, label, group.shown_lines()), len(group.headline())
             prompts = f"n = {calm}" if calm else f"all {len(group.lines)}, every one loops"
             for name, cell in ACROSS_TASKS[layout].items():
-                row[f"{group.name} {name.format(n=prompts)}"] = fill(cell, figures)
+                row.append((f"{group.name} {name.format(n=prompts)}", fill(cell, figures)))
         for t, parts in by_temperature.items():
             pairs = [pair for group in parts for pair in group.pairs_with_plain(label, group.shown_lines())]
             own, plain = map(tokens_per_second, zip(*pairs, strict=True)) if pairs else (None, 1.0)
             suffix, overall = f", T = {t:g}" if t else "", {"own": own, "ratio": own and own / plain}
-            row |= {f"Speed (tokens/s){suffix}": fill("{own:.2f}", overall)}
-            row |= {f"Overall Speedup{suffix}": fill("{ratio:.2f}x", overall)}
+            row.append((f"Speed (tokens/s){suffix}", fill("{own:.2f}", overall)))
+            row.append((f"Overall Speedup{suffix}", fill("{ratio:.2f}x", overall)))
         rows.append(row)
-    return Table(groups[0].subject, [*rows[0]], [[*row.values()] for row in rows])
+    return _of_pairs(groups[0].subject, rows)
+
+
+def _of_pairs(title: str, rows: Sequence[Sequence[tuple[str, str]]]) -> Table:
+    """A table of rows of (column, cell). Columns may have the same name: of one task in two runs, for example."""
+    return Table(title, [column for column, _ in rows[0]] if rows else [], [[cell for _, cell in row] for row in rows])
 
 
 def _by_category(group: MeasurementGroup) -> Table:
@@ -199,14 +203,12 @@ def _by_category(group: MeasurementGroup) -> Table:
     labels = [label for label in group.labels if label != group.label_of(BASELINE)]
     rows = []
     for part in group.by_category():
-        row = {"category": part.task or NONE}
+        row = [("category", part.task or NONE)]
         for suffix, lines, cell in (("", part.headline(), COLUMNS["x plain"]), (", all", part.lines, PLAIN)):
-            row[f"n{suffix}"] = str(len(lines))
-            for label in labels:
-                row[group.display_name(label) + suffix] = fill(cell, _figures(part, label, lines))
+            row.append((f"n{suffix}", str(len(lines))))
+            row += [(group.display_name(label) + suffix, fill(cell, _figures(part, label, lines))) for label in labels]
         rows.append(row)
-    titles = [*rows[0]] if rows else []
-    return Table(f"{group.subject}, {group.name}: x plain by category", titles, [[*row.values()] for row in rows])
+    return _of_pairs(f"{group.subject}, {group.name}: x plain by category", rows)
 
 
 def _by_exit(group: MeasurementGroup) -> Table:
