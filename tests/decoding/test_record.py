@@ -57,6 +57,22 @@ def test_records_of_a_row_do_not_depend_on_its_neighbours(method: Method, temper
                 assert (a.p, a.entropy) == pytest.approx((b.p, b.entropy), abs=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_recorder_of_logits_runs_no_processor_again(temperature: float, model: ModelRunner) -> None:
+    calls: list[int] = []
+
+    def counting(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(len(ids[0]))
+        return scores
+
+    request = Request(prompt(4, 4), 10, sampling=Sampling(temperature, processors=(counting,)))
+    kept(SKIP, model, [request], OutputRecorder())
+    without = list(calls)
+    calls.clear()
+    assert any(step.logits for step in kept(SKIP, model, [request], OutputRecorder(logits=True)))
+    assert calls == without
+
+
 def test_probabilities_and_entropy_are_the_targets_own(model: ModelRunner) -> None:
     """p after warpers, the entropy at temperature 1 before them (in nats), by transformers' forward; q the draft's."""
     request = Request(prompt(5), 16, sampling=Sampling(0.7, top_k=5, seed=2))

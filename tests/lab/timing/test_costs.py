@@ -51,6 +51,17 @@ def test_nothing_that_is_timed_is_committed() -> None:
         assert session.view.last == [0, 0]
 
 
+def test_an_exit_is_timed_at_its_own_layer() -> None:
+    raw, ran = families.build("llama", max_position_embeddings=300), list[int]()
+    for number, layer in enumerate(raw.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    timed = CostTimer(ModelRunner(raw, "eager"), 1).entries(False)
+    for exit_layer in (1, 2, 3):
+        ran.clear()
+        timed[f"exit {exit_layer}", 1]()
+        assert ran == [0, 1, 2, 3, *range(exit_layer)], "after a whole pass"
+
+
 def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
     times = EntryTimes({("a", 1): [3.5, 3.0], ("a", 3): [11.0, 12.0], ("b", 1): [4.0], ("b", 3): [4.0]})
     assert times.cost("a", 1) == 3.0

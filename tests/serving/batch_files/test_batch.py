@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +302,25 @@ def test_what_is_no_journal_or_a_damaged_one_is_left_as_it_is(lines: RequestFile
         with pytest.raises(OSError, match="is no journal of a batch"):
             Journal(output, lines, ABOUT)
         assert journal_of(output).read_bytes() == content
+    journal_of(output).unlink()
+    with closing(sqlite3.connect(journal_of(output))) as database:
+        database.execute("CREATE TABLE poems (line)")
+    with pytest.raises(ValueError, match="of another program"):
+        Journal(output, lines, ABOUT)
+    assert journal_of(output).exists()
+
+
+def test_a_damaged_answer_is_not_published(lines: RequestFile, output: Path) -> None:
+    with Journal(output, lines, ABOUT) as journal:
+        answer = line_answer(lines, 0)
+        journal.add((0, answer))
+        stored = journal_of(output)
+        at = stored.read_bytes().index(answer["custom_id"].encode() + b'"')
+        stored.write_bytes(stored.read_bytes()[:at] + b'"' + stored.read_bytes()[at + 1 :])
+    with Journal(output, lines, ABOUT) as journal, pytest.raises(ValueError, match="is damaged"):
+        journal.finish()
+    assert stored.exists()
+    assert not output.exists()
 
 
 GOOD = request("one", greedy("def a("))
