@@ -31,8 +31,8 @@ def stored_type(model: Any, requested: str | None) -> str:
 def write_pair(model: ModelRunner, vocabulary: Vocabulary, kept: DraftLayers, folder: Path, kind: str, name: str) -> None:
     """Write a model and the draft of its kept layers as TARGET and DRAFT in a folder, whole or not at all.
 
-    kind: one of TYPES. name: the model's. FileExistsError if the folder exists. ValueError for a model that llama.cpp does not
-    compute as transformers does, or that cannot be cut (`draft.cut`).
+    kind: one of the values of TYPES. name: the model's. FileExistsError if the folder exists. ValueError for a model that
+    llama.cpp does not compute as transformers does, or that cannot be cut (`draft.cut`).
     """
     if folder.exists():
         raise FileExistsError(17, "there already, and an export overwrites nothing", str(folder))
@@ -48,7 +48,7 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
     part of a file."""
     gguf = installed("gguf", "GGUF files need gguf", "export")
     expect_architecture(model.config)
-    writer = gguf.GGUFWriter(path, model.config.model_type, use_temp_file=True)
+    writer = gguf.GGUFWriter(path, model.config.model_type)
     try:
         writer.add_type("model")
         writer.add_name(title)
@@ -56,14 +56,18 @@ def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, title
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         write_hyperparameters(writer, model.config)
         vocabulary.write(writer)
-        for name, weight in tensors(model):
-            values = weight.detach().float().contiguous().numpy()
-            stored = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else kind]
-            if stored.name == "F16" and np.abs(values).max() > LARGEST_F16:
-                raise ValueError(f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: take BF16 or F32")
-            writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+        weights = [(name, weight, "F32" if weight.ndim == 1 else kind) for name, weight in tensors(model)]
+        weights = [(name, weight, gguf.GGMLQuantizationType[stored]) for name, weight, stored in weights]
+        for name, weight, stored in weights:
+            size = weight.numel() * gguf.GGML_QUANT_SIZES[stored][1]  # bytes
+            writer.add_tensor_info(name, tuple(weight.shape), np.dtype(np.float32), size, stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        for name, weight, stored in weights:
+            values = weight.detach().float().contiguous().numpy()
+            if stored.name == "F16" and np.abs(values).max() > LARGEST_F16:
+                raise ValueError(f"{name} has numbers beyond {LARGEST_F16:g}, the largest of F16: take BF16 or F32")
+            writer.write_tensor_data(gguf.quants.quantize(values, stored))
     finally:
         writer.close()
