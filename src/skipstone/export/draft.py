@@ -99,6 +99,8 @@ def _remaining_layers(method: Any, model: ModelRunner) -> tuple[int, ...]:
         skip = method.skip_set(model)
     else:
         raise ValueError(f"{method.name} does not draft with layers of the model alone: take layerskip, or a layer set")
+    if not skip.attention and not skip.mlp and isinstance(method, Swift):
+        raise ValueError("the layer set of swift's profile is empty: the draft would be the whole model")
     if not skip.attention and not skip.mlp:
         raise ValueError(f"{method.name} drafts with all layers in fewer bits: quantise the model with the engine's tools")
     LayerSetSpace.of(model).from_skip_set(skip)

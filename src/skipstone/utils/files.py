@@ -118,7 +118,7 @@ def _warn_of_cache(folder: Path, reason: str) -> None:
 def write_cache(path: Path | None, value: Any) -> bool:
     """Write a cache file like `write_json`. Returns whether that worked. path: None if the user has no cache folder.
 
-    A failure causes a warning, once per process and folder.
+    A failure causes a warning, once per process, folder and reason.
     """
     try:
         if path is None:

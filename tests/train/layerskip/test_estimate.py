@@ -130,6 +130,7 @@ OWN: dict[str, Any] = {
     ("changes", "given", "message"),
     [
         ({"exits": {"exit_layers": [1, 41]}}, {"size": "8B"}, r"exit_layers must lie between 1 and 32, found \[41\]"),
+        ({}, {"size": "3B"}, "unknown shape '3B': expected one of"),
         ({}, {"mfu": 1.5}, "found 1, 1.5 and 989.0"),
         ({"training__muon_learning_rate": 0.02}, {"gpus": 2}, "Muon orthogonalises whole matrices"),
         ({"model": {"config": {"model_type": "llama"}, "lora": {"r": 2}}}, {}, "does not cover adapters"),

@@ -62,6 +62,8 @@ def licence_of(base: str) -> str | None:
 
 def licence_in(text: str) -> str | None:
     """The licence that a card names; None if it names none or has no readable header."""
+    if not text:
+        return None
     with suppress(ValueError, TypeError):
         found: Any = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
         return found if isinstance(found, str) else None

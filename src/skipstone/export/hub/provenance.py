@@ -86,9 +86,11 @@ def of_checkpoint(folder: Path, drafts: bool) -> Provenance:
     for name, add in ((EXPORT, _with_origin), (DATA, _with_training)):
         record = json_in(folder / name)
         try:
-            about = add(about, record, folder) if record else about
+            about = add(about, record, folder) if (folder / name).is_file() else about
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{folder / name} is damaged, or not skipstone's: {error!r}") from error
+    if about.recipe:  # of the run in the folder above
+        about = replace(about, tables={**about.tables, **_exit_table(folder.parent / METRICS)})
     if drafts:
         said = f"{about.summary} that drafts for a larger one."
         return replace(about, summary=said, method="speculative draft_model={repo}", tags=("draft-model",))
@@ -116,7 +118,7 @@ def _with_training(about: Provenance, data: Mapping[str, Any], folder: Path) -> 
     start = manifest.get("pretrained")
     is_folder = start is not None and (Path(start).is_absolute() or Path(start).exists())
     base = about.base if start is None else Path(start).name if is_folder else start  # no path of this machine
-    return replace(about, base=base, recipe=_training(manifest), tables=tables | _exit_table(folder.parent / METRICS))
+    return replace(about, base=base, recipe=_training(manifest))
 
 
 def of_profile(profile: LayerSetProfile) -> Provenance:

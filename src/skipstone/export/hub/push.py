@@ -66,7 +66,9 @@ class Repository:
     @property
     def keeps_card(self) -> bool:
         """Whether somebody else wrote its card."""
-        return MARK not in self.card and bool(ModelCard(self.card, ignore_metadata_errors=True).text.strip())
+        return (
+            bool(self.card) and MARK not in self.card and bool(ModelCard(self.card, ignore_metadata_errors=True).text.strip())
+        )
 
 
 def _find_repository(hub: HfApi, repo_id: str, revision: str | None) -> Repository:

@@ -11,6 +11,7 @@ The file grows batch by batch.
 import errno
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -97,7 +98,20 @@ class _AnswerWriter:
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
     def answer_all(self) -> None:
-        """Answer all prompts, turn by turn. Several processes may read a complete file."""
+        """Answer all prompts, turn by turn. Several processes may read a complete file; one writes an incomplete one."""
+        if not self._missing_turns(None):
+            return
+        with LineFile(self._path) as file:
+            self.done, self.seconds = _read(self._path, self._key)  # another run may have written since
+            if self.done:
+                file.go_on()
+            else:
+                file.begin(self._key, f"{self._path} is no file of answers: remove it to have them written again")
+            self._missing_turns(file)
+
+    def _missing_turns(self, file: LineFile | None) -> bool:
+        """Write the missing answers. file: None to write none. Returns whether answers were missing."""
+        written = False
         for turn in range(max(map(len, self.prompts))):
             texts = [str(self.tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in self.done]
             answered = {tuple(each.prompt): text for each, text in zip(self.done, texts, strict=True)}
@@ -106,9 +120,13 @@ class _AnswerWriter:
             if not fitting and not turn:
                 raise ValueError(f"no prompt leaves room for {self.settings.max_new_tokens} new tokens in the positions")
             if missing := [ids for ids in fitting if tuple(ids) not in answered]:
+                if file is None:
+                    return True
                 if len(fitting) < len(every):
                     self.say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
-                self._answer(missing, len(fitting))
+                self._answer(file, missing, len(fitting))
+                written = True
+        return written
 
     def _prompt_ids(self, turn: int, answered: dict[tuple[int, ...], str]) -> list[list[int]]:
         """The ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
@@ -123,27 +141,22 @@ class _AnswerWriter:
                 chosen.add(ids)
         return sorted(map(list, chosen), key=lambda ids: (len(ids), ids))
 
-    def _answer(self, prompts: list[list[int]], among: int) -> None:
+    def _answer(self, file: LineFile, prompts: list[list[int]], among: int) -> None:
         """Answer prompts. among: number of prompts of this turn, with those that are answered already."""
         methods, rates, size = self._methods, self._rates, self.settings.batch_size
-        with LineFile(self._path) as file:
-            if self.done:
-                file.go_on()
-            else:
-                file.begin(self._key, f"{self._path} is no file of answers: remove it to have them written again")
-            for first in range(0, len(prompts), size):
-                part, began = prompts[first : first + size], time.perf_counter()
-                method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
-                ids, mask = left_padded(part)
-                new_tokens = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens or []
-                seconds = time.perf_counter() - began
-                self.seconds += seconds
-                if len(rates) < len(methods):
-                    rates.append(sum(map(len, new_tokens)) / seconds)
-                answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
-                file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
-                self.done += answers
-                self.say(f"answers: {among - len(prompts) + first + len(part)} of {among}, {self.seconds:.0f} s")
+        for first in range(0, len(prompts), size):
+            part, began = prompts[first : first + size], time.perf_counter()
+            method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
+            ids, mask = left_padded(part)
+            new_tokens = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens or []
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
+            if len(rates) < len(methods):
+                rates.append(sum(map(len, new_tokens)) / seconds)
+            answers = [ModelAnswer(ids, tokens) for ids, tokens in zip(part, new_tokens, strict=True)]
+            file.add(*({**vars(answer), "seconds": self.seconds} for answer in answers))
+            self.done += answers
+            self.say(f"answers: {among - len(prompts) + first + len(part)} of {among}, {self.seconds:.0f} s")
 
 
 def _methods(model: PreTrainedModel, settings: AnswerSettings) -> list[Method]:
@@ -199,13 +212,14 @@ def extract(
     bounds = [0, *accumulate(len(answer.tokens) for answer in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
     data, needed = folder / DATA, math.prod(shape) * BYTES
-    if not (folder / ABOUT).is_file() or (folder / ABOUT).read_text(encoding="utf-8") != json.dumps(about):
-        data.unlink(missing_ok=True)
-    if not data.is_file() or data.stat().st_size < needed:
+    same = (folder / ABOUT).is_file() and (folder / ABOUT).read_text(encoding="utf-8") == json.dumps(about)
+    if not same or not data.is_file() or data.stat().st_size < needed:
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
             size = f"{needed / GIB:.2f} GiB, more than --max-disk {max_disk / GIB:g}"
             raise ValueError(f"the features of {len(answers)} answers take {size}")
+        if not same:
+            data.unlink(missing_ok=True)
         try:
             write_whole(folder / ABOUT, json.dumps(about))
             _append(model, answers, data, about, bounds, say)
@@ -237,6 +251,8 @@ def _append(model: ModelRunner, answers: Answers, data: Path, about: dict[str, A
             file.write(states.view(torch.int16).cpu().numpy().tobytes())
             if first // BATCH % 16 == 15:
                 say(f"features: {first + BATCH} of {len(answers)} answers")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @torch.inference_mode()

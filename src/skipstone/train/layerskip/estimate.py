@@ -222,6 +222,8 @@ def estimate(
     """
     if gpus < 1 or not 0 < mfu <= 1 or peak_tflops <= 0:
         raise ValueError(f"expected 1 GPU or more, an MFU in (0, 1] and a positive peak, found {gpus}, {mfu} and {peak_tflops}")
+    if size is not None and size not in SHAPES:
+        raise ValueError(f"unknown shape {size!r}: expected one of {', '.join(SHAPES)}")
     config, layers = (SHAPES[size], None) if size else _config(recipe, base)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("the model is quantised: weights are trained in floating point, start from the unquantised model")

@@ -168,7 +168,7 @@ def _tokenizer(recipe: TrainingRecipe, documents: list[Document], base: Path, fo
         before = json.loads((saved / MADE_FROM).read_text(encoding="utf-8"))
         if different := [key for key in settings if before.get(key) != settings[key]]:
             raise ValueError(f"{saved} was made from something else ({', '.join(different)} differ): remove it")
-    else:
+    if not (saved / "tokenizer.json").exists():
         train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
         with whole_folder(saved) as hidden:
             train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(hidden)
