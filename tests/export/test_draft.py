@@ -142,6 +142,9 @@ def test_a_profile_says_which_layers_are_left(tmp_path: Path) -> None:
     for name in ("self_speculative", "swift"):
         found = select_draft_layers(runner, f"{name} profile={tmp_path / 'set.json'}")
         assert (found.layers, found.described) == ((0, 1, 4, 5), "layers 0 to 1 and 4 to 5 of 6")
+    save_profile(tmp_path / "empty.json", model, {}, (), ())
+    with pytest.raises(ValueError, match="the layer set of swift's profile is empty"):
+        select_draft_layers(runner, f"swift profile={tmp_path / 'empty.json'}")
     save_profile(tmp_path / "half.json", model, {}, (2, 3), (3, 4))
     with pytest.raises(ValueError, match=r"skips the attention of layer 2 and the MLP of layer 4 alone.*whole layers"):
         select_draft_layers(runner, f"self_speculative profile={tmp_path / 'half.json'}")

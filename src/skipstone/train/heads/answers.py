@@ -42,6 +42,7 @@ from skipstone.utils.files import LineFile, digest, read_lines, write_whole
 BATCH = 16  # answers of one forward
 BYTES = 2  # of a number in the file, bfloat16 or float16
 DATA = "features.bin"  # the states, [N, k + 1, d] numbers one after the other
+PARTIAL = "features.partial"  # the states so far, until all are on the disk
 ABOUT = "features.json"  # the model, answers and layers of the states
 GIB = 2**30
 
@@ -99,7 +100,7 @@ class _AnswerWriter:
 
     def answer_all(self) -> None:
         """Answer all prompts, turn by turn. Several processes may read a complete file; one writes an incomplete one."""
-        if not self._missing_turns(None):
+        if not self._write_missing(None):
             return
         with LineFile(self._path) as file:
             self.done, self.seconds = _read(self._path, self._key)  # another run may have written since
@@ -107,11 +108,10 @@ class _AnswerWriter:
                 file.go_on()
             else:
                 file.begin(self._key, f"{self._path} is no file of answers: remove it to have them written again")
-            self._missing_turns(file)
+            self._write_missing(file)
 
-    def _missing_turns(self, file: LineFile | None) -> bool:
-        """Write the missing answers. file: None to write none. Returns whether answers were missing."""
-        written = False
+    def _write_missing(self, file: LineFile | None) -> bool:
+        """Write the missing answers. file: None to write none. Returns whether answers are still missing."""
         for turn in range(max(map(len, self.prompts))):
             texts = [str(self.tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in self.done]
             answered = {tuple(each.prompt): text for each, text in zip(self.done, texts, strict=True)}
@@ -125,8 +125,7 @@ class _AnswerWriter:
                 if len(fitting) < len(every):
                     self.say(f"{len(every) - len(fitting)} prompts are empty or too long and left out")
                 self._answer(file, missing, len(fitting))
-                written = True
-        return written
+        return False
 
     def _prompt_ids(self, turn: int, answered: dict[tuple[int, ...], str]) -> list[list[int]]:
         """The ids of a turn of every conversation with answers to all earlier turns, without repetitions, shortest first."""
@@ -211,7 +210,7 @@ def extract(
     about |= {"mixed": True} if mixed else {}
     bounds = [0, *accumulate(len(answer.tokens) for answer in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
-    data, needed = folder / DATA, math.prod(shape) * BYTES
+    data, partial, needed = folder / DATA, folder / PARTIAL, math.prod(shape) * BYTES
     same = (folder / ABOUT).is_file() and (folder / ABOUT).read_text(encoding="utf-8") == json.dumps(about)
     if not same or not data.is_file() or data.stat().st_size < needed:
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
@@ -220,11 +219,13 @@ def extract(
             raise ValueError(f"the features of {len(answers)} answers take {size}")
         if not same:
             data.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         try:
             write_whole(folder / ABOUT, json.dumps(about))
-            _append(model, answers, data, about, bounds, say)
+            _append(model, answers, partial, about, bounds, say)
+            os.replace(partial, data)
         except (OSError, ValueError) as error:
-            for path in (data, folder / ABOUT):
+            for path in (partial, folder / ABOUT):
                 path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(error.errno, f"{error.strerror}, and nothing of the features is left", str(folder)) from error
@@ -234,7 +235,7 @@ def extract(
 
 
 def _append(model: ModelRunner, answers: Answers, data: Path, about: dict[str, Any], bounds: list[int], say: Say) -> None:
-    """Write the states, from the last whole batch in the file on."""
+    """Write the states, from the last whole batch in the file on. When this returns, they are on the disk."""
     layers, dtype = about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
     with data.open("ab") as file:
