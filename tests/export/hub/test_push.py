@@ -275,6 +275,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a shard too few": ("shards", lambda path: sorted(path.glob("model-*"))[1].unlink(), "incomplete: it has no model-00002"),
     "a shard of another model": ("shards", _copy_shard, r"is incomplete: model-00002\S+ lacks"),
     "somebody's data": ("model", _write('{"tokens": 3}', "data.json"), "is damaged, or not skipstone's: .*sha256"),
+    "empty data": ("model", _write("{}", "data.json"), "data.json is damaged, or not skipstone's"),
     "a method that is none": ("guessing", bool, "guessing"),
     "somebody else's model": ("foreign", bool, "holds a model that skipstone has neither trained nor exported"),
     "a run": ("run", bool, "the folder of a run: push .*heads"),
