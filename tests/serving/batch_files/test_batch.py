@@ -312,11 +312,9 @@ def test_what_is_no_journal_or_a_damaged_one_is_left_as_it_is(lines: RequestFile
 
 def test_a_damaged_answer_is_not_published(lines: RequestFile, output: Path) -> None:
     with Journal(output, lines, ABOUT) as journal:
-        answer = line_answer(lines, 0)
-        journal.add((0, answer))
+        journal.add((0, line_answer(lines, 0)))
         stored = journal_of(output)
-        at = stored.read_bytes().index(answer["custom_id"].encode() + b'"')
-        stored.write_bytes(stored.read_bytes()[:at] + b'"' + stored.read_bytes()[at + 1 :])
+        stored.write_bytes(stored.read_bytes().replace(b'"custom_id":', b'"custom_id"?'))
     with Journal(output, lines, ABOUT) as journal, pytest.raises(ValueError, match="is damaged"):
         journal.finish()
     assert stored.exists()
