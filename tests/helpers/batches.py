@@ -59,7 +59,7 @@ def _load(model: Path | None) -> Any:
 def batch_settings(
     model: Path | None = None, method: Any = None, *, max_num_seqs: int = 3, name: str = BUNDLED
 ) -> BatchSettings:
-    """Settings whose `load` loads a model once in a process."""
+    """Settings of a batch. Their `load` loads a model once in a process."""
     server = ServerSettings(name, method, max_num_seqs, max_waiting=1 << 30, drain_seconds=0.0)
     return BatchSettings(partial(_load, model), server, {"model": name})
 

@@ -26,7 +26,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 QUANTIZED = {"int8": 3, "int4": 4}
 """Types of quantised weights and their numbers in the C ABI."""
 QUANTIZED_HEAD = "int8"
-"""Type of any quantised LM head, whose errors go straight into the logits."""
+"""Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
 CHUNK = 32 << 20
 """Bytes of one allocation, which serves many matrices."""
 _NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}

@@ -19,7 +19,7 @@ NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth la
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 """transformers' model types, which are llama.cpp's names as well."""
 INTERLEAVED = ("llama", "smollm3")
-"""Those in whose files the two halves of a rotated head alternate."""
+"""Architectures that interleave the two halves of a rotated head in the file."""
 BIASES = {"qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias")}
 """Ends of the names of biases, of those that have any."""
 

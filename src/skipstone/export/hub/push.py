@@ -56,7 +56,7 @@ def card_of(contents: UploadContents, repo_id: str, revision: str | None = None,
 
 @dataclass(frozen=True)
 class Repository:
-    """The present content of a repository, or of one that is to be made. card: its README.md; "" if it has none."""
+    """What a repository holds now; a new one holds nothing. card: its README.md; "" if it has none."""
 
     private: bool = True
     files: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ class CostTimer:
         return session
 
     def session(self, drafter: Drafter, prompt: Tensor, room: int) -> Session:
-        """A session whose rows have read a prompt [T]. room: its capacity in tokens."""
+        """A session after the prefill of a prompt [T] in every row. room: its capacity in tokens."""
         session = Session(self.runner, self.batch, room, drafter)
         for row in range(self.batch):
             session.admit(row, Request(prompt, 1))
@@ -210,8 +210,8 @@ class EntryTimes:
 
 
 def _take_turns(entries: Mapping[Entry, TimedCall], max_seconds: float) -> EntryTimes:
-    """Times entries round after round, starting each round with another entry: all of them MIN_ROUNDS times, then those whose
-    two shortest times differ."""
+    """Times entries round after round, starting each round with another entry: all of them MIN_ROUNDS times. After
+    that, it times an entry again only if its two shortest times differ."""
     times: dict[Entry, list[float]] = {entry: [] for entry in entries}
     began, processor = time.perf_counter(), time.process_time()
     for number in range(MAX_ROUNDS):

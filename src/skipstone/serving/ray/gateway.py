@@ -90,8 +90,8 @@ class Gateway:
 
 
 def _cut_off(is_stream: bool) -> Message:
-    """The end of an answer whose replica has ended: of a stream an error without `[DONE]`, as the server itself ends one.
-    RuntimeError for any other answer, so that the connection is closed before the promised length."""
+    """The end of an answer after its replica has ended. A stream ends with an error and without `[DONE]`, as on the server
+    itself. RuntimeError for any other answer, so that the connection is closed before the promised length."""
     if not is_stream:
         raise RuntimeError("a replica has ended in the middle of an answer")
     error = json.dumps(error_body(RequestError(503, "the replica that wrote this has ended")))
