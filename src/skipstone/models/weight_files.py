@@ -1,0 +1,73 @@
+"""The safetensors files of a checkpoint. They are mapped, so a tensor is read from the disk when its values are used."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names of a checkpoint's only file, and of the list of its files."""
+LENGTH_BYTES = 8  # of the number of the header's bytes, at the beginning of a file
+
+
+class WeightFiles:
+    """The tensors of some safetensors files by name. OSError for a file that cannot be read; safetensors' own error for another
+    kind of file.
+
+    identity: paths, sizes, times of the last change in nanoseconds, and hashes of the headers, as plain JSON values.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path.resolve() for path in paths]
+        self._states = [*map(_state, self._paths)]
+        self.identity = [
+            [str(path), size, changed, _header_hash(path)]
+            for path, (_, size, changed) in zip(self._paths, self._states, strict=True)
+        ]
+        files: list[Any] = [safe_open(path, "pt") for path in self._paths]
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor whose memory is the mapped file. KeyError for an unknown name."""
+        return self._file_of[name].get_tensor(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._file_of)
+
+    def is_current(self) -> bool:
+        """Whether the files are still those that were opened. Pages that are overwritten in place are seen only if the time of
+        the last change is not set back."""
+        try:
+            return [*map(_state, self._paths)] == self._states
+        except OSError:
+            return False
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """The weights of a checkpoint in a folder. OSError without safetensors files."""
+    index = folder / INDEX
+    if not (folder / SINGLE).exists() and index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return WeightFiles(folder / name for name in dict.fromkeys(names))
+    return WeightFiles([folder / SINGLE])
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """(inode, size in bytes, time of the last change in nanoseconds)"""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _header_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        return hashlib.sha256(file.read(min(size, path.stat().st_size))).hexdigest()
