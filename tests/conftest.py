@@ -53,6 +53,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model type counts as one that nobody has tested: a model is traced and verified."""
+    from skipstone.models import recognition
+
+    monkeypatch.setattr(recognition, "TESTED", frozenset())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _bandwidth_once() -> Iterator[None]:
     """How fast this machine's memory is takes a second to measure, and every benchmark asks."""

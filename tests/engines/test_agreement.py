@@ -14,6 +14,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import recognition
 from skipstone.models.derivation import find_layers
 from skipstone.models.families import text_config
+from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.passes import Pass
 from tests.helpers import families, support
 from tests.helpers.planted import Patch, Plant, trash_in_slot_zero, window_one_too_wide
@@ -40,6 +41,7 @@ def counted(model: Any, into: Counter[int], calls: Counter[int]) -> None:
         layer.register_forward_pre_hook(hook(number), with_kwargs=True)
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "mpt", "gemma3n_text", "llama4_text", "lfm2", "qwen3_next"])
 def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name: str) -> None:
     model, recurrent = families.build(name, vocab=67), name in families.HYBRIDS  # a shape of config that nobody has verified
@@ -53,6 +55,7 @@ def test_trace_and_verification_take_no_more_than_two_passes_over_64_tokens(name
     assert calls == dict.fromkeys(range(depth), CALLS[recurrent] + rows)
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("damage", [None, '{"family": {"x": 1}}', "[]", "no JSON"])
 def test_what_was_verified_is_kept_on_the_disk(damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "not" / "there"))
@@ -70,6 +73,25 @@ def test_what_was_verified_is_kept_on_the_disk(damage: str | None, tmp_path: Pat
         ModelRunner(model, "eager")
         assert bool(tokens) == (damage is not None and process == "another")
     assert saved.read_text() == content
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "lfm2"])
+def test_tested_types_are_not_verified_again(name: str) -> None:
+    model, tokens = families.build(name, vocab=59), Counter[int]()
+    counted(model, tokens, Counter())
+    depth = ModelRunner(model, "eager").depth
+    traced = {} if name in LAYER_VARIANTS else dict.fromkeys(range(depth), TRACED)
+    assert tokens == traced
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", LAYER_VARIANTS)
+def test_a_family_that_the_config_tells_is_the_one_that_a_trace_shows(name: str, attention: str) -> None:
+    model = families.build(name, vocab=61)
+    if attention == "eager":
+        model.set_attn_implementation("eager")
+    assert recognition.recognise(model).key == ""
+    assert recognition.recognise(model).family == recognition.derived_family(model)
 
 
 def seen_otherwise(change: Callable[[Pass, Any], Any]) -> Plant:

@@ -264,6 +264,7 @@ def test_what_quantisers_leave_behind_loads() -> None:
         expect_fit("here", "llama", model, report)
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
@@ -276,6 +277,7 @@ def test_the_first_weight_that_is_not_finite_is_named(name: str, value: float, m
         ModelRunner(model)
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize(
     ("dtype", "factor", "remedy"), [(torch.float32, 1e30, "config"), (torch.float16, 1e4, "overflows.*bfloat16 or float32")]
 )

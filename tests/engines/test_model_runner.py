@@ -74,6 +74,7 @@ def wrong(changes: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_fact_is_noticed_and_refused_with_the_measured_difference(
     mistake: str, monkeypatch: pytest.MonkeyPatch

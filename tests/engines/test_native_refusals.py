@@ -14,8 +14,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import why_not
 from skipstone.engines.native.structs import declare
-from skipstone.engines.native.weights import RECIPES
 from skipstone.models.decoder_model import DecoderModel
+from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.passes import Pass, Tree
 from tests.helpers import families
 from tests.helpers.native import NATIVE_ONLY, assert_same_bits, chain, native, text
@@ -207,7 +207,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
 
 
 def test_an_unknown_family_is_a_reason_and_patches_and_transformers_hooks_are_none() -> None:
-    for name in {*families.NAMES} - {*RECIPES}:
+    for name in {*families.NAMES} - {*LAYER_VARIANTS}:
         other = families.cached(name)
         assert f"does not know the family {other.config.model_type} (it knows llama" in str(why_not(other, DecoderModel(other)))
     model = families.build("llama")

@@ -13,7 +13,7 @@ from torch import Tensor
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.native.weights import RECIPES
+from skipstone.models.layer_variants import LAYER_VARIANTS
 from tests.helpers import families
 from tests.helpers.machine import llama
 from tests.helpers.pairwise import pairwise
@@ -87,7 +87,7 @@ def test_a_head_s_biases_go_with_their_rows_and_changes_are_copied(engine: str) 
 
 
 @NATIVE
-@pytest.mark.parametrize("family", list(RECIPES))
+@pytest.mark.parametrize("family", list(LAYER_VARIANTS))
 def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> None:
     assert_rows(ModelRunner(families.cached(family), "native"), exactly=True)
 

@@ -166,6 +166,7 @@ def test_what_drafts_without_sublayers_gives_the_text_of_plain_decoding(name: st
         assert skipstone.generate(model, ids, method, max_new_tokens=NEW, do_sample=False).new_tokens == plain, method
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("method", [SelfSpeculative((1,), (2,)), Swift()])
 def test_a_model_whose_sublayers_cannot_be_left_out_is_refused_at_once(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_mlp(*given: Any) -> Family:

@@ -108,6 +108,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 """Mistakes, and where the verification finds them."""
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_streams_that_are_made_or_merged_wrongly_are_refused(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (plant, place) = families.build(NAME, vocab=89), PLANTED[mistake]  # a shape of config that nobody has verified

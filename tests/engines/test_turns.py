@@ -128,6 +128,7 @@ def test_threads_may_use_a_model_for_the_first_time_at_once(engine: str) -> None
     assert in_threads(*[call] * 4) == [plain_text(epsilon, 12)] * 4
 
 
+@pytest.mark.usefixtures("untested")
 def test_a_model_runs_forward_in_another_thread_while_it_is_recognised() -> None:
     """The trace of the model's own forward is that of the thread that asked for it."""
     model = fresh(2.3e-5)
@@ -145,6 +146,7 @@ def test_a_model_runs_forward_in_another_thread_while_it_is_recognised() -> None
     assert busy.is_set()
 
 
+@pytest.mark.usefixtures("untested")
 def test_models_that_share_a_config_are_recognised_one_after_the_other() -> None:
     """Windows are small in the config while a model is traced: another model of the same config is not taken for such a one."""
     first: Any = families.build("mistral", sliding_window=32, rms_norm_eps=2.9e-5)
@@ -251,6 +253,7 @@ def test_the_next_call_works_after_an_error_inside_a_step(
         assert in_threads(text) == [expected], "another one"
 
 
+@pytest.mark.usefixtures("untested")
 def test_the_next_call_works_after_ctrl_c_while_a_model_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks that were left behind would refuse the native engine."""
     model, hook, count = fresh(3.1e-5), torch.nn.Module.register_forward_hook, iter(range(100))

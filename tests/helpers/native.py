@@ -14,8 +14,8 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import build, library
 from skipstone.engines.native.engine import NativeEngine
-from skipstone.engines.native.weights import RECIPES
 from skipstone.models.decoder_model import DecoderModel
+from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 from tests.helpers import families
 
@@ -23,7 +23,7 @@ NATIVE_ONLY = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
     pytest.mark.usefixtures("no_gradients"),
 ]
-FAMILIES = list(RECIPES)
+FAMILIES = list(LAYER_VARIANTS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EACH_DTYPE = [pytest.param(dtype, id=str(dtype)) for dtype in DTYPES]
 LENGTH = 64  # tokens of a text: eight windows

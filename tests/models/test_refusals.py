@@ -190,13 +190,14 @@ def test_a_type_is_refused_by_its_name_before_anything_is_run(kind: str) -> None
         ModelRunner(shell)
 
 
-def test_a_type_that_nobody_has_tested_is_not_trusted_with_a_window_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recognition, "TESTED", frozenset())
+@pytest.mark.usefixtures("untested")
+def test_a_type_that_nobody_has_tested_is_not_trusted_with_a_window_under_another_name() -> None:
     ModelRunner(families.build("llama", vocab=89))
     with pytest.raises(ValueError, match="local_attention=256 in its config, which nobody has looked at"):
         ModelRunner(families.build("llama", vocab=83, local_attention=256))
 
 
+@pytest.mark.usefixtures("untested")
 def test_a_family_is_not_remembered_for_what_computes_otherwise() -> None:
     plain = families.build("llama", vocab=79)
     key = recognition.recognise(plain).key
@@ -206,6 +207,7 @@ def test_a_family_is_not_remembered_for_what_computes_otherwise() -> None:
     assert recognition.recognise(plain).key != key
 
 
+@pytest.mark.usefixtures("untested")
 def test_weights_that_were_trained_since_are_verified_against_what_they_give_now() -> None:
     model = families.build("llama", vocab=73)
     DecoderModel(model)  # what training asks for

@@ -46,15 +46,15 @@ def described() -> list[dict[str, str]]:
     """A row for every causal and every multimodal model type of the installed transformers, as COLUMNS say."""
     from transformers.models.auto import modeling_auto as auto
 
-    from skipstone.engines.native.weights import RECIPES
     from skipstone.models.known_types import REFUSED, TESTED, TESTED_AROUND_TEXT, UNCOMPILED
+    from skipstone.models.layer_variants import LAYER_VARIANTS
 
     rows: list[dict[str, str]] = []
     tested = TESTED | TESTED_AROUND_TEXT
     kinds = (*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     for kind in sorted({OTHER_NAMES.get(kind, kind) for kind in map(str, kinds)}):
         support = "refused" if kind in REFUSED else "tested" if kind in tested else "derived"
-        known = {"native": kind in RECIPES, "eager": True, "compiled": kind in tested - UNCOMPILED}
+        known = {"native": kind in LAYER_VARIANTS, "eager": True, "compiled": kind in tested - UNCOMPILED}
         engines = "" if support == "refused" else ", ".join(engine for engine, runs in known.items() if runs)
         rows.append({"type": kind, "support": support, "engines": engines, "why not": REFUSED.get(kind, "")})
     return rows

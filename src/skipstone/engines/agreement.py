@@ -69,13 +69,17 @@ class LargestDifference:
             self.where, self.share = where, share
 
 
-@torch.no_grad()
 def ensure(model: Any, description: DecoderModel) -> None:
-    """Verify a model if its class and shape of config have not been verified yet. ValueError with the difference if skipstone's
-    results are not the model's."""
+    """Verify a model if its class and shape of config have not been verified yet. Errors as in `verify`."""
     known = recognise(model)
-    if known.is_verified:
-        return
+    if not known.is_verified:
+        verify(model, description)
+        known.verified()
+
+
+@torch.no_grad()
+def verify(model: Any, description: DecoderModel) -> None:
+    """ValueError with the difference if skipstone's results are not the model's."""
     kind = model.config.model_type
     try:
         engine = EagerEngine(model, description)
@@ -101,7 +105,6 @@ def ensure(model: Any, description: DecoderModel) -> None:
             f"skipstone does not compute this {kind} model as its own forward does: {difference.where} "
             f"differs by {difference.share:.2g} of its size, where {difference.allowed:g} is allowed"
         )
-    known.verified()
 
 
 def disagreement(engine: EagerEngine, description: DecoderModel, reference: Trace) -> LargestDifference:

@@ -9,9 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from skipstone.engines.agreement import ensure
-from skipstone.engines.compiled import CompiledEngine
-from skipstone.engines.eager.eager import EagerEngine
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.engines.host_transfer import CPU
 from skipstone.engines.model_lock import RECOGNITION_LOCK
@@ -19,6 +16,7 @@ from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.models.decoder_model import DecoderModel, unwrapped
 from skipstone.models.device_map import hooks
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.quantised_checkpoints import warm_up_kernels
 from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
@@ -116,7 +114,10 @@ class PreparedModel:
         refuse_weights(model)
         warm_up_kernels(model)
         self.description = DecoderModel(model)
-        ensure(model, self.description)
+        if not isinstance(model, MappedModel):
+            from skipstone.engines.agreement import ensure
+
+            ensure(model, self.description)
         self.engines: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
         self.methods: dict[Any, Any] = {}
         parts = list(model.modules())[1:]  # without the model itself, which would be kept alive
@@ -148,7 +149,7 @@ class PreparedModel:
                     f"quantize={options.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
                     f"found engine={options.engine!r}"
                 )
-            return (EagerEngine if options.engine == "eager" else CompiledEngine)(model, self.description), None
+            return _engine_of_modules(options.engine, model, self.description), None
         reason = why_not(model, self.description)
         if options.engine == "native":
             if reason is not None:
@@ -160,6 +161,19 @@ class PreparedModel:
         if options.quantizes:
             raise ValueError(f"quantize={options.quantize!r} needs the native engine, which cannot run this model: {reason}")
         return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
+
+
+def _engine_of_modules(name: str, model: Any, description: DecoderModel) -> Engine:
+    """The eager or the compiled engine. ValueError for a model whose modules have no forward."""
+    if isinstance(model, MappedModel):
+        raise ValueError(f"engine={name!r} needs transformers' modules, and this model was loaded for the native engine only")
+    if name == "eager":
+        from skipstone.engines.eager.eager import EagerEngine
+
+        return EagerEngine(model, description)
+    from skipstone.engines.compiled import CompiledEngine
+
+    return CompiledEngine(model, description)
 
 
 _PREPARED: WeakKeyDictionary[Any, PreparedModel] = WeakKeyDictionary()

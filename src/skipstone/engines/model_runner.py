@@ -2,10 +2,10 @@
 
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from skipstone.engines import greedy_tokens
 from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, options_for, prepare_model
@@ -16,6 +16,11 @@ from skipstone.models.decoder_model import DecoderModel, refuse_state, unwrapped
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.weight_version import model_version
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from skipstone.models.mapped_model import MappedModel
 
 
 def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
@@ -37,7 +42,11 @@ class ModelRunner(DecoderModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
+        self,
+        model: "PreTrainedModel | MappedModel",
+        engine: str | None = None,
+        quantize: str | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`EngineOptions`).
         None: the setting of `load` or `enable` for this model, else the environment's, else "auto", "none" and "float32".

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from skipstone.models.tensor_parallel import is_sharded
 
 
 def hooks(module: Any) -> list[Any]:
@@ -54,15 +55,15 @@ def named_values(model: Any) -> Iterator[tuple[str, Tensor]]:
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, parameter in model.named_parameters():
-        special = parameter.is_meta or isinstance(parameter, DTensor)
+        special = parameter.is_meta or is_sharded(parameter)
         if special and name in tied:
             continue
         yield name, _values(model, name, parameter) if special else parameter
 
 
 def _values(model: Any, name: str, parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
+    if is_sharded(parameter):
+        return parameter.full_tensor()  # type: ignore[attr-defined]
     owners = name.split(".")
     for depth in range(len(owners) - 1, -1, -1):  # the module itself, then those that it is part of
         for hook in hooks(model.get_submodule(".".join(owners[:depth]))):

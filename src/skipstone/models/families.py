@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from skipstone.models import altup
+from skipstone.models.mapped_config import MappedConfig
 from skipstone.models.passes import AttentionReach
 
 ReachKind = Literal["full", "sliding", "chunked"]
@@ -214,6 +214,10 @@ def attention_reaches(config: Any, family: Family) -> list[AttentionReach]:
 
 def layer_types(config: Any) -> list[str]:
     """transformers' type of every layer."""
+    if isinstance(config, MappedConfig):
+        return config.kinds_of_layers
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
     types = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
     if any(getattr(config, "kv_sharing_modes", None) or ()):  # layers that read another layer's keys have the type "dummy"
         return [own if kind == "dummy" else kind for kind, own in zip(types, config.layer_types, strict=True)]

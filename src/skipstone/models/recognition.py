@@ -2,19 +2,20 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import torch
-import transformers
 from pydantic import TypeAdapter
 
 from skipstone.models.derivation import DerivationError, derive, find_layers
-from skipstone.models.families import Family, attention_reaches, max_positions, submodule, text_config
+from skipstone.models.families import Family, attention_reaches, layer_types, max_positions, submodule, text_config
 from skipstone.models.known_types import TESTED
+from skipstone.models.mapped_config import MappedConfig, UnmappableError
+from skipstone.models.mapped_model import MappedModel, family_of
 from skipstone.models.nan_checks import refuse_not_finite, refuse_overflow
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
 from skipstone.models.unsupported import refuse_contradiction, refuse_kind
@@ -23,7 +24,6 @@ from skipstone.utils.files import cache_place, digest, write_cache
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
 """Fields of a config that do not describe the structure of a model."""
-_FAMILY = TypeAdapter(Family)
 UNEXPECTED = (TypeError, AttributeError, RuntimeError, LookupError, ValueError, AssertionError)
 """Errors of a forward that is called in an unexpected way."""
 LIMITS = re.compile(r"window|chunk|local|block_size")
@@ -32,7 +32,8 @@ LIMITS = re.compile(r"window|chunk|local|block_size")
 
 @dataclass
 class RecognisedModel:
-    """The family of a class and config. is_verified: skipstone has computed such a model as its own forward does."""
+    """The family of a class and config. is_verified: skipstone computes such models as their own forward does, as its tests or
+    a check on this machine have shown."""
 
     key: str
     family: Family
@@ -51,14 +52,36 @@ _LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
 
 def recognise(model: Any) -> RecognisedModel:
     """The family of a model. ValueError with cause and remedy if skipstone cannot decode it."""
+    if isinstance(model, MappedModel):
+        return RecognisedModel("", family_of(model.config, model.config.kinds_of_layers), True)
     refuse_kind(model)
+    is_tested = model.config.model_type in TESTED and _has_original_modules(model)
+    if is_tested and (family := _known_family(model.config)) is not None:
+        return RecognisedModel("", family, True)
     key = _key(model)
     if key not in _KNOWN:
         remembered = _remembered(key)
-        _KNOWN[key] = (
-            RecognisedModel(key, _derived(model), False) if remembered is None else RecognisedModel(key, remembered, True)
-        )
+        _KNOWN[key] = RecognisedModel(key, remembered or derived_family(model), remembered is not None)
+        if remembered is None and is_tested:
+            _KNOWN[key].verified()
     return _KNOWN[key]
+
+
+def _has_original_modules(model: Any) -> bool:
+    """Whether all modules are of classes of torch and transformers."""
+    return all(type(part).__module__.startswith(("transformers.", "torch.nn.")) for part in model.modules())
+
+
+def _known_family(config: Any) -> Family | None:
+    """The family of a model type that the native engine runs, from its config alone; None for any other."""
+    try:
+        kinds = MappedConfig(config.to_dict()).kinds_of_layers
+    except (UnmappableError, *UNEXPECTED):
+        return None
+    if kinds != layer_types(config):
+        return None
+    family = family_of(config, kinds)
+    return replace(family, float_masks=True) if config._attn_implementation == "eager" else family
 
 
 def traced(model: Any) -> Trace:
@@ -79,7 +102,8 @@ def _trace(model: Any) -> tuple[str, str, Trace]:
 
 
 @torch.no_grad()
-def _derived(model: Any) -> Family:
+def derived_family(model: Any) -> Family:
+    """The family of a model, from a trace of its own forward. ValueError if skipstone cannot decode it."""
     config, record = text_config(model), None
     try:
         path, name, record = _trace(model)
@@ -114,6 +138,8 @@ def _expect_no_other_limits(config: Any, family: Family) -> None:
 def _key(model: Any) -> str:
     """A cache key of a model's config, dtype and module classes, and of skipstone's code that examines them."""
     config = {name: value for name, value in vars(model.config).items() if name not in _SAYS_NOTHING}
+    import transformers
+
     versions = [_sources(), transformers.__version__, torch.__version__]
     modules = [(path, f"{type(one).__module__}.{type(one).__qualname__}") for path, one in model.named_modules()]
     return digest([versions, str(model.dtype), modules, text_config(model)._attn_implementation, repr(config)], 32)
@@ -138,6 +164,6 @@ def _remembered(key: str) -> Family | None:
         return None
     try:
         held = json.loads(place.read_text(encoding="utf-8"))["family"]
-        return _FAMILY.validate_python(held) if held.keys() == {one.name for one in fields(Family)} else None
+        return TypeAdapter(Family).validate_python(held) if held.keys() == {one.name for one in fields(Family)} else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged; it is derived again
         return None

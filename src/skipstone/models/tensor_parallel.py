@@ -4,13 +4,20 @@ Every process decodes by itself: equal logits, which a sharded LM head gathers o
 between processes, and processes that run different passes wait for one another forever. So methods read their clock only here.
 """
 
+import sys
 import time
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 MESH = "tp"  # transformers' name of the mesh dimension of tensor parallelism
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a shard. torch's module for shards takes long to import, and without it there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class TensorParallelGroup:
@@ -23,7 +30,7 @@ class TensorParallelGroup:
     @classmethod
     def of(cls, model: Any) -> "TensorParallelGroup":
         """The processes over which a model's weights are sharded."""
-        return cls(next((one.device_mesh for one in model.parameters() if isinstance(one, DTensor)), None))
+        return cls(next((one.device_mesh for one in model.parameters() if is_sharded(one)), None))
 
     @property
     def writes(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import modeling_utils
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -124,6 +123,8 @@ class stable_defaults:
 def loading() -> Iterator[None]:
     """Serialise calls of `from_pretrained`. Passes are blocked only while it changes the default dtype to build modules without
     weights. A default device has no effect on the weights."""
+    from transformers import modeling_utils
+
     with _loading, torch.device("cpu"):
         original: Any = modeling_utils.local_torch_dtype
 

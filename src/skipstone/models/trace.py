@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from skipstone.models.device_map import input_device
 from skipstone.models.families import stateful_kinds, text_ids
@@ -66,6 +65,8 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[ModuleCall]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
+    from transformers import DynamicCache
+
     cache = DynamicCache(config=config) if any(of_kind) else DynamicCache()
     record = Trace(ids.to(input_device(model)), inside=first, cache=cache)
     with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, record), stable_defaults():

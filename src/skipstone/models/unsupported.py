@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from skipstone.models import quantised_checkpoints
 from skipstone.models.device_map import lacks_hooks
@@ -11,7 +10,7 @@ from skipstone.models.families import RECURRENT, Family, layer_types, text_confi
 from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.passes import AttentionReach
-from skipstone.models.tensor_parallel import MESH, cannot_share
+from skipstone.models.tensor_parallel import MESH, cannot_share, is_sharded
 
 TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT}  # of layers
 SIZES = (
@@ -19,8 +18,8 @@ SIZES = (
     "max_position_embeddings",
 )
 """Fields of a config that are at least 1."""
-KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
-"""Allowed classes of weights: plain tensors, and shards of tensor parallelism."""
+KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor,)
+"""Allowed classes of weights, next to shards of tensor parallelism."""
 
 
 def refuse_kind(model: Any) -> None:
@@ -115,10 +114,10 @@ def refuse_weights(model: Any) -> None:
         id(one) for layers in quantised_checkpoints.kernels(model).values() for layer in layers for one in layer.parameters()
     }
     own = [one.data for one in parameters if not isinstance(one, PackedWeight) and id(one) not in packed]
-    special = {type(values).__name__ for values in own if type(values) not in KNOWN_TENSORS}
+    special = {type(values).__name__ for values in own if type(values) not in KNOWN_TENSORS and not is_sharded(values)}
     if special:
         raise ValueError(f"the weights are {', '.join(sorted(special))}, expected plain tensors: load without sharding")
-    _refuse_shards(model, [one for one in parameters if isinstance(one, DTensor)])
+    _refuse_shards(model, [one for one in parameters if is_sharded(one)])
     _refuse_places(model, {str(parameter.device) for parameter in parameters})
 
 

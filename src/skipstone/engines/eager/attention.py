@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
 
 NAME = "skipstone"  # of `attend` in transformers' AttentionInterface
 
@@ -59,6 +58,3 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 def is_faster_unfused(query: Tensor) -> bool:
     """Whether `unfused` is faster: in a graph compiled for a GPU, in float32."""
     return query.is_cuda and query.dtype == torch.float32 and torch.compiler.is_compiling()
-
-
-AttentionInterface.register(NAME, attend)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.modeling_utils import AttentionInterface
 
 from skipstone.engines import greedy_tokens, host_transfer
-from skipstone.engines.eager import linear, patches
+from skipstone.engines.eager import attention, linear, patches
 from skipstone.engines.engine import Engine
 from skipstone.engines.kv_cache import KVCache, SharedKVView
 from skipstone.engines.rotary import RotaryTables
@@ -20,6 +21,7 @@ from skipstone.models.torch_defaults import stable_defaults
 from skipstone.models.weight_version import TensorValues
 
 _NOTHING = SkipSet()
+AttentionInterface.register(attention.NAME, attention.attend)
 
 
 class EagerEngine(Engine):

@@ -30,12 +30,14 @@ from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet
 from skipstone.models.weight_version import TensorValues, keep_version, model_version
 
 MAX_SKIP_SETS = 256  # cached as bits; requests may name any number
 MAX_TOP_K = 100  # of the library; torch finds more
+TRIAL_SHARE = 8  # one in so many layers is run to compare numbers of threads
 
 
 def why_not(model: Any, description: DecoderModel) -> str | None:
@@ -64,6 +66,7 @@ class NativeEngine(Engine):
         num_threads = threads.requested_number()
         self._library, self.quantize = declare(library.load()), quantize
         self.version = model_version(model).weights
+        keep_weights = keep_weights or (isinstance(model, MappedModel) and model.is_mapped)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
         self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
@@ -91,12 +94,13 @@ class NativeEngine(Engine):
         self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
 
     def _run_token(self, count: int) -> None:
-        """Run one token through all layers on `count` threads."""
+        """Run one token through the first layers on `count` threads."""
         self.threads = count
         store, place = KVCache(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64, device=CPU)
         store.reserve(1)
         at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
-        self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, range(self._depth))
+        layers = range(-(-self._depth // TRIAL_SHARE))
+        self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, layers)
 
     def is_current(self, version: int | None) -> bool:
         """Whether weights and plain attributes are still those that were copied, and no module has a new hook or forward."""

@@ -9,7 +9,7 @@ VARIABLE = "SKIPSTONE_THREADS"
 MAX_THREADS = 64  # of the library
 MAX_ROUNDS = 8  # trials per number of threads; the shortest counts, since other load only adds time
 MIN_ROUNDS = 2  # trials per number of threads
-TRIAL_SECONDS = 0.5  # no further round begins after this time
+TRIAL_SECONDS = 0.05  # no further round begins after this time
 MIN_RELATIVE_SPEED = 0.9  # more threads are preferred down to this share of the best speed, as load may have slowed them
 
 

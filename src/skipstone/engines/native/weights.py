@@ -3,20 +3,19 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from skipstone.engines.host_transfer import dense, pointer
 from skipstone.engines.native.structs import LayerStruct, MatrixStruct, ModelStruct
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
+from skipstone.models.layer_variants import ACTIVATIONS, LAYER_VARIANTS
+from skipstone.models.mapped_model import Activation, MappedModel
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.quantised_checkpoints import kernel
 from skipstone.models.weight_version import AttributeValues
@@ -29,44 +28,10 @@ QUANTIZED_HEAD = "int8"
 """Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
 CHUNK = 32 << 20
 """Bytes of one allocation, which serves many matrices."""
-_NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
-ACTIVATIONS = {type(ACT2FN[name]): number for name, number in _NUMBERS.items()}
-"""transformers' modules for activations, and their numbers in the C ABI."""
-TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATIONS)
+_OF_TRANSFORMERS = {"SiLUActivation": "silu", "GELUTanh": "gelu_pytorch_tanh", "NewGELUActivation": "gelu_new"}
+"""transformers' classes of activations, and their names in a config."""
+TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, nn.SiLU)
 """torch's modules that the native engine supports."""
-
-
-@dataclass(frozen=True)
-class LayerVariant:
-    """How a family's layer differs from Llama's.
-
-    norms: names of the layer's norms, by their places. norm_offset: added to the stored weight of a norm (Gemma stores w - 1).
-    query_norm: None, "head" (per head) or "whole" (over all heads of a token). fused: q, k, v are one matrix, and so are gate
-    and up. activation: name of the MLP's activation module.
-    """
-
-    norms: Mapping[str, str] = field(
-        default_factory=lambda: {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-    )
-    norm_offset: float = 0.0
-    query_norm: str | None = None
-    fused: bool = False
-    activation: str = "act_fn"
-
-
-_LLAMA = LayerVariant()
-_AFTER = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-_FOUR_NORMS = _AFTER | {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
-RECIPES: dict[str, LayerVariant] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite"), _LLAMA),
-    "qwen3": LayerVariant(query_norm="head"),
-    "olmo2": LayerVariant(_AFTER, query_norm="whole"),
-    "phi3": LayerVariant(fused=True, activation="activation_fn"),
-    "gemma": LayerVariant(norm_offset=1.0),
-    "gemma2": LayerVariant(_FOUR_NORMS, norm_offset=1.0),
-    "gemma3_text": LayerVariant(_FOUR_NORMS, norm_offset=1.0, query_norm="head"),
-}
-"""The supported families, by transformers' model type."""
 
 
 class PanelMemory:
@@ -159,18 +124,20 @@ class NativeWeights:
     model: struct of the C ABI. bytes: of the panels. rotary: sources of the rotary tables, in the order of their numbers.
     attributes: modules' plain attributes and buffers that were read.
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
-    `PackedWeight` after its copy, before the next one is copied.
+    `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are pages of files.
     """
 
     def __init__(
         self, library: Any, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
-        self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keep_weights else MemoryRelease()
-        self._weight_places = [part._parameters for part in model.modules()] if self._releases else []
+        self._is_mapped = isinstance(model, MappedModel) and model.is_mapped
+        keeps = keep_weights and not self._is_mapped
+        self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keeps else MemoryRelease()
+        self._weight_places = [] if keeps or self._is_mapped else [part._parameters for part in model.modules()]
         self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
         config, family = model.config, description.family
-        self._recipe = RECIPES[config.model_type]
+        self._recipe = LAYER_VARIANTS[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
         depth = len(description.layers)
         layers = (LayerStruct * depth)(*[self._layer(description, index, config) for index in range(depth)])
@@ -236,7 +203,7 @@ class NativeWeights:
             norm_whole=recipe.query_norm == "whole",
             window=description.reaches[index].window or 0,
             rotary=self.rotary.index(source) if rotates and source is not None else -1,
-            activation=ACTIVATIONS[type(getattr(mlp, recipe.activation))],
+            activation=activation_number(getattr(mlp, recipe.activation)),
             scale=self._number(attention, "scaling", 1.0),
             softcap=self._number(attention, "attn_logit_softcapping", 0.0),
             residual=self._number(layer, "residual_multiplier", 1.0),
@@ -289,7 +256,7 @@ class NativeWeights:
             panels = self._packed(weight.detach(), sizes, quantize)
             self.bytes += sum(map(len, panels.memory))
             if not was_given_up and self._releases is not None:
-                packed = PackedWeight(panels, weight)
+                packed = PackedWeight(panels, weight) if self._weight_places else weight
                 for place in self._weight_places:
                     place |= {name: packed for name, other in place.items() if other is weight}
                 self._releases.give_up(weight)
@@ -343,11 +310,11 @@ def unsupported(model: Any, description: DecoderModel) -> str | None:
     kind = model.config.model_type
     if description.device.type != "cpu":
         return f"the model is on {description.device}, and the native engine runs on the CPU"
-    if kind not in RECIPES:
-        return f"the native engine does not know the family {kind} (it knows {', '.join(RECIPES)})"
+    if kind not in LAYER_VARIANTS:
+        return f"the native engine does not know the family {kind} (it knows {', '.join(LAYER_VARIANTS)})"
     for layer in description.layers:
-        used = getattr(layer.mlp, RECIPES[kind].activation, None)
-        if used is not None and type(used) not in ACTIVATIONS:
+        used = getattr(layer.mlp, LAYER_VARIANTS[kind].activation, None)
+        if used is not None and activation_number(used) is None:
             return f"the native engine does not know the activation {type(used).__name__}"
     for name, module in model.named_modules():
         if reason := _unsupported_module(module, type(model).__module__):
@@ -356,6 +323,14 @@ def unsupported(model: Any, description: DecoderModel) -> str | None:
     if len(epsilons) > 1:
         return f"its norms have different epsilons ({', '.join(map(str, epsilons))}), and the native engine has one for all"
     return None
+
+
+def activation_number(module: nn.Module) -> int | None:
+    """The number of an activation in the C ABI; None for an unsupported one."""
+    if isinstance(module, (Activation, nn.SiLU)):
+        return module.number if isinstance(module, Activation) else ACTIVATIONS["silu"]
+    place, name = type(module).__module__, _OF_TRANSFORMERS.get(type(module).__name__, "")
+    return ACTIVATIONS.get(name) if place == "transformers.activations" else None
 
 
 def _epsilon(module: Any) -> str:
@@ -371,7 +346,8 @@ def _unsupported_module(module: Any, family: str) -> str | None:
         if weight is not None and weight.dtype not in TYPES:
             return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"
     place = type(module).__module__
-    if type(module) not in TORCH_MODULES and not (place == family and place.startswith("transformers.")):
+    own = place == family and place.startswith(("transformers.", "skipstone."))
+    if type(module) not in TORCH_MODULES and not own and place != "transformers.activations":
         return (
             f"is a {type(module).__name__} of {place}, and the native engine knows only the modules that transformers builds "
             "this family of"

@@ -1,0 +1,125 @@
+"""A model without transformers against transformers' own: every field of its config, and the bits of its logits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.models.layer_variants import LAYER_VARIANTS
+from skipstone.models.mapped_config import ALWAYS_NAME_KEY_HEADS, DEFAULTS, MappedConfig, UnmappableError
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.passes import Pass
+from skipstone.models.weight_files import weight_files
+from tests.helpers import families
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in DEFAULTS),
+    *((kind, {"num_key_value_heads": None}) for kind in DEFAULTS if kind not in ALWAYS_NAME_KEY_HEADS),
+    *(
+        ("llama", values)
+        for values in ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"head_dim": 48})
+    ),
+    *(("llama", {name: {"type": "linear", "factor": 2.0}}) for name in ("rope_scaling", "rope_parameters")),
+    *(("qwen2", {"use_sliding_window": True, "max_window_layers": layers}) for layers in (0, 30)),
+    *(("mistral", {"sliding_window": None}), ("phi3", {"sliding_window": 77, "partial_rotary_factor": 0.5})),
+    *(("smollm3", values) for values in ({"no_rope_layer_interval": 3}, {"use_sliding_window": True, "sliding_window": 9})),
+    *(("gemma3_text", {"rope_scaling": LINEAR}), ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 99.0})),
+    *(("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}}), ("gemma2", {"layer_types": ["full_attention"] * 26})),
+]
+
+
+@pytest.mark.parametrize(("kind", "values"), CONFIGS, ids=str)
+def test_a_config_is_completed_as_transformers_completes_it(kind: str, values: dict[str, Any]) -> None:
+    expected: Any = AutoConfig.for_model(kind, **json.loads(json.dumps(values)))
+    config = MappedConfig({"model_type": kind, **values})
+    for name in {*DEFAULTS[kind], "rope_parameters", "vocab_size", "num_key_value_heads", "hidden_size", "eos_token_id"}:
+        assert getattr(config, name) == getattr(expected, name), name
+    assert config.head_dim == getattr(expected, "head_dim", expected.hidden_size // expected.num_attention_heads)
+
+
+REFUSED: list[dict[str, Any]] = [
+    *({"model_type": "gpt2"}, {"quantization_config": {}}, {"hidden_size": "32"}, {"num_hidden_layers": 0}),
+    *({"model_type": kind, "num_key_value_heads": None} for kind in ALWAYS_NAME_KEY_HEADS),
+    *({"num_key_value_heads": 3}, {"hidden_act": "relu"}, {"rms_norm_eps": -1.0}, {"sliding_window": 8}),
+    *({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling": {"rope_type": "llama3"}}),
+    *({"layer_types": ["sliding_attention"] * 32}, {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}),
+]
+
+
+@pytest.mark.parametrize("values", REFUSED, ids=str)
+def test_what_it_does_not_know_is_left_to_transformers(values: dict[str, Any]) -> None:
+    with pytest.raises(UnmappableError):
+        MappedConfig({"model_type": "llama", **values})
+
+
+def mapped(folder: Path, dtype: torch.dtype | None = None) -> MappedModel:
+    """The model of a folder, without transformers."""
+    config = MappedConfig(json.loads((folder / "config.json").read_text()))
+    return MappedModel(config, weight_files(folder), None, dtype)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in LAYER_VARIANTS},
+    "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "biased olmo2": ("olmo2", {"attention_bias": True}),
+    "tied llama": ("llama", {"tie_word_embeddings": True}),
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **LLAMA3}}),
+    "linear": ("llama", {"rope_parameters": {"rope_theta": 100.0, **LINEAR}}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_logits_have_the_bits_of_the_loaded_model(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    name, values = VARIANTS[variant]
+    own = families.build(name, vocab=97, **values).to(dtype)
+    own.save_pretrained(tmp_path, max_shard_size="40KB")
+    loaded = type(own).from_pretrained(tmp_path, dtype="auto").eval()
+    ids = families.prompts(1)[0][None]
+    runners = ModelRunner(loaded, "native"), ModelRunner(model := mapped(tmp_path), "native")
+    logits = [runner.logits(runner.run(*_whole(runner, ids))) for runner in runners]
+    assert torch.equal(*logits)
+    assert runners[0].fingerprint == runners[1].fingerprint
+    assert (model.dtype, model.is_mapped) == (dtype, True)
+    assert dict(model.named_parameters()).keys() == dict(loaded.named_parameters()).keys()
+
+
+def _whole(runner: ModelRunner, ids: torch.Tensor) -> tuple[Any, ...]:
+    positions = torch.arange(ids.shape[1])[None]
+    store = KVCache(1, runner.depth, ids.shape[1])
+    store.reserve(ids.shape[1])
+    at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
+    return runner.embed(ids, positions), at, store, range(runner.depth)
+
+
+def test_another_dtype_is_converted(tmp_path: Path) -> None:
+    families.build("llama").bfloat16().save_pretrained(tmp_path)
+    model = mapped(tmp_path, torch.float32)
+    assert (model.dtype, model.is_mapped) == (torch.float32, False)
+    assert torch.equal(model.lm_head.weight, mapped(tmp_path).lm_head.weight.float())
+
+
+@pytest.mark.parametrize("change", ["a weight missing", "a weight too many", "another shape", "other tied weights"])
+def test_other_tensors_than_the_config_says_are_left_to_transformers(change: str, tmp_path: Path) -> None:
+    model: Any = families.build("llama", tie_word_embeddings=change == "other tied weights")
+    tensors = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    if change == "a weight missing":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    elif change == "a weight too many":
+        tensors["model.layers.1.mlp.up_proj.bias"] = torch.zeros(64)
+    elif change == "another shape":
+        tensors["model.norm.weight"] = torch.zeros(31)
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnmappableError):
+        mapped(tmp_path)
