@@ -13,7 +13,7 @@ from skipstone.engines.engine import QUANTIZED as CHOICES
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import build, library
 from skipstone.engines.native.structs import MatrixStruct, ModelStruct, declare
-from skipstone.engines.native.weights import QUANTIZED
+from skipstone.engines.native.weights import QUANTIZED, TYPES
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, NATIVE_ONLY, assert_same_bits, chain, levels, text
 from tests.helpers.pairwise import round_robin
@@ -89,7 +89,7 @@ class Packed:
         self.engine, (outputs, inputs), number = engine, weights.shape, QUANTIZED[kind]
         self.outputs, self.inputs = outputs, inputs
         self.panels = np.zeros(engine.sk_packed_bytes(number, outputs, inputs), dtype=np.uint8)
-        assert engine.sk_quantize(number, 0, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data) == 0
+        assert engine.sk_quantize(number, 0, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data, 2) == 0
         head = MatrixStruct(self.panels.ctypes.data, None, outputs, inputs, number)
         self.model = ModelStruct(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
         self.model.embedding_scale = self.model.embedding_multiplier = 1.0
@@ -126,6 +126,41 @@ def largest(outputs: int, inputs: int) -> tuple[Found, Found]:
     signs = np.where(np.arange(inputs) % 2, np.float32(127), np.float32(-127))
     weights = np.stack([np.abs(signs), signs] * outputs)[:outputs]
     return weights, np.stack([np.abs(signs), -np.abs(signs), signs])
+
+
+def written(kind: str, weights: Found) -> Found:
+    """The panels of weights, by the layout of csrc/quantized.h."""
+    (outputs, inputs), pad = weights.shape, -len(weights) % 16
+    codes, scale, minimum = (np.pad(one, ((0, pad), (0, 0), (0, 0))) for one in coded(kind, weights))
+    panels, groups = [], codes.shape[1]
+    for first in range(0, outputs, 16):
+        used = np.arange(first, first + 16) < outputs
+        own, halves = codes[first : first + 16], [scale[first : first + 16, :, 0].T]
+        if kind == "int4":
+            halves.append(minimum[first : first + 16, :, 0].T)
+            eights = own.reshape(16, groups, 4, 2, 4)
+            numbers = eights[:, :, :, 0] | eights[:, :, :, 1] << 4  # [16, groups, 4, 4]
+        else:
+            numbers = (own + 128).reshape(16, groups, 8, 4) * used[:, None, None, None]
+        head = np.stack(halves, 1).astype(np.float16).tobytes()
+        panels.append(head.ljust(-(-len(head) // 64) * 64, b"\0") + numbers.transpose(1, 2, 0, 3).astype(np.uint8).tobytes())
+    return np.frombuffer(b"".join(panels), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_panels_are_those_of_the_written_layout(dtype: torch.dtype, kind: str) -> None:
+    dice = np.random.default_rng(3)
+    for outputs, inputs in [*SHAPES, (64, 128), (47, 97)]:
+        weights = drawn(outputs, inputs + 3, seed=inputs)
+        weights[0] *= 1e-6  # scales of denormal float16 numbers
+        stored = torch.from_numpy(weights).to(dtype)
+        expected = written(kind, stored[:, :inputs].float().numpy())
+        for engine in libraries():
+            panels = np.full(engine.sk_packed_bytes(QUANTIZED[kind], outputs, inputs), 0, dtype=np.uint8)
+            shape = stored.data_ptr(), inputs + 3, outputs, inputs, panels.ctypes.data
+            engine.sk_quantize(QUANTIZED[kind], TYPES[dtype], *shape, int(dice.integers(1, 4)))
+            assert np.array_equal(panels, expected)
 
 
 @round_robin(shape=SHAPES, kind=KINDS)

@@ -260,13 +260,13 @@ struct Case {
     const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
     if (type <= FLOAT16) {
-      CHECK(library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data()) == OK);
+      CHECK(library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data(), dice.from(1, 3)) == OK);
     } else {
       const int64_t stored = dice.from(FLOAT32, FLOAT16);
       void* source = weights(stored, outputs, inputs, stride);
       const auto quantized = [&] {
         std::memset(panels.data(), 0, size_t(panels.count));
-        return library.quantize(type, stored, source, stride, outputs, inputs, panels.data());
+        return library.quantize(type, stored, source, stride, outputs, inputs, panels.data(), dice.from(1, 3));
       };
       const int64_t place = dice.from(0, outputs - 1) * stride + dice.from(0, inputs - 1);  // of one weight
       if (stored == FLOAT32) {

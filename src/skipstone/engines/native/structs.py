@@ -101,8 +101,8 @@ def check(code: int, *_: Any) -> int:
 
 
 SIGNATURES = {
-    "sk_pack": "ipiiip",
-    "sk_quantize": "iipiiip",
+    "sk_pack": "ipiiipi",
+    "sk_quantize": "iipiiipi",
     "sk_take": "ppip",
     "sk_embed": "ppip",
     "sk_run": "pppiippipii",

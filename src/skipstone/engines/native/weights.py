@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.engines.host_transfer import dense, pointer
+from skipstone.engines.native import threads
 from skipstone.engines.native.structs import LayerStruct, MatrixStruct, ModelStruct
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
@@ -131,6 +132,7 @@ class NativeWeights:
         self, library: Any, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
+        self._threads = threads.requested_number() or threads.cores()
         self._is_mapped = isinstance(model, MappedModel) and model.is_mapped
         keeps = keep_weights and not self._is_mapped
         self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keeps else MemoryRelease()
@@ -279,9 +281,9 @@ class NativeWeights:
             panels = pointer("panels", memory[-1], (size,), torch.uint8)
             shape = (pointer("a weight", part, part.shape, weight.dtype, free=1), part.stride(0), outputs, inputs, panels)
             if quantize is None:
-                self._library.sk_pack(kind, *shape)
+                self._library.sk_pack(kind, *shape, self._threads)
             else:
-                self._library.sk_quantize(kind, stored, *shape)
+                self._library.sk_quantize(kind, stored, *shape, self._threads)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
         return Panels(self._library, matrices, memory, weight.dtype)
 

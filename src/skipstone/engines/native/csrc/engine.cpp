@@ -3,6 +3,7 @@
 // A token's results depend on its own text only, not on other tokens of the call, the number of threads or the instruction set.
 // The C ABI at the end checks every position, slot and id against the caller's buffers.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <exception>
@@ -129,17 +130,7 @@ inline void norm_rows(const float* x, int64_t x_stride, const float* weight, int
 
 inline float to_float32(const void* from, int64_t type, int64_t index) {
   if (type == FLOAT32) return static_cast<const float*>(from)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
-  if (type == BFLOAT16) {
-    const uint32_t bits32 = uint32_t(bits) << 16;
-    float x;
-    std::memcpy(&x, &bits32, 4);
-    return x;
-  }
-  uint16_t lanes[LANES] = {bits};
-  float x[LANES];
-  store(x, load_f16(lanes));
-  return x[0];
+  return type == BFLOAT16 ? float_of(static_cast<const Bfloat16*>(from)[index]) : float_of(static_cast<const Float16*>(from)[index]);
 }
 
 // The nearest bfloat16; ties go to the even last bit.
@@ -635,7 +626,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 3; }
+SK_EXPORT int64_t sk_abi() { return 4; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -663,29 +654,66 @@ static bool packable(int64_t type, const void* source, int64_t stride, int64_t o
   return outputs == 0 || inputs == 0 || !any_null({source, panels});
 }
 
-// Packs weights into panels of their own type, which is not quantised. source: [outputs][inputs], rows `stride` elements apart.
-SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
+// Calls make(p) for every panel of some outputs, on `threads` threads. Returns whether all calls did.
+template <class Make>
+static bool each_panel(int64_t outputs, int64_t threads, const Make& make) {
+  struct Job {
+    const Make& make;
+    int64_t count;
+    std::atomic<bool> good{true};
+  } job{make, (outputs + LANES - 1) / LANES};
+  Pool::shared().run(int(threads), [](void* context, int thread, int among, Pool&) noexcept {
+    Job& own = *static_cast<Job*>(context);
+    for (int64_t p = own.count * thread / among; p < own.count * (thread + 1) / among && own.good.load(std::memory_order_relaxed); p++)
+      if (!own.make(p)) own.good = false;
+  }, &job);
+  return job.good;
+}
+
+template <class T, class E>
+static bool quantize_all(const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
+  const int64_t size = panel_bytes<T>(groups_of(inputs));
+  return each_panel(outputs, threads, [&](int64_t p) {
+    const E* from = static_cast<const E*>(source) + p * LANES * stride;
+    return quantize_panel<T>(from, stride, outputs - p * LANES, inputs, static_cast<uint8_t*>(panels) + p * size);
+  });
+}
+
+template <class T>
+static bool quantize_stored(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
+  if (type == FLOAT32) return quantize_all<T, float>(source, stride, outputs, inputs, panels, threads);
+  if (type == BFLOAT16) return quantize_all<T, Bfloat16>(source, stride, outputs, inputs, panels, threads);
+  return quantize_all<T, Float16>(source, stride, outputs, inputs, panels, threads);
+}
+
+// Packs weights into panels of their own type, which is not quantised. source: [outputs][inputs], rows `stride` elements apart. Panels do
+// not depend on one another, so a call may pack any of them.
+SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-      if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
-    if (type == FLOAT32) pack(static_cast<const float*>(source), stride, outputs, inputs, static_cast<float*>(panels), false);
-    else pack(static_cast<const uint16_t*>(source), stride, outputs, inputs, static_cast<uint16_t*>(panels), type == BFLOAT16);
+    if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    if (check_threads(threads) != OK) return BAD_THREADS;
+    const int64_t size = sk_packed_bytes(type, LANES, inputs), width = type == FLOAT32 ? 4 : 2;
+    each_panel(outputs, threads, [&](int64_t p) {
+      const char* from = static_cast<const char*>(source) + p * LANES * stride * width;
+      char* to = static_cast<char*>(panels) + p * size;
+      if (type == FLOAT32) pack_panel(reinterpret_cast<const float*>(from), stride, outputs - p * LANES, inputs, reinterpret_cast<float*>(to), false);
+      else pack_panel(reinterpret_cast<const uint16_t*>(from), stride, outputs - p * LANES, inputs, reinterpret_cast<uint16_t*>(to), type == BFLOAT16);
+      return true;
+    });
     return OK;
   });
 }
 
-// Quantises weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. panels:
-// all 0. BAD_WEIGHT if a weight is not finite, or too large for a float16 scale.
-SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
+// Quantises weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. BAD_WEIGHT
+// if a weight is not finite, or too large for a float16 scale. Panels do not depend on one another.
+SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
+                              int64_t threads) {
   return guarded([&]() -> int64_t {
-      if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
-    std::vector<float> weights(static_cast<size_t>(inputs));
-    uint8_t* to = static_cast<uint8_t*>(panels);
-    for (int64_t o = 0; o < outputs; o++) {
-      for (int64_t k = 0; k < inputs; k++) weights[size_t(k)] = to_float32(source, source_type, o * stride + k);
-      const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
-      if (!good) return BAD_WEIGHT;
-    }
-    return OK;
+    if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    if (check_threads(threads) != OK) return BAD_THREADS;
+    const bool good = type == INT8 ? quantize_stored<Int8>(source_type, source, stride, outputs, inputs, panels, threads)
+                                   : quantize_stored<Int4>(source_type, source, stride, outputs, inputs, panels, threads);
+    return good ? OK : BAD_WEIGHT;
   });
 }
 

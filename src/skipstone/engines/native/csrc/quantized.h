@@ -202,19 +202,25 @@ class Codes {
   Buffer<Group> groups_;
 };
 
+SK_INLINE V16 size(V16 x) { return max(x, sub(zero(), x)); }
+// 1 / x, and 0 where x is not positive
+SK_INLINE V16 inverse_of(V16 x) { return drop_where_less(x, set1(std::numeric_limits<float>::denorm_min()), div(set1(1.0f), x)); }
+
 struct Int8 {
   static constexpr int BLOCKS = 8;       // blocks of codes per group
   static constexpr int SCALES = LANES;  // float16 numbers per group
 
-  // Quantises one output's group of 32 finite weights. False if a scale is beyond float16.
-  static bool quantize(const float* w, uint16_t* scale, uint8_t* codes) {
-    float top = 0;
-    for (int i = 0; i < GROUP; i++) top = std::max(top, std::fabs(w[i]));
-    *scale = to_half(top / 127.0f);
-    const float rounded = from_half(*scale), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
-    for (int i = 0; i < GROUP; i++)
-      codes[(i / 4) * BLOCK + i % 4] = uint8_t(128 + int(std::nearbyint(std::clamp(w[i] * inverse, -127.0f, 127.0f))));
-    return std::isfinite(rounded);
+  // Quantises a group of 32 inputs of 16 outputs, w[input][output]. Returns what is finite if no weight is too large for a scale.
+  static V16 quantize(const float* w, uint16_t* scales, uint8_t* codes) {
+    V16 top = zero();
+    for (int k = 0; k < GROUP; k++) top = max(size(load(w + k * LANES)), top);
+    store_f16(scales, div(top, set1(127.0f)));
+    const V16 rounded = load_f16(scales), inverse = inverse_of(rounded);
+    const auto code = [&](int k) {
+      return add(set1(128.0f), nearest(min(max(mul(load(w + k * LANES), inverse), set1(-127.0f)), set1(127.0f))));
+    };
+    for (int k = 0; k < GROUP; k += 4) store_bytes(code(k), code(k + 1), code(k + 2), code(k + 3), codes + k / 4 * BLOCK);
+    return rounded;
   }
   static float weight(const uint16_t* scale, const uint8_t* codes, int i) {
     return from_half(*scale) * float(int(codes[(i / 4) * BLOCK + i % 4]) - 128);
@@ -225,19 +231,21 @@ struct Int4 {
   static constexpr int BLOCKS = 4;
   static constexpr int SCALES = 2 * LANES;
 
-  static bool quantize(const float* w, uint16_t* scale, uint8_t* codes) {
-    const float low = *std::min_element(w, w + GROUP), high = *std::max_element(w, w + GROUP);
-    scale[LANES] = to_half(low);
-    const float minimum = from_half(scale[LANES]);
-    *scale = to_half((high - minimum) / 15.0f);
-    if (!std::isfinite(minimum) || !std::isfinite(from_half(*scale))) return false;
-    const float rounded = from_half(*scale), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
-    for (int i = 0; i < GROUP; i++) {
-      const int code = int(std::nearbyint(std::clamp((w[i] - minimum) * inverse, 0.0f, 15.0f)));
-      uint8_t& at = codes[(i / 8) * BLOCK + i % 4];
-      at = uint8_t(i % 8 < 4 ? code : at | code << 4);
+  static V16 quantize(const float* w, uint16_t* scales, uint8_t* codes) {
+    V16 low = load(w), high = low;
+    for (int k = 1; k < GROUP; k++) {
+      const V16 x = load(w + k * LANES);
+      low = min(x, low);
+      high = max(x, high);
     }
-    return true;
+    store_f16(scales + LANES, low);
+    const V16 minimum = load_f16(scales + LANES);
+    store_f16(scales, div(sub(high, minimum), set1(15.0f)));
+    const V16 rounded = load_f16(scales), inverse = inverse_of(rounded);
+    const auto code = [&](int k) { return nearest(min(max(mul(sub(load(w + k * LANES), minimum), inverse), zero()), set1(15.0f))); };
+    const auto both = [&](int k) { return fma(code(k + 4), set1(16.0f), code(k)); };
+    for (int k = 0; k < GROUP; k += 8) store_bytes(both(k), both(k + 1), both(k + 2), both(k + 3), codes + k / 8 * BLOCK);
+    return add(rounded, minimum);
   }
   static float weight(const uint16_t* scale, const uint8_t* codes, int i) {
     const uint8_t both = codes[(i / 8) * BLOCK + i % 4];
@@ -347,20 +355,57 @@ inline void quantized_panels(const void* panels, const Codes& x, int64_t n, floa
   }
 }
 
-// Quantises one output's weights [inputs] into its lane of the panels. False if one is not finite, or a scale is beyond float16.
-template <class T>
-inline bool quantize_output(const float* weights, int64_t inputs, int64_t output, uint8_t* panels) {
-  const int64_t count = groups_of(inputs), lane = output % LANES;
-  uint8_t* panel = panels + output / LANES * panel_bytes<T>(count);
-  for (int64_t k = 0; k < inputs; k++) if (!std::isfinite(weights[k])) return false;
-  bool good = true;
-  for (int64_t g = 0; g < count; g++) {
-    float group[GROUP] = {};
-    std::memcpy(group, weights + g * GROUP, sizeof(float) * std::min<int64_t>(GROUP, inputs - g * GROUP));
-    uint8_t* codes = panel + scales_bytes<T>(count) + g * T::BLOCKS * BLOCK + lane * 4;
-    good = T::quantize(group, reinterpret_cast<uint16_t*>(panel) + g * T::SCALES + lane, codes) && good;
+// Stored weights of 16 bits.
+struct Bfloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+inline float float_of(float x) { return x; }
+inline float float_of(Float16 x) { return from_half(x.bits); }
+inline float float_of(Bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+// The weights of a group of 32 inputs of 16 outputs as floats, w[input][output]; 0 beyond `outputs` and `inputs`. from: the first weight.
+template <class E>
+inline void load_group(const E* from, int64_t stride, int64_t outputs, int64_t inputs, float* w) {
+  if (std::is_same_v<E, Bfloat16> && outputs >= LANES && inputs >= GROUP) {
+    uint32_t pairs[LANES * LANES];
+    transpose16(reinterpret_cast<const char*>(from), stride * 2, pairs);
+    for (int i = 0; i < LANES; i++) {
+      V16 even, odd;
+      load_bf16_pair(reinterpret_cast<const uint16_t*>(pairs + i * LANES), even, odd);
+      store(w + 2 * i * LANES, even);
+      store(w + (2 * i + 1) * LANES, odd);
+    }
+    return;
   }
-  return good;
+  float rows[LANES][GROUP] = {};
+  for (int64_t o = 0; o < std::min<int64_t>(outputs, LANES); o++)
+    for (int64_t k = 0; k < std::min<int64_t>(inputs, GROUP); k++) rows[o][k] = float_of(from[o * stride + k]);
+  for (int half = 0; half < 2; half++)
+    transpose16(reinterpret_cast<const char*>(rows) + half * LANES * 4, sizeof rows[0], reinterpret_cast<uint32_t*>(w) + half * LANES * LANES);
+}
+
+// Quantises up to 16 outputs into a panel. from: [outputs][inputs], rows `stride` elements apart. False if a weight is not finite, or
+// too large for a float16 scale.
+template <class T, class E>
+inline bool quantize_panel(const E* from, int64_t stride, int64_t outputs, int64_t inputs, uint8_t* panel) {
+  const int64_t count = groups_of(inputs);
+  uint8_t* codes = panel + scales_bytes<T>(count);
+  alignas(64) float w[GROUP * LANES];
+  V16 zeros = zero();  // NaN once something is not finite
+  for (int64_t g = 0; g < count; g++) {
+    load_group(from + g * GROUP, stride, outputs, inputs - g * GROUP, w);
+    for (int k = 0; k < GROUP; k++) zeros = fma(load(w + k * LANES), zero(), zeros);
+    zeros = fma(T::quantize(w, reinterpret_cast<uint16_t*>(panel) + g * T::SCALES, codes + g * T::BLOCKS * BLOCK), zero(), zeros);
+  }
+  for (int64_t lane = outputs; lane < LANES; lane++) {  // unused lanes are 0
+    for (int64_t i = lane; i < count * T::SCALES; i += LANES) reinterpret_cast<uint16_t*>(panel)[i] = 0;
+    for (int64_t i = 0; i < count * T::BLOCKS; i++) std::memset(codes + i * BLOCK + lane * 4, 0, 4);
+  }
+  return sum(zeros) == 0;
 }
 
 // The quantised weights of one output as floats.

@@ -162,6 +162,75 @@ SK_INLINE float largest(V16 a) {
   for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
   return best;
 }
+#if defined(__AVX2__)
+// Transposes 8 x 8 units of 32 bits. Rows of `from` are `stride` bytes apart, rows of `to` 16 units.
+SK_INLINE void transpose8(const char* from, int64_t stride, uint32_t* to) {
+  __m256i r[8], t[8];
+  SK_UNROLL for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i*)(from + i * stride));
+  SK_UNROLL for (int i = 0; i < 8; i += 2) { t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]); t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]); }
+  SK_UNROLL for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]); r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]); r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  SK_UNROLL for (int i = 0; i < 4; i++) {
+    _mm256_storeu_si256((__m256i*)(to + i * LANES), _mm256_permute2x128_si256(r[i], r[i + 4], 0x20));
+    _mm256_storeu_si256((__m256i*)(to + (i + 4) * LANES), _mm256_permute2x128_si256(r[i], r[i + 4], 0x31));
+  }
+}
+// to[c][r] = from[r][c], 16 x 16 units of 32 bits. Rows of `from` are `stride` bytes apart.
+SK_INLINE void transpose16(const char* from, int64_t stride, uint32_t* to) {
+  for (int r = 0; r < LANES; r += 8) for (int c = 0; c < LANES; c += 8) transpose8(from + r * stride + c * 4, stride, to + c * LANES + r);
+}
+// Writes whole numbers from 0 to 255 as bytes [16][4]: the lanes of a, b, c and d side by side.
+SK_INLINE void store_bytes(V16 a, V16 b, V16 c, V16 d, uint8_t* to) {
+#if defined(__AVX512F__)
+  const __m512i x = _mm512_or_si512(_mm512_cvtps_epi32(a.v), _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 8));
+  const __m512i y = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtps_epi32(c.v), 16), _mm512_slli_epi32(_mm512_cvtps_epi32(d.v), 24));
+  _mm512_storeu_si512(to, _mm512_or_si512(x, y));
+#else
+  const auto bytes = [](__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256i x = _mm256_or_si256(_mm256_cvtps_epi32(a), _mm256_slli_epi32(_mm256_cvtps_epi32(b), 8));
+    return _mm256_or_si256(x, _mm256_or_si256(_mm256_slli_epi32(_mm256_cvtps_epi32(c), 16), _mm256_slli_epi32(_mm256_cvtps_epi32(d), 24)));
+  };
+  _mm256_storeu_si256((__m256i*)to, bytes(a.a, b.a, c.a, d.a));
+  _mm256_storeu_si256((__m256i*)(to + 32), bytes(a.b, b.b, c.b, d.b));
+#endif
+}
+SK_INLINE void store_f16(uint16_t* to, V16 x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(to + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+#else
+SK_INLINE void transpose16(const char* from, int64_t stride, uint32_t* to) {
+  for (int r = 0; r < LANES; r += 4)
+    for (int c = 0; c < LANES; c += 4) {
+      uint64x2_t t[4];
+      for (int i = 0; i < 4; i += 2) {
+        const uint32x4_t a = vld1q_u32((const uint32_t*)(from + (r + i) * stride) + c), b = vld1q_u32((const uint32_t*)(from + (r + i + 1) * stride) + c);
+        t[i] = vreinterpretq_u64_u32(vtrn1q_u32(a, b));
+        t[i + 1] = vreinterpretq_u64_u32(vtrn2q_u32(a, b));
+      }
+      for (int i = 0; i < 2; i++) {
+        vst1q_u32(to + (c + i) * LANES + r, vreinterpretq_u32_u64(vtrn1q_u64(t[i], t[i + 2])));
+        vst1q_u32(to + (c + i + 2) * LANES + r, vreinterpretq_u32_u64(vtrn2q_u64(t[i], t[i + 2])));
+      }
+    }
+}
+SK_INLINE void store_bytes(V16 a, V16 b, V16 c, V16 d, uint8_t* to) {
+  for (int i = 0; i < 4; i++) {
+    const uint32x4_t x = vorrq_u32(vcvtq_u32_f32(a.v[i]), vshlq_n_u32(vcvtq_u32_f32(b.v[i]), 8));
+    const uint32x4_t y = vorrq_u32(vshlq_n_u32(vcvtq_u32_f32(c.v[i]), 16), vshlq_n_u32(vcvtq_u32_f32(d.v[i]), 24));
+    vst1q_u8(to + 16 * i, vreinterpretq_u8_u32(vorrq_u32(x, y)));
+  }
+}
+SK_INLINE void store_f16(uint16_t* to, V16 x) {
+  for (int i = 0; i < 4; i++) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
+}
+#endif
 SK_INLINE V16 load_wide(const float* p) { return load(p); }
 SK_INLINE V16 load_wide(const uint16_t* bfloat16) { return load_bf16(bfloat16); }
 // Loads the first `count` lanes and reads no further memory; the other lanes are 0.
