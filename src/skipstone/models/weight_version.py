@@ -192,7 +192,8 @@ def _outdate(parts: set[int]) -> None:
 @cache
 def _listen() -> None:
     """Have torch report the changes that it does not count. Changes before the first copy do not matter."""
-    uncompiled: Any = torch.compiler.disable(_after_step)  # a compiled step runs fused kernels outside its graphs, too
+    # a compiled step runs fused kernels outside its graphs, too; unlike torch.compiler.disable, this imports no compiler yet
+    uncompiled: Any = torch._disable_dynamo(_after_step)  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(uncompiled)
     register_module_module_registration_hook(_after_registration)
 
