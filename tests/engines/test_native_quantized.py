@@ -130,7 +130,7 @@ def largest(outputs: int, inputs: int) -> tuple[Found, Found]:
 
 def written(kind: str, weights: Found) -> Found:
     """The panels of weights, by the layout of csrc/quantized.h."""
-    (outputs, inputs), pad = weights.shape, -len(weights) % 16
+    outputs, pad = len(weights), -len(weights) % 16
     codes, scale, minimum = (np.pad(one, ((0, pad), (0, 0), (0, 0))) for one in coded(kind, weights))
     panels, groups = [], codes.shape[1]
     for first in range(0, outputs, 16):
