@@ -339,7 +339,7 @@ def test_own_warnings_are_one_line_and_libraries_keep_quiet(variant: Callable[..
 
 
 def test_a_run_slower_than_plain_decoding_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stats, "speed_up_bound", 0.5)
+    monkeypatch.setattr(Stats, "speed_up_bounds", (0.5, 0.5))
     monkeypatch.setattr(api, "_warned", False)
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 120, "--ignore-eos", *LAYERSKIP)
     assert re.fullmatch(r"skipstone: warning: layerskip ran at 0\.50 x [^\n]+\n", succeed(*common).stderr)

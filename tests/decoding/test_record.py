@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import skipstone
 from skipstone import Autoregressive, Draft, LayerSkip, Method, Request, Sampling, Stats, Step
 from skipstone.decoding.draft import TokenRecord
 from skipstone.decoding.drafter import Drafter
@@ -16,6 +17,7 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.output_recorder import OutputRecorder
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.utils.setup_times import setup_work
 from tests.helpers.machine import decode, llama, prompt, start
 from tests.helpers.trees import Trees
 
@@ -211,10 +213,60 @@ def stepped(**given: Any) -> Step:
     return Step(**{**base, **given})
 
 
+@dataclass(frozen=True)
+class Slow(Scripted):
+    """Everything takes time: its check 1 s, a copy 10 s, its drafter 100 s, its prompt .1 s, a draft .01 s, learning .001 s."""
+
+    name: ClassVar[str] = "slow"
+    clock: Any = None
+
+    def check(self, model: ModelRunner) -> None:
+        self.clock(1.0)
+        with setup_work("int4 copy"):
+            self.clock(10.0)
+
+    def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
+        self.clock(100.0)
+        drafter: Any = super().create_drafter(model, rows, capacity)
+        propose_empty_draft = drafter.propose_draft
+
+        def propose_draft(limits: list[int]) -> Draft:
+            self.clock(0.01)
+            with setup_work("graphs"):
+                self.clock(0.005)
+            return propose_empty_draft(limits)
+
+        drafter.prefill_tokens, drafter.propose_draft = lambda _: self.clock(0.1), propose_draft
+        drafter.observe_step = lambda _: self.clock(0.001)
+        return drafter
+
+
+def test_all_time_from_the_call_to_the_last_token_is_counted(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still but where the method works."""
+    clock = [0.0]
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    output = skipstone.generate(model.model, prompt(6, 2)[None], Slow(clock=work), max_new_tokens=4)
+    stats = output.stats
+    assert stats is not None
+    assert stats.setup == pytest.approx({"request": 1.0, "int4 copy": 10.0, "drafters": 100.0, "graphs": 3 * 0.005})
+    assert stats.seconds_prefill == pytest.approx(0.1 + 0.001)
+    assert stats.seconds_draft == pytest.approx(3 * 0.01)
+    assert stats.seconds == pytest.approx(3 * 0.011)
+    assert stats.seconds_total == pytest.approx(clock[0])
+    assert stats.tokens_per_second == pytest.approx(4 / clock[0])
+    assert stats.steady_tokens_per_second == pytest.approx(3 / 0.033)
+    assert stats.speed_up(plain_seconds=0.02) == pytest.approx((0.001 + 3 * 0.02) / clock[0]), "its drafter read the prompt"
+    assert stats.steady_speed_up(plain_seconds=0.02) == pytest.approx(0.02 / 0.011)
+
+
 def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
     stats, none = Stats(), {"drafted": [0, 0], "draft_steps": [0, 0], "accepted": [0, 0]}
-    stats.add(stepped(prefill=True, tokens=[[9], [9]], **none))
-    stats.add(stepped())
+    stats.add(stepped(prefill=True, tokens=[[9], [9]], setup={"drafters": 2.0}, **none))
+    stats.add(stepped(setup={"drafters": 0.5, "int4 copy": 1.5}))
     stats.add(stepped(tokens=[[1, 2, 3, 4, 5], []], accepted=[4, 0], drafted=[4, 0], draft_steps=[4, 0], verified_nodes=4))
     stats.add(stepped(probe=True, tokens=[[7], []], verified_nodes=0, **none))
     assert (stats.prefill_tokens, stats.tokens, stats.turns, stats.steps, stats.probes) == (2, 10, 2, 3, 1)
@@ -222,7 +274,8 @@ def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
     assert dict(stats.histogram) == {2: 1, 0: 1, 4: 1}
     assert (stats.overruled, stats.verified_nodes) == (2, 12)
     assert (stats.seconds, stats.seconds_prefill) == (pytest.approx(3.0), pytest.approx(1.0))
-    assert stats.tokens_per_second == pytest.approx(12 / 4)
+    assert stats.tokens_per_second == pytest.approx(12 / 8)
+    assert stats.setup == {"drafters": 2.5, "int4 copy": 1.5}
     summary = json.loads(json.dumps(stats.summary()))
     assert (summary["new_tokens"], summary["acceptance_histogram"]) == (12, {"0": 1, "2": 1, "4": 1})
     total = Stats.total([stats, stats, Stats()])
@@ -235,8 +288,10 @@ def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
 def test_the_bound_of_the_speed_up_by_hand() -> None:
     """A step of 1.0 s: four draft passes .4, scoring .5, other .1. Plain decoding costs at most .1 + .5 a token."""
     stats, probe = Stats(), {"probe": True, "seconds_draft": 0.0, "seconds_score": 0.35, "seconds_other": 0.05}
-    assert stats.speed_up_bound is None
+    assert stats.speed_up_bounds is None
     for count, drafts, more in ((3, 4, {}), (1, 4, {}), (1, 0, probe)):
         one = {"tokens": [[1] * count], "drafted": [drafts], "draft_steps": [drafts], "accepted": [count - 1]}
         stats.add(stepped(origin=[[]], overruled=[0], **one, **more))
-    assert stats.speed_up_bound == pytest.approx(2 * 0.6 / 1.0)
+    assert stats.speed_up_bounds == pytest.approx((1.2, 1.2))
+    stats.add(stepped(prefill=True, seconds_draft=1.0, seconds_score=2.0, seconds_other=0.0, setup={"draft model": 5.0}))
+    assert stats.speed_up_bounds == pytest.approx(((2.0 + 2.4) / (5.0 + 3.0 + 2.0), 1.2)), "plain decoding has no draft model"

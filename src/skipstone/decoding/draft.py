@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skipstone.engines import host_transfer
 from skipstone.engines.partial_forward import PartialForward
+from skipstone.utils.setup_times import SetupSeconds
 
 
 @dataclass(slots=True)
@@ -247,7 +248,9 @@ class Step:
     of a prompt. probe: a plain step to measure plain decoding. drafter, reason: the drafter that `auto` chose, and why.
     finished: rows that ended in this step. errors: failed rows among them -> reason.
     Seconds are wall-clock. On CUDA, those of searching, drafting and scoring are device time, and other is the rest of the
-    step. seconds_search: spent for later steps (`Drafter.run_background_work`).
+    step. seconds_search: spent for later steps (`Drafter.run_background_work`). seconds_outside: of learning and recording
+    after these stages, and of waiting for other users of the model. setup: name of set-up work -> its seconds, which no stage
+    includes. The first step has also that of the call before it.
     """
 
     tokens: list[list[int]]
@@ -265,6 +268,8 @@ class Step:
     seconds_draft: float = 0.0
     seconds_score: float = 0.0
     seconds_other: float = 0.0
+    seconds_outside: float = 0.0
+    setup: SetupSeconds = field(default_factory=SetupSeconds)
     finished: list[int] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     records: list[list[TokenRecord]] | None = None
@@ -273,4 +278,5 @@ class Step:
 
     @property
     def seconds(self) -> float:
+        """Seconds of its stages."""
         return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other

@@ -18,7 +18,9 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.engines.greedy_tokens import NO_TOKEN, greedy_token
+from skipstone.engines.host_transfer import CPU
 from skipstone.engines.model_lock import SingleTorchThread
+from skipstone.utils.setup_times import SetupSeconds, collect_setup_seconds
 
 BROKEN = (
     "the model's logits are not finite (NaN or all minus infinity): its weights are damaged, or its dtype overflows; load it "
@@ -35,31 +37,34 @@ Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 
 
 class StageTimer:
-    """Measures the stages of one step without synchronising with the device.
+    """Measures the stages of one step without synchronising with the device, and leaves set-up work out.
 
-    On CUDA it uses events. They have passed when the step's one transfer to the host returns.
+    On CUDA it uses events. They have passed when the step's one transfer to the host returns. setup: grows with set-up work.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, setup: SetupSeconds) -> None:
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.events: list[torch.cuda.Event] = []
-        self.times: list[float] = []
+        self.setup, self.times, self.setup_sums = setup, list[float](), list[float]()
         self.mark()
 
     def mark(self) -> None:
         """End a stage and begin the next."""
         self.times.append(time.perf_counter())
+        self.setup_sums.append(sum(self.setup.values()))
         if self.stream is not None:
             self.events.append(torch.cuda.Event(enable_timing=True))
             self.events[-1].record(self.stream)
 
     def stop(self) -> list[float]:
         """Seconds of every stage, and last of the rest of the step so far."""
-        total = time.perf_counter() - self.times[0]
+        total = time.perf_counter() - self.times[0] - (sum(self.setup.values()) - self.setup_sums[0])
         if self.stream is None:
             stages = [b - a for a, b in pairwise(self.times)]
         else:
             stages = [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
+        setups = [b - a for a, b in pairwise(self.setup_sums)]
+        stages = [max(0.0, stage - setup) for stage, setup in zip(stages, setups, strict=True)]
         return [*stages, max(0.0, total - sum(stages))]
 
 
@@ -67,17 +72,25 @@ class DecodingLoop:
     """Decodes the rows of a session step by step. `admit` and `release` may be called between two steps.
 
     chunk: number of prompt tokens that a row runs in one step. takes_turns: while prompts run, other rows decode in every
-    second step, and a CPU runs prompts one by one. If False, other rows wait.
+    second step, and a CPU runs prompts one by one. If False, other rows wait. setup: seconds of set-up work before the first
+    step, which reports them.
     """
 
     def __init__(
-        self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, takes_turns: bool = False
+        self,
+        session: Session,
+        *,
+        chunk: int = PREFILL_CHUNK,
+        recorder: Recorder | None = None,
+        takes_turns: bool = False,
+        setup: SetupSeconds | None = None,
     ) -> None:
         self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
         if takes_turns and session.model.device.type == "cpu":
             session.prompts.max_tokens_per_pass = CPU_TOKENS_PER_PASS
         self._prefilled = False  # whether the latest step was a prefill
         self._recorder_seconds = 0.0  # time of the recorder in the latest step
+        self.setup: SetupSeconds = {} if setup is None else setup  # not reported yet
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
 
@@ -104,16 +117,24 @@ class DecodingLoop:
         """One step over all rows. It releases finished rows and lists them in `Step.finished`.
 
         Decoders of one model in several threads alternate step by step."""
-        session = self.session
+        session, began, setup_before = self.session, time.perf_counter(), sum(self.setup.values())
         must_decode = self.takes_turns and self._prefilled and any(session.alive)
         self._prefilled = session.prefilling and not must_decode
         has_own_threads = session.model.engine.own_threads and session.drafter.own_threads
-        with session.model.lock, SingleTorchThread() if has_own_threads else nullcontext():
-            return self._prefill() if self._prefilled else self._decode()
+        one_thread = SingleTorchThread() if has_own_threads else nullcontext()
+        with session.model.lock, one_thread, collect_setup_seconds(self.setup):
+            step = self._prefill() if self._prefilled else self._decode()
+        step.setup, self.setup = self.setup, {}
+        setup_seconds = sum(step.setup.values()) - setup_before
+        step.seconds_outside = max(0.0, time.perf_counter() - began - step.seconds - setup_seconds)
+        self.stats.add(step)
+        return step
 
     def _prefill(self) -> Step:
         """Run one chunk of the waiting prompts, and choose the first token of those that are complete."""
-        session, started = self.session, time.perf_counter()
+        session, clock = self.session, StageTimer(CPU, self.setup)  # an accelerator does not wait for an incomplete prompt
+        session.drafter.prefill_tokens(self.chunk)
+        clock.mark()
         scores, ready = session.prefill(self.chunk)
         draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
@@ -126,13 +147,13 @@ class DecodingLoop:
             step = self._step(verdicts, draft, scores)
             session.commit(None, verdicts)
         step.prefill = True
-        step.seconds_score = time.perf_counter() - started  # on an accelerator nothing waits for an incomplete prompt
+        step.seconds_draft, step.seconds_score = clock.stop()
         session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
     def _decode(self) -> Step:
         session = self.session
-        clock = StageTimer(session.model.device)
+        clock = StageTimer(session.model.device, self.setup)
         session.drafter.run_background_work()
         clock.mark()
         limits = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
@@ -185,7 +206,6 @@ class DecodingLoop:
         return f"{BROKEN if int(greedy_token(raw)) == NO_TOKEN else FORBIDDEN} ({place})"
 
     def _retire(self, step: Step, verdicts: list[RowVerdict]) -> Step:
-        self.stats.add(step)
         for row in step.finished:
             self.session.release(row)
         for row, verdict in enumerate(verdicts):

@@ -17,6 +17,7 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.utils.files import digest
+from skipstone.utils.setup_times import setup_work
 
 
 class _AcceptsAliases(type):
@@ -151,7 +152,8 @@ class Method(metaclass=_AcceptsAliases):
 
     def start(self, model: ModelRunner, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
-        return Session(model, rows, capacity, self.create_drafter(model, rows, capacity), depth=self.target_depth)
+        with setup_work("drafters"):
+            return Session(model, rows, capacity, self.create_drafter(model, rows, capacity), depth=self.target_depth)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,11 +96,11 @@ class Session:
         self.drafter.remove_request(row)
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it.
+        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it. The
+        drafter reads the prompts by itself.
 
         Returns (scores [B, 1, V], rows that have finished their prompt), or (None, []) if no row has.
         """
-        self.drafter.prefill_tokens(chunk)
         output = self.prompts.run(chunk)
         if not output.done:
             return None, []

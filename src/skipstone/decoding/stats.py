@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipstone.decoding.draft import Step
-from skipstone.policy.cost_model import speedup
+from skipstone.utils.setup_times import SetupSeconds
 
 
 @dataclass(slots=True)
@@ -15,6 +15,7 @@ class Stats:
 
     steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
     of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. Times are in seconds.
+    seconds_prefill_draft: the drafter's part of the prefill. seconds_outside, setup: as in `Step`, over all steps.
     """
 
     tokens: int = 0
@@ -29,20 +30,26 @@ class Stats:
     verified_nodes: int = 0
     probes: int = 0
     seconds_prefill: float = 0.0
+    seconds_prefill_draft: float = 0.0
     seconds_search: float = 0.0
     seconds_draft: float = 0.0
     seconds_score: float = 0.0
     seconds_other: float = 0.0
     seconds_probe: float = 0.0
+    seconds_outside: float = 0.0
+    setup: SetupSeconds = field(default_factory=SetupSeconds)
     histogram: Counter[int] = field(default_factory=Counter)
     drafters: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         """Count one step."""
+        self._add_setup(step.setup)
         if step.prefill:
             self.prefill_tokens += sum(map(len, step.tokens))
-            self.seconds_prefill += step.seconds
+            self.seconds_prefill += step.seconds + step.seconds_outside
+            self.seconds_prefill_draft += step.seconds_draft
             return
+        self.seconds_outside += step.seconds_outside
         self.tokens += sum(map(len, step.tokens))
         if step.drafter:
             self.drafters[step.drafter] += 1
@@ -64,12 +71,17 @@ class Stats:
         for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
+    def _add_setup(self, setup: SetupSeconds) -> None:
+        for name, seconds in setup.items():
+            self.setup[name] = self.setup.get(name, 0.0) + seconds
+
     def merge(self, other: "Stats") -> None:
         """Add the statistics of another call."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram.update(other.histogram)
         self.drafters.update(other.drafters)
+        self._add_setup(other.setup)
 
     @classmethod
     def total(cls, calls: Iterable["Stats"]) -> "Stats":
@@ -81,13 +93,23 @@ class Stats:
 
     @property
     def seconds_drafting(self) -> float:
-        """Time of all decoding steps except probes."""
+        """Time of the stages of all decoding steps except probes."""
         return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other
 
     @property
     def seconds(self) -> float:
         """Decoding time without the prefill."""
-        return self.seconds_drafting + self.seconds_probe
+        return self.seconds_drafting + self.seconds_probe + self.seconds_outside
+
+    @property
+    def seconds_setup(self) -> float:
+        """Time of set-up work: in the call before its first step, and in steps."""
+        return sum(self.setup.values())
+
+    @property
+    def seconds_total(self) -> float:
+        """Time from the call to its last token."""
+        return self.seconds_setup + self.seconds_prefill + self.seconds
 
     @property
     def acceptance_rate(self) -> float:
@@ -100,21 +122,36 @@ class Stats:
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
     @property
-    def speed_up_bound(self) -> float | None:
-        """An upper bound of the speed-up over plain decoding; None if no draft passes ran.
+    def speed_up_bounds(self) -> tuple[float, float] | None:
+        """Upper bounds of the speed-up over plain decoding: from the call to the last token, and of the decoding steps alone.
+        None if no draft passes ran.
 
-        It assumes that a plain step costs one draft pass and one scoring pass. No plain step costs more."""
+        They assume that a plain step costs one draft pass and one scoring pass. No plain step costs more."""
         if not self.seconds_drafting or not self.seconds_draft or not self.draft_steps:
             return None
         passes = max(self.draft_steps / self.steps, 1.0)
-        plain = self.seconds_draft / passes + self.seconds_score
-        return speedup(self.mean_acceptance_length, self.seconds_drafting, plain)
+        plain = self.mean_acceptance_length * (self.seconds_draft / passes + self.seconds_score)
+        whole = (self.seconds_prefill - self.seconds_prefill_draft + plain) / (self.seconds_total - self.seconds_probe)
+        return whole, plain / self.seconds_drafting
 
     @property
     def tokens_per_second(self) -> float:
-        """All new tokens over all time, prefill included."""
-        seconds = self.seconds + self.seconds_prefill
-        return (self.tokens + self.prefill_tokens) / seconds if seconds else 0.0
+        """All new tokens over the time from the call to the last one."""
+        return (self.tokens + self.prefill_tokens) / self.seconds_total if self.seconds_total else 0.0
+
+    @property
+    def steady_tokens_per_second(self) -> float:
+        """Tokens after the first over the time of decoding steps, without set-up and prefill."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def speed_up(self, plain_seconds: float) -> float:
+        """Speed-up of one row over plain decoding, from the call to the last token. plain_seconds: of a plain step."""
+        plain = self.seconds_prefill - self.seconds_prefill_draft + self.tokens * plain_seconds
+        return plain / self.seconds_total if self.seconds_total else 1.0
+
+    def steady_speed_up(self, plain_seconds: float) -> float:
+        """The same without set-up and prefill."""
+        return self.steady_tokens_per_second * plain_seconds if self.seconds else 1.0
 
     def step_milliseconds(self) -> dict[str, float]:
         """Mean milliseconds of each part of a step, without probes."""
@@ -131,6 +168,9 @@ class Stats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
             "tokens_per_second": self.tokens_per_second,
+            "steady_tokens_per_second": self.steady_tokens_per_second,
+            "seconds_total": self.seconds_total,
+            "setup": dict(self.setup),
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
             "probes": self.probes,
             **({"drafters": dict(self.drafters.most_common())} if self.drafters else {}),
@@ -142,8 +182,9 @@ class Stats:
         known = {name: summary.get(name, 0) for name in _COUNTS}
         known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]
         histogram = Counter({int(key): count for key, count in summary["acceptance_histogram"].items()})
-        return cls(**known, histogram=histogram, drafters=Counter(summary.get("drafters", {})))
+        setup = dict(summary.get("setup", {}))
+        return cls(**known, histogram=histogram, drafters=Counter(summary.get("drafters", {})), setup=setup)
 
 
-_COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name not in ("histogram", "drafters"))
+_COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name not in ("histogram", "drafters", "setup"))
 """Fields that are plain numbers."""

@@ -21,6 +21,7 @@ from skipstone.models.quantised_checkpoints import warm_up_kernels
 from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
 from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
+from skipstone.utils.setup_times import setup_work
 
 VARIABLE = "SKIPSTONE_ENGINE"
 """Environment variable for the engine of models without a setting."""
@@ -110,6 +111,7 @@ class PreparedModel:
     decoding methods that were read and checked for the model, by their callers' arguments.
     """
 
+    @setup_work("model check")
     def __init__(self, model: Any) -> None:
         refuse_weights(model)
         warm_up_kernels(model)
@@ -155,7 +157,8 @@ class PreparedModel:
             if reason is not None:
                 raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
             quantize = options.quantize if options.quantizes else None
-            return NativeEngine(model, self.description, quantize, options.keep_weights is not False), None
+            with setup_work(f"{quantize} copy" if quantize else "packed weights"):
+                return NativeEngine(model, self.description, quantize, options.keep_weights is not False), None
         if reason is None:
             return self.choose_engine(EngineOptions("native").over(options), model, version)
         if options.quantizes:

@@ -37,6 +37,7 @@ from skipstone.models.packed_weight import is_packed
 from skipstone.models.passes import AttentionReach, Pass, SkipSet, Tree
 from skipstone.models.torch_defaults import stable_defaults
 from skipstone.models.weight_version import AttributeValues
+from skipstone.utils.setup_times import add_setup_seconds, setup_work
 
 BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 """Environment variable for torch.compile's backend, "inductor" by default. "eager" and "aot_eager" compile nothing; tests of
@@ -288,6 +289,7 @@ class CompiledEngine(EagerEngine):
         recorded.graph.replay()
         return recorded.result.clone()  # the next replay writes over it
 
+    @setup_work("CUDA graphs")
     def _record(self, inputs: LayerInputs, store: KVCache, layers: range, weights: list[int]) -> CapturedGraph:
         """Record a CUDA graph of `_run_layers` without running it, with a copy of the inputs. RuntimeError if it would wait for
         the device."""
@@ -339,7 +341,9 @@ class CompiledEngine(EagerEngine):
             ) from error
         if self.graphs.count != before:
             self.preparations += 1
-            self.graphs.seconds += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            self.graphs.seconds += spent
+            add_setup_seconds("compiled layers", spent)
             self._update_detail()
         return result
 

@@ -22,11 +22,14 @@ from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.generate_call import GenerateCall, MethodLike, Seed, prepare_call, prepare_method, token_tensor
 from skipstone.models.nan_checks import first_not_finite
 from skipstone.utils.extras import installed
+from skipstone.utils.setup_times import collect_setup_seconds, setup_work
 
 Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
 SLOWER = 0.95  # lower speed-ups cause a warning
 FEW_ACCEPTED = 0.1  # lower acceptance rates cause a warning
 ENOUGH_TURNS = 16  # minimum number of steps before a warning
+REQUEST = "request"
+"""The set-up work of reading a call: tokens, options, checks."""
 
 
 @dataclass
@@ -91,8 +94,9 @@ def generate(
     ValueError, before any work, for anything unsupported. RowError, a ValueError, if some rows had no token to choose; its
     `output` has the texts of all rows.
     """
-    ids, options = _encode(inputs, tokenizer, options)
-    call = prepare_call(model, ids, tokenizer, seed, options, engine)
+    with collect_setup_seconds(), setup_work(REQUEST):
+        ids, options = _encode(inputs, tokenizer, options)
+        call = prepare_call(model, ids, tokenizer, seed, options, engine)
 
     def read(new: list[list[int]]) -> Any:
         if tokenizer is None or isinstance(inputs, (Tensor, np.ndarray, Mapping)):
@@ -117,10 +121,11 @@ def stream(
     """Like `generate`, one `Step` at a time. Closing the iterator early is safe.
 
     Errors are raised at the call, except RowError, which comes after the last step."""
-    ids, options = _encode(inputs, tokenizer, options)
-    call = prepare_call(model, ids, tokenizer, seed, options, engine)
-    chosen = prepare_method(method, call)
-    decoder = admitted(chosen, call, OutputRecorder(record=True) if record else None)
+    with collect_setup_seconds(), setup_work(REQUEST):
+        ids, options = _encode(inputs, tokenizer, options)
+        call = prepare_call(model, ids, tokenizer, seed, options, engine)
+        chosen = prepare_method(method, call)
+        decoder = admitted(chosen, call, OutputRecorder(record=True) if record else None)
 
     def watched() -> Iterator[Step]:
         errors: dict[int, str] = {}
@@ -200,7 +205,7 @@ def admitted(method: Method, call: GenerateCall, recorder: OutputRecorder | None
         chunk = call.config.prefill_chunk_size
         if chunk is not None and chunk < 1:
             raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-        decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=recorder)
+        decoder = DecodingLoop(session, chunk=chunk or PREFILL_CHUNK, recorder=recorder, setup=call.setup)
         for row, request in enumerate(requests):
             decoder.admit(row, request)
     return decoder
@@ -220,8 +225,9 @@ def complete(
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
-    chosen = prepare_method(method, call)
-    decoder = admitted(chosen, call, OutputRecorder(*kinds) if any(kinds) else None)
+    with collect_setup_seconds(call.setup), setup_work(REQUEST):
+        chosen = prepare_method(method, call)
+        decoder = admitted(chosen, call, OutputRecorder(*kinds) if any(kinds) else None)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
     recorded: list[Step] = []
@@ -271,15 +277,16 @@ _warned = False  # whether this process has shown the warning
 def _warn_if_slower(method: Method, stats: Stats, stacklevel: int) -> None:
     """Warn, once a process, if a method was slower than plain decoding or had few accepted drafts. `auto` causes no warning."""
     global _warned
-    if _warned or stats.drafters or stats.turns < ENOUGH_TURNS or (ratio := stats.speed_up_bound) is None:
+    if _warned or stats.drafters or stats.turns < ENOUGH_TURNS or (bounds := stats.speed_up_bounds) is None:
         return
     few_accepted = stats.acceptance_rate < FEW_ACCEPTED
-    if ratio >= SLOWER and not few_accepted:
+    if bounds[1] >= SLOWER and not few_accepted:
         return
     _warned = True
     why = f" {method.if_few_accepted}" if few_accepted and method.if_few_accepted else ""
     warnings.warn(
-        f"{method.name} ran at {ratio:.2f} x the speed of plain decoding here, or less: acceptance rate "
+        f"{method.name} ran at {bounds[0]:.2f} x the speed of plain decoding here, or less, and at {bounds[1]:.2f} x without "
+        f"prefill and set-up ({stats.seconds_setup:.2f} s): acceptance rate "
         f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "
         f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
         f"{why} method='auto' drafts only where that pays.",

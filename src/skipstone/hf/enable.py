@@ -15,9 +15,10 @@ from skipstone.engines.choose_engine import attach
 from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.hf.api import Output, complete
+from skipstone.hf.api import REQUEST, Output, complete
 from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, Seed, captured, prepare_call, resolve_for
 from skipstone.hf.generation_config_fields import refuse_fields
+from skipstone.utils.setup_times import collect_setup_seconds, setup_work
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
@@ -120,7 +121,8 @@ class _Generate:
             return self.before(inputs, **options) if self.before else kind.generate(self.model, inputs, **options)
         if inputs is None:
             inputs = options.pop("input_ids", None)
-        call = prepare_call(self.model, inputs, tokenizer, seed, options)
+        with collect_setup_seconds(), setup_work(REQUEST):
+            call = prepare_call(self.model, inputs, tokenizer, seed, options)
         return _as_asked(call, complete(self.method, call, streamer))
 
 
@@ -132,7 +134,8 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
 
     def decode(model: PreTrainedModel, input_ids: Tensor, seed: Seed = None, **prepared: Any) -> Output | LongTensor:
         refuse_fields(prepared["generation_config"].to_dict())
-        call = captured(ModelRunner(model), input_ids, prepared, seed)
+        with collect_setup_seconds(), setup_work(REQUEST):
+            call = captured(ModelRunner(model), input_ids, prepared, seed)
         return _as_asked(call, complete(method, call))
 
     return decode

@@ -23,6 +23,7 @@ from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.hf.generation_config_fields import FIELDS, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
+from skipstone.utils.setup_times import SetupSeconds, collected_seconds
 
 ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
@@ -61,7 +62,8 @@ class GenerateCall:
     """A `generate` call as transformers passes it to a custom decoding function, prepared for the padded batch.
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, with the user's objects. seed: of
-    row 0, from which other rows derive theirs (`noise.row_seed`); or one per row; None draws one from torch's generator.
+    row 0, from which other rows derive theirs (`noise.row_seed`); or one per row; None draws one from torch's generator. setup:
+    seconds of the call's set-up work.
     """
 
     runner: ModelRunner
@@ -72,6 +74,7 @@ class GenerateCall:
     seed: Seed = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     stop_strings: StopStrings | None = None
+    setup: SetupSeconds = field(default_factory=collected_seconds)
 
     @property
     def prompts(self) -> list[Tensor]:

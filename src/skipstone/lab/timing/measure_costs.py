@@ -102,6 +102,7 @@ class CostTimer:
         for row in range(self.batch):
             session.admit(row, Request(prompt, 1))
         while session.prefilling:
+            drafter.prefill_tokens(len(prompt))
             session.prefill(len(prompt))
         return session
 

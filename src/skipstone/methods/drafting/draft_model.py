@@ -27,6 +27,7 @@ from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.per_model_cache import PerModelCache
+from skipstone.utils.setup_times import setup_work
 
 _LOADED: PerModelCache["DraftModel"] = PerModelCache()
 
@@ -162,6 +163,7 @@ class DraftModelMethod(ShortlistMethod):
         key = (str(given), self.draft_device, self.draft_dtype, self.draft_quantize, *sizes, target.engine_options)
         return _LOADED.get(target.model, key, lambda: self._load(target))
 
+    @setup_work("draft model")
     def _load(self, target: ModelRunner) -> DraftModel:
         own, ids = name_of(target.model), _vocabulary_of(target.model)
         bundled = (name for name, folder in DRAFTS.items() if ids is not None and ids == vocabulary(str(folder)))
