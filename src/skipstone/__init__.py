@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from skipstone.engines.loading import load as load
     from skipstone.engines.model_runner import ModelRunner as ModelRunner
     from skipstone.export.hub.push import push as push
-    from skipstone.hf.api import Output as Output
     from skipstone.hf.api import RowError as RowError
     from skipstone.hf.api import generate as generate
     from skipstone.hf.api import stream as stream
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from skipstone.hf.enable import custom_generate as custom_generate
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
+    from skipstone.hf.output import Output as Output
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
     from skipstone.methods import AdaSD as AdaSD
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "hf.api": ("Output", "RowError", "generate", "stream"),
+    "hf.api": ("RowError", "generate", "stream"),
+    "hf.output": ("Output",),
     "decoding.request": ("Request",),
     "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder", "DecodingLoop"),

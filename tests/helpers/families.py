@@ -5,7 +5,10 @@ rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the famil
 """
 
 import functools
+import json
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.derivation import find_layers
 from skipstone.models.families import text_config
+from skipstone.models.generation_config import GenerationFields
+from skipstone.models.mapped_config import MappedConfig
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.weight_files import weight_files
 
 WINDOW = 8
 POSITIONS = 2048
@@ -287,3 +294,16 @@ def _weaken(config: Any, name: str, module: Any, norms: tuple[str, ...]) -> None
             parameter.mul_(factor)
     elif name == "experts" and hasattr(module, "down_proj"):
         module.down_proj.mul_(factor)
+
+
+def mapped(model: PreTrainedModel) -> MappedModel:
+    """The same model without transformers, from a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size="40KB")
+        return mapped_from(Path(folder))
+
+
+def mapped_from(folder: Path, dtype: torch.dtype | None = None) -> MappedModel:
+    """The model of a folder, without transformers."""
+    config = MappedConfig(json.loads((folder / "config.json").read_text()))
+    return MappedModel(config, weight_files(folder), GenerationFields.of_config(config.to_dict()), dtype)

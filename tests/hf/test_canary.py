@@ -12,7 +12,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 SOURCE = Path(__file__).parents[2] / "src" / "skipstone"
 PRIVATE: list[tuple[Any, set[str]]] = [
-    (torch, {"_C"}),
+    (torch, {"_C", "_disable_dynamo"}),
     (torch._C, {"_disabled_torch_function_impl", "_len_torch_function_stack"}),
     (torch.nn.Module(), {"_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"}),
     (torch.zeros(1), {"_version", "_make_wrapper_subclass"}),

@@ -90,10 +90,10 @@ def test_a_number_that_is_too_small_is_named_with_the_file_and_the_remedy(values
 def test_a_file_that_transformers_refuses_is_ignored_or_corrected_by_a_flag(tmp_path: Path) -> None:
     folder = str(nano(tmp_path, '{"eos_token_id": 5, "num_return_sequences": 3}'))
     with pytest.raises(ValueError, match=r"generation_config\.json.*(correct|remove) it"):
-        GenerationModelOptions(folder).load()
+        GenerationModelOptions(folder, engine="eager").load()
     corrected = {"override_generation_config": {"num_return_sequences": None}}
     for model in (
-        GenerationModelOptions(folder, generation_config={}).load()[0],
+        *(GenerationModelOptions(folder, generation_config={}, engine=engine).load()[0] for engine in ("auto", "eager")),
         GenerationModelOptions(folder, **corrected).load()[0],
     ):
         assert (model.generation_config.eos_token_id, model.generation_config.num_return_sequences) == (5, None)

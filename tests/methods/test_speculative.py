@@ -228,8 +228,8 @@ def test_padding_of_the_embedding_does_not_matter(tmp_path: Path, target_size: i
 def test_a_named_draft_model_is_loaded_once_where_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = skipstone.load(saved(tmp_path / "target", 97, 97, 4))
     name, loaded = str(saved(tmp_path / "draft", 97, 97)), []
-    real = draft_models.load_model
-    monkeypatch.setattr(draft_models, "load_model", lambda *given, **more: loaded.append(more["dtype"]) or real(*given, **more))
+    real = draft_models.load_named
+    monkeypatch.setattr(draft_models, "load_named", lambda *given: loaded.append(given[1]) or real(*given))
     for method in (Speculative(name), Speculative(name, 3), AdaSD(name), Speculative(name, draft_dtype="bfloat16")):
         skipstone.generate(model, prompt(9), method, max_new_tokens=8)
     assert loaded == [torch.float32, torch.bfloat16]

@@ -13,9 +13,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.mapped_config import ALWAYS_NAME_KEY_HEADS, DEFAULTS, MappedConfig, UnmappableError
-from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass
-from skipstone.models.weight_files import weight_files
 from tests.helpers import families
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -60,12 +58,6 @@ def test_what_it_does_not_know_is_left_to_transformers(values: dict[str, Any]) -
         MappedConfig({"model_type": "llama", **values})
 
 
-def mapped(folder: Path, dtype: torch.dtype | None = None) -> MappedModel:
-    """The model of a folder, without transformers."""
-    config = MappedConfig(json.loads((folder / "config.json").read_text()))
-    return MappedModel(config, weight_files(folder), None, dtype)
-
-
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in LAYER_VARIANTS},
     "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -84,7 +76,7 @@ def test_its_logits_have_the_bits_of_the_loaded_model(variant: str, dtype: torch
     own.save_pretrained(tmp_path, max_shard_size="40KB")
     loaded = type(own).from_pretrained(tmp_path, dtype="auto").eval()
     ids = families.prompts(1)[0][None]
-    runners = ModelRunner(loaded, "native"), ModelRunner(model := mapped(tmp_path), "native")
+    runners = ModelRunner(loaded, "native"), ModelRunner(model := families.mapped_from(tmp_path), "native")
     logits = [runner.logits(runner.run(*_whole(runner, ids))) for runner in runners]
     assert torch.equal(*logits)
     assert runners[0].fingerprint == runners[1].fingerprint
@@ -102,9 +94,9 @@ def _whole(runner: ModelRunner, ids: torch.Tensor) -> tuple[Any, ...]:
 
 def test_another_dtype_is_converted(tmp_path: Path) -> None:
     families.build("llama").bfloat16().save_pretrained(tmp_path)
-    model = mapped(tmp_path, torch.float32)
+    model = families.mapped_from(tmp_path, torch.float32)
     assert (model.dtype, model.is_mapped) == (torch.float32, False)
-    assert torch.equal(model.lm_head.weight, mapped(tmp_path).lm_head.weight.float())
+    assert torch.equal(model.lm_head.weight, families.mapped_from(tmp_path).lm_head.weight.float())
 
 
 @pytest.mark.parametrize("change", ["a weight missing", "a weight too many", "another shape", "other tied weights"])
@@ -122,4 +114,4 @@ def test_other_tensors_than_the_config_says_are_left_to_transformers(change: str
     model.config.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnmappableError):
-        mapped(tmp_path)
+        families.mapped_from(tmp_path)

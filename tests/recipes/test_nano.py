@@ -14,9 +14,9 @@ from safetensors import safe_open
 import skipstone
 from skipstone import AdaDecode, AdaSD, Method, ModelRunner, Speculative
 from skipstone.assets import DRAFTS, HEADS, NANO
-from skipstone.engines.loading import vocabulary
 from skipstone.lab.timing import statistics
 from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.models.vocabularies import vocabulary
 from skipstone.train import resolve_model
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip.arguments import read

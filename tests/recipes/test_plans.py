@@ -7,7 +7,7 @@ import pytest
 from skipstone import methods
 from skipstone.decoding.settings import settings_of
 from skipstone.lab.bench import plan as plans
-from skipstone.utils.settings_files import mapping
+from skipstone.utils.yaml_files import mapping
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "measure"
 PLANS = sorted(FOLDER.glob("*.yaml"))

@@ -13,10 +13,12 @@ from skipstone.cli.chat import Chat, ChatSamplingOptions
 from skipstone.cli.chat import chat as cli_chat
 from skipstone.cli.generate import GenerationOptions, OutputOptions, PlacedModelOptions, PromptSource
 from skipstone.cli.generate import generate as cli_generate
-from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, ModelOptions
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.stop_strings import StopStrings
+from skipstone.engines import mapped_loading
+from skipstone.models.generation_config import GenerationFields
 from skipstone.serving.api_schemas import ChatBody, CompletionBody
 from skipstone.serving.batch_files.answer_line import answer_line
 from skipstone.serving.batch_files.request_lines import RequestLine
@@ -101,7 +103,10 @@ def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -
         model, PROMPT, "autoregressive", tokenizer=words, seed=7, max_new_tokens=TOKENS, num_return_sequences=1, **options
     )
     over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, **body})
-    monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: (model, words))
+    mapped = families.mapped(model)  # which merges common options without transformers
+    mapped.generation_config = GenerationFields({"eos_token_id": 1, "pad_token_id": 0, **own})
+    over_http_and_in_a_batch(mapped, words, {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, **body})
+    monkeypatch.setattr(mapped_loading, "load_for_decoding", lambda *_, **__: (mapped, words))
     seed: dict[str, Any] = {"seed": 7} if "temperature" in flags else {}
     decoding = GenerationOptions(max_new_tokens=TOKENS, **flags, **seed)
     cli_generate(PromptSource(PROMPT), MethodOptions("autoregressive"), decoding, PlacedModelOptions(), OutputOptions())
@@ -119,7 +124,7 @@ def test_a_model_s_own_settings_count_in_all_ways(own: str, seen: list[Request],
     same(seen, is_greedy=True)
 
 
-def same(seen: list[Request], count: int = 4, *, is_greedy: bool = False) -> Any:
+def same(seen: list[Request], count: int = 6, *, is_greedy: bool = False) -> Any:
     result = [described(one) for one in seen]
     if is_greedy:  # the command line draws a seed, and nothing is drawn with it
         for one in result:
@@ -146,7 +151,7 @@ def test_chat_builds_the_request_of_the_server(
 ) -> None:
     model, words = families.build("llama"), tokenizer()
     model.generation_config = GenerationConfig(eos_token_id=[1, 60], pad_token_id=0, stop_strings=["<23>"], top_k=9)
-    monkeypatch.setattr(ModelOptions, "load", lambda *_, **__: (model, words))
+    monkeypatch.setattr(mapped_loading, "load_for_decoding", lambda *_, **__: (model, words))
     monkeypatch.setattr(Chat, "talk", lambda chat, _: chat._answer(PROMPT))
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
     sampling = ChatSamplingOptions(max_new_tokens=TOKENS, **sampled)

@@ -93,7 +93,7 @@ def run(
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
     from skipstone.lab.tasks.data_sets import named
     from skipstone.lab.tasks.protocols import PROTOCOLS
-    from skipstone.utils.settings_files import mapping
+    from skipstone.utils.yaml_files import mapping
 
     if plan is not None:
         mapping(plan)

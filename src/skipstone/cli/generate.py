@@ -68,8 +68,7 @@ class PromptSource(OptionGroup, panel="Prompt"):
 
     def encode(self, text: str, tokenizer: Any) -> list[int]:
         """The token ids of the prompt's text. ValueError if there are none."""
-        from skipstone.engines.loading import bos_prefix
-        from skipstone.hf.api import token_ids
+        from skipstone.hf.api import bos_prefix, token_ids
 
         ids = token_ids([{"role": "user", "content": text}] if self.chat else text, tokenizer)
         if not ids:

@@ -59,8 +59,10 @@ def read_names(folder: Path) -> Known:
     """Name of a method or peer -> what its text may say, of all classes in a folder that have a name."""
     source, found = MethodSource(folder), {}
     for kind in source.classes.values():
-        if named := re.search(r"^    name: ClassVar\[str\] = '(.+)'$", ast.unparse(kind), re.MULTILINE):
-            found[named[1]] = source.names_of(kind)
+        for one in kind.body:
+            match one:
+                case ast.AnnAssign(target=ast.Name(id="name"), annotation=ast.Subscript(), value=ast.Constant(value=str(name))):
+                    found[name] = source.names_of(kind)
     return found
 
 

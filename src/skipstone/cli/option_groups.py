@@ -134,15 +134,20 @@ class ModelOptions(OptionGroup):
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
         """The model and its tokenizer. arguments: further ones of `skipstone.load`."""
+        from skipstone.engines import loading
+
+        return loading.load(self.model, **self._arguments(**{"keep_weights": False, **arguments}))
+
+    def _arguments(self, **arguments: Any) -> dict[str, Any]:
+        """Keyword arguments of `skipstone.load`."""
         import torch
 
-        from skipstone.engines import loading
+        from skipstone.models.device_map import usable_device
 
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         is_placed = arguments.get("device_map") is not None or arguments.get("tp_plan") is not None
-        device = "cpu" if is_placed and self.device == "auto" else loading.usable_device(self.device)
-        arguments = {"engine": self.engine, "quantize": self.quantize, "keep_weights": False, **arguments}
-        return loading.load(self.model, dtype=dtype, device=device, **arguments)
+        device = "cpu" if is_placed and self.device == "auto" else usable_device(self.device)
+        return {"dtype": dtype, "device": device, "engine": self.engine, "quantize": self.quantize, **arguments}
 
 
 @dataclass(frozen=True)
@@ -165,13 +170,19 @@ class GenerationModelOptions(ModelOptions):
     )
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
-        """As `ModelOptions.load`, with the generation config that the options ask for."""
-        from skipstone.engines.loading import generation_defaults
+        """As `ModelOptions.load`, with the generation config that the options ask for, and without transformers if possible."""
+        from skipstone.engines.mapped_loading import load_for_decoding
 
         replacement, overrides = self.generation_config, self.override_generation_config or {}
+
+        def generation_config() -> Any:
+            from skipstone.engines.loading import generation_defaults
+
+            return generation_defaults(self.model, replacement, overrides)
+
         arguments |= {"kv_dtype": self.kv_dtype, "trust_remote_code": self.trust_remote_code}
-        arguments["generation_config"] = generation_defaults(self.model, replacement, overrides)
-        loaded, tokenizer = super().load(**arguments)
+        arguments["generation_config"] = generation_config
+        loaded, tokenizer = load_for_decoding(self.model, **self._arguments(**arguments))
         if replacement is not None or overrides:
             from skipstone.hf.generation_defaults import replace_defaults
 

@@ -18,7 +18,6 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
 from skipstone import __version__
@@ -28,9 +27,6 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.detokenizer import Detokenizer, detokenize
-from skipstone.lab.bench.peers.hf import HFGenerate
-from skipstone.lab.timing.machine import ProcessorWatch, was_busy
-from skipstone.lab.timing.measure import measure, warm_up
 from skipstone.methods import spell
 from skipstone.methods.autoregressive import Autoregressive
 
@@ -43,8 +39,8 @@ class RunInput:
     """A model and a prompt. ids: [1, T] int64. options: keyword arguments of `skipstone.generate`. seed: the same for every
     run."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: Any
+    tokenizer: Any
     ids: Tensor
     options: dict[str, Any]
     seed: int
@@ -206,6 +202,8 @@ def compare_with_plain(
                 pass
     except KeyboardInterrupt:
         return Run(interrupted=True), None
+    from skipstone.lab.timing.machine import ProcessorWatch
+
     with warnings.catch_warnings(), ProcessorWatch() as watch:
         warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # it is measured here
         for number in range(repeats):
@@ -251,6 +249,10 @@ def _spell_token(token: int | None, text: str | None) -> str:
 
 def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
     """Figures of transformers' own `generate` on the same prompt, as JSON values. tokens: the text to compare with."""
+    from skipstone.lab.bench.peers.hf import HFGenerate
+    from skipstone.lab.timing.machine import ProcessorWatch
+    from skipstone.lab.timing.measure import measure, warm_up
+
     peer: Any = HFGenerate()
     warm_up(job.model, [peer], job.ids[0], job.options)
     with ProcessorWatch() as watch:
@@ -266,6 +268,8 @@ def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
 
 def busy_warning(*waited_shares: float | None) -> str | None:
     """A warning for figures that were measured on a busy machine; None if it was idle."""
+    from skipstone.lab.timing.machine import was_busy
+
     share = max((share for share in waited_shares if share is not None), default=None)
     if share is None or not was_busy(share):
         return None

@@ -103,7 +103,7 @@ def _check_inputs(files: list[Path], data_dir: Path | None, missing: str, is_rec
         if not file.is_file():
             raise FileNotFoundError(2, missing, str(file))
         if is_recipe:
-            from skipstone.utils.settings_files import mapping
+            from skipstone.utils.yaml_files import mapping
 
             mapping(file)
     expect_folder(data_dir)

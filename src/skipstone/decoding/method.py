@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from transformers import PreTrainedModel
-
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method_states import method_report
 from skipstone.decoding.session import Session
@@ -124,7 +122,7 @@ class Method(metaclass=_AcceptsAliases):
                 "they follow one chain; autoregressive, layerskip, prompt_lookup and speculative decode it"
             )
 
-    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+    def report(self, model: Any) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty if it learns nothing."""
         return method_report(self, None, model)
 

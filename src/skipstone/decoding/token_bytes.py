@@ -5,9 +5,9 @@ import re
 from collections.abc import Set
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_UNPRINTED)}
 """Letter of a byte-level token -> byte."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token of byte fallback."""

@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from types import SimpleNamespace
@@ -31,16 +30,16 @@ from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
+from skipstone.models.device_map import usable_device
 from skipstone.models.fetching import commit_of, hub_name, not_found_error
-from skipstone.models.generation_config import FILE, OWN_FIELD, read_generation_config, refuse_small_values
+from skipstone.models.generation_config import FILE, KEPT_DEFAULTS, read_generation_config, refuse_small_values
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised_checkpoints import expect_loadable
 from skipstone.models.tensor_parallel import cannot_share
 from skipstone.models.unsupported import refuse_sizes
+from skipstone.models.vocabularies import COMMIT
 from skipstone.utils.extras import installed
 
-COMMIT = "_commit_hash"
-"""Attribute of a config: the hub commit that the model was loaded from. transformers does not save it."""
 EXPORT = "export.json"  # describes an exported model: the source model and the exported part
 MAX_CAUSE_CHARACTERS = 200
 """Length at which a library's message is cut off."""
@@ -48,8 +47,6 @@ OF_CHECKPOINT = "correct its config.json, or fetch its files again, the weights 
 OF_CONFIG = "correct it, or fetch it again"
 OF_TOKENIZER = "fetch its tokenizer.json and tokenizer_config.json again"
 """Remedies for files that cannot be loaded."""
-KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
-"""Generation defaults that are facts of the model. They are kept if a replacement does not set them."""
 DeviceMap = str | Mapping[str, Any] | None
 """transformers' `device_map`: a strategy, or devices by module names."""
 
@@ -325,23 +322,6 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
-def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
-    """Token -> id of a tokenizer in a folder, or of a revision in the hub's cache; None if it is not here or needs code of its
-    own."""
-    if not name:
-        return None
-    try:
-        return _vocabulary(name, revision)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-@lru_cache(maxsize=8)
-def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
-    return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options).get_vocab())
-
-
 def expect_config(name: str | Path) -> None:
     """OSError or ValueError if a name has no readable config. Loads nothing else."""
     place, options = _locate(name)
@@ -363,22 +343,3 @@ def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:
     if meant is None:
         raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
     return meant.repo, {} if meant.revision is None else {"revision": meant.revision}
-
-
-def usable_device(device: str | torch.device) -> torch.device:
-    """The device of a name; "auto" is CUDA if available, else the CPU. ValueError for a device that torch does not know or this
-    machine does not have."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-        torch.empty(1, dtype=torch.float32, device=place)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    return place
-
-
-def bos_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[bos] if the tokenizer begins texts with it, else []."""
-    ids: Any = tokenizer("a")["input_ids"]
-    return list(ids[:1]) if ids[0] == tokenizer.bos_token_id else []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipstone.assets import NANO
 from skipstone.decoding.settings import layer_in_range
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.loading import BUNDLED, COMMIT, EXPORT, load_model
+from skipstone.engines.loading import BUNDLED, EXPORT, load_model
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods import MethodLike, resolve
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, load_profile
@@ -29,6 +29,7 @@ from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.derivation import close
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.vocabularies import COMMIT
 from skipstone.utils.files import hidden_folder, publish, write_json
 
 NUM_PROBE_TOKENS = 24  # random ids that an export is compared on

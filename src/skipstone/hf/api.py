@@ -2,14 +2,11 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, DecodingLoop, run
@@ -24,6 +21,11 @@ from skipstone.models.nan_checks import first_not_finite
 from skipstone.utils.extras import installed
 from skipstone.utils.setup_times import collect_setup_seconds, setup_work
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from skipstone.hf.output import Output
+
 Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
 SLOWER = 0.95  # lower speed-ups cause a warning
 FEW_ACCEPTED = 0.1  # lower acceptance rates cause a warning
@@ -32,35 +34,13 @@ REQUEST = "request"
 """The set-up work of reading a call: tokens, options, checks."""
 
 
-@dataclass
-class Output(GenerateDecoderOnlyOutput):
-    """Output of `skipstone.generate`: that of Hugging Face with figures of skipstone.
-
-    sequences: [B, T] int64, prompt and new tokens, padded as in transformers. scores, logits: per new token [B, V] if
-    requested, 0 for finished rows. lossless: False for modes that may change the text. text: the new text of every row, if the
-    inputs were text. stats: `Stats` over all rows. steps: list of `Step`, with record=True. engine: "eager", "native" or
-    "compiled". engine_reason: why engine="auto" did not choose the native one. quantize: "int8" or "int4" if the engine has
-    quantised the weights, else None.
-    """
-
-    stats: Stats | None = None
-    new_tokens: list[list[int]] | None = None
-    text: Any = None
-    method: str | None = None
-    lossless: bool | None = None
-    steps: list[Step] | None = None
-    engine: str | None = None
-    engine_reason: str | None = None
-    quantize: str | None = None
-
-
 class RowError(ValueError):
     """Some rows had no token to choose. The other rows of the call are complete.
 
     errors: row -> reason. output: of all rows, with the tokens of failed rows so far; None for `stream`.
     """
 
-    def __init__(self, errors: dict[int, str], model: PreTrainedModel, output: Output | None = None) -> None:
+    def __init__(self, errors: dict[int, str], model: Any, output: "Output | None" = None) -> None:
         message = "; ".join(f"row {row}: {reason}" for row, reason in sorted(errors.items()))
         weight = first_not_finite(model)
         super().__init__(message if weight is None else f"{message}. Its weight {weight} is not finite")
@@ -68,17 +48,17 @@ class RowError(ValueError):
 
 
 def generate(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     inputs: Inputs,
     method: MethodLike = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     streamer: Any = None,
     seed: Seed = None,
     record: bool = False,
     engine: str | None = None,
     **options: Any,
-) -> Output:
+) -> "Output":
     """Generate with a decoding method.
 
     inputs: ids [B, T] of any integer dtype, as a tensor or a numpy array (left-padded, with attention_mask=); a text or a list
@@ -108,11 +88,11 @@ def generate(
 
 
 def stream(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     inputs: Inputs,
     method: MethodLike = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     seed: Seed = None,
     record: bool = False,
     engine: str | None = None,
@@ -179,6 +159,12 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     return tokenizer(chat_text(prompt, tokenizer), add_special_tokens=False)["input_ids"]
 
 
+def bos_prefix(tokenizer: Any) -> list[int]:
+    """[bos] if the tokenizer begins texts with it, else []."""
+    ids: Any = tokenizer("a")["input_ids"]
+    return list(ids[:1]) if ids[0] == tokenizer.bos_token_id else []
+
+
 def chat_text(messages: Sequence[Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The text of a chat in the tokenizer's template, with the assistant's turn opened. tools: in transformers' format."""
     if tokenizer.chat_template is None:
@@ -217,7 +203,7 @@ def complete(
     streamer: Any = None,
     record: bool = False,
     read: Callable[[list[list[int]]], Any] = lambda _: None,
-) -> Output:
+) -> "Output":
     """Decode a call to its end. RowError if rows failed, when all others are complete.
 
     streamer: a transformers streamer (for one row); it gets the prompt and 1-D chunks of new tokens. read: new tokens of all
@@ -241,6 +227,8 @@ def complete(
     if streamer is not None:
         streamer.end()
     _warn_if_slower(chosen, decoder.stats, stacklevel=4)
+    from skipstone.hf.output import Output
+
     runner, new = decoder.session.model, [row.tokens for row in decoder.rows if row is not None]
     output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new, text=read(new))  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = chosen.name, chosen.lossless, recorded if record else None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.request import Criterion, Request
@@ -41,17 +40,13 @@ def build_request(model: ModelRunner, prompt: Sequence[int], tokenizer: Any, see
 def build_requests(call: GenerateCall) -> list[Request]:
     """One Request per row. ValueError for unsupported settings and for inputs that cannot be decoded."""
     _check_inputs(call)
-    limits = [criterion.max_length for criterion in call.stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-    max_new_tokens = min(limits or [call.config.max_length]) - call.input_ids.shape[1]
+    max_new_tokens = call.max_length - call.input_ids.shape[1]
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens} (max_length less the prompt)")
-    ends = [criterion for criterion in call.stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-    eos = frozenset(token for criterion in ends for token in criterion.eos_token_id.tolist())
-    other = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-    criteria, prompts = [_synchronised(criterion, call.runner.ranks) for criterion in other], call.prompts
+    criteria, prompts = [_synchronised(criterion, call.runner.ranks) for criterion in call.criteria], call.prompts
     rows = zip(prompts, _seeds(call, len(prompts)), processors_of_rows(call, prompts, max_new_tokens), strict=True)
     return [
-        Request(prompt, max_new_tokens, eos, _sampling(call, seed, own), criteria, stop_strings=call.stop_strings)
+        Request(prompt, max_new_tokens, call.eos, _sampling(call, seed, own), criteria, stop_strings=call.stop_strings)
         for prompt, seed, own in rows
     ]
 
@@ -118,5 +113,5 @@ def _sampling(call: GenerateCall, seed: int, processors: list[Any]) -> Sampling:
         min_p=config.min_p or 0.0,
         seed=seed,
         processors=processors,
-        warpers=warpers(call.runner.model, config) if exotic else [],
+        warpers=warpers(call.runner, config) if exotic else [],
     )

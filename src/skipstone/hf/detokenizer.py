@@ -5,11 +5,9 @@ before the first. So a completion is decoded after the last tokens of its prompt
 """
 
 import codecs
+import sys
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from skipstone.decoding.token_bytes import decoder_kinds, is_byte_level, token_bytes
 
@@ -34,9 +32,7 @@ class Detokenizer:
     an incomplete character. echo: whether the text includes `prompt_end`, because the prompt's own text precedes it.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), *, special: bool = False, echo: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, special: bool = False, echo: bool = False) -> None:
         self._decoder = _decoder_of(tokenizer, special)
         self._clean_up: list[_Replacement] = []
         for token in self._last_of(prompt):
@@ -89,7 +85,7 @@ class Detokenizer:
         return text[size:]
 
 
-def detokenize(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], prompt: Sequence[int] = ()) -> str:
+def detokenize(tokenizer: Any, tokens: Iterable[int], prompt: Sequence[int] = ()) -> str:
     """The text of tokens after a prompt, without special tokens."""
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(map(detokenizer.add, tokens)) + detokenizer.rest()
@@ -101,10 +97,10 @@ def incomplete(text: str, whole: str) -> int:
 
 
 def _decoder_of(tokenizer: Any, special: bool) -> "_ByteLevelDecoder | _AnyDecoder":
-    if isinstance(tokenizer, TokenizersBackend):
+    if (backend := _fast_class(tokenizer)) is not None:
         kind, kinds = type(tokenizer), decoder_kinds(tokenizer)
         # classes of transformers that override only `decode` do so for further options, such as CodeGen's
-        is_plain = kind._decode is TokenizersBackend._decode and kind.decode.__module__.startswith("transformers.")
+        is_plain = kind._decode is backend._decode and kind.decode.__module__.startswith("transformers.")
         if is_plain and is_byte_level(kinds):
             return _ByteLevelDecoder(tokenizer, special, kinds)
         if is_plain and "ByteLevel" not in kinds:
@@ -112,11 +108,17 @@ def _decoder_of(tokenizer: Any, special: bool) -> "_ByteLevelDecoder | _AnyDecod
     return _AnyDecoder(tokenizer, special)
 
 
+def _fast_class(tokenizer: Any) -> Any:
+    """transformers' base class of fast tokenizers if a tokenizer is one, else None. Importing the class takes seconds."""
+    backend = getattr(sys.modules.get("transformers.tokenization_utils_tokenizers"), "TokenizersBackend", None)
+    return backend if backend is not None and isinstance(tokenizer, backend) else None
+
+
 def _cleans_up(tokenizer: Any) -> bool:
     """Whether transformers' `decode` cleans up, by its own rules."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
-    if not isinstance(tokenizer, TokenizersBackend) or type(tokenizer.backend_tokenizer.model).__name__ != "BPE":
+    if _fast_class(tokenizer) is None or type(tokenizer.backend_tokenizer.model).__name__ != "BPE":
         return True
     return bool(tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output)
 

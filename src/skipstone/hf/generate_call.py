@@ -5,25 +5,28 @@ import difflib
 import inspect
 import reprlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.stop_strings import StopStrings
 from skipstone.engines.model_runner import ModelRunner, unwrapped
+from skipstone.hf.common_options import RepetitionPenalty, merge_common_options
 from skipstone.hf.generation_config_fields import FIELDS, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.generation_config import OWN_FIELD
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.per_model_cache import PerModelCache
 from skipstone.utils.setup_times import SetupSeconds, collected_seconds
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
 
 ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
@@ -59,22 +62,26 @@ LIKE_AN_OPTION = 0.75
 
 @dataclass
 class GenerateCall:
-    """A `generate` call as transformers passes it to a custom decoding function, prepared for the padded batch.
+    """A `generate` call with merged options, prepared for the padded batch.
 
-    input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, with the user's objects. seed: of
-    row 0, from which other rows derive theirs (`noise.row_seed`); or one per row; None draws one from torch's generator. setup:
-    seconds of the call's set-up work.
+    input_ids: [B, T] int64, left-padded. logits_processor: prepared list, with the user's objects. config: the merged fields.
+    max_length: of the padded rows. eos: ids that end a row. criteria: further stopping criteria, in the user's order. seed: of
+    row 0, from which other rows derive theirs (`noise.row_seed`); or one per row; None draws one from torch's generator.
+    has_row_processors: the processors are those of every row, not of the padded batch. setup: seconds of set-up work.
     """
 
     runner: ModelRunner
     input_ids: Tensor
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
-    config: GenerationConfig
+    logits_processor: Sequence[Any]
+    config: "GenerationConfig | Any"
+    max_length: int
+    eos: frozenset[int]
+    criteria: Sequence[Any] = ()
     seed: Seed = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     stop_strings: StopStrings | None = None
     setup: SetupSeconds = field(default_factory=collected_seconds)
+    has_row_processors: bool = False
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -100,26 +107,31 @@ def prepare_method(method: MethodLike, call: GenerateCall) -> Method:
     return resolved
 
 
-def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
+def resolve_for(model: Any, method: MethodLike, config: Any = None) -> Method:
     """A user's method, completed with the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
     default = getattr(unwrap(model).generation_config, OWN_FIELD, None)
     return resolve(method, getattr(config, OWN_FIELD, None) or default)
 
 
 def prepare_call(
-    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: Seed, options: dict[str, Any], engine: str | None = None
+    model: Any, ids: Tensor | None, tokenizer: Any, seed: Seed, options: dict[str, Any], engine: str | None = None
 ) -> GenerateCall:
-    """Let transformers merge and validate the options of a call, without decoding. ValueError for user errors, before any
+    """Merge and validate the options of a call as transformers does, without decoding. ValueError for user errors, before any
     forward.
+
+    Common options of a `MappedModel` are merged here. transformers merges all others.
 
     engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
     """
     options = dict(options)
     unwrap(model)
     runner = ModelRunner(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
-    inner = runner.model
+    own = runner.model
+    stops = _take_stop_strings(options, own.generation_config, tokenizer)
+    if isinstance(own, MappedModel) and (call := _with_common_options(runner, ids, seed, stops, options)) is not None:
+        return call
+    inner = generation_host(own)
     with runner.lock, _without_device_warning() if inner.device.type == "meta" else nullcontext():
-        stops = _take_stop_strings(options, inner.generation_config, tokenizer)
         _check_arguments(inner, options)
         if options.get("attention_mask") is not None:
             options["attention_mask"] = token_tensor(options["attention_mask"])
@@ -127,7 +139,7 @@ def prepare_call(
             ids = token_tensor(ids)
             check_shapes(ids, options.get("attention_mask"))
 
-        def capture(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
+        def capture(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
             return captured(runner, input_ids, prepared, seed, stops)
 
         return type(inner).generate(inner, ids, custom_generate=capture, **options)
@@ -157,12 +169,53 @@ def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> Sto
     return StopStrings(strings, tokenizer)
 
 
-def unwrap(model: Any) -> PreTrainedModel:
+def _with_common_options(
+    runner: ModelRunner, ids: Any, seed: Seed, stops: StopStrings | None, options: dict[str, Any]
+) -> GenerateCall | None:
+    """The call of one whole row with common options; None for any other."""
+    mask, processors = options.get("attention_mask"), options.get("logits_processor")
+    is_row = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[0] == 1 and ids.numel() > 0 and ids.dtype == torch.int64
+    if not (is_row and isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 1).all())):
+        return None
+    named = {name: value for name, value in options.items() if name not in ("attention_mask", "logits_processor")}
+    config = merge_common_options(runner.model.generation_config, named, ids.shape[1], runner.config.max_position_embeddings)
+    if config is None:
+        return None
+    penalties = [] if config.repetition_penalty in (None, 1.0) else [RepetitionPenalty(config.repetition_penalty)]
+    call = GenerateCall(runner, token_tensor(ids), [*penalties, *(processors or ())], config, config.max_length, config.eos)
+    call.seed, call.stop_strings, call.has_row_processors = seed, stops, True
+    return call
+
+
+_HOSTS: PerModelCache[Any] = PerModelCache()
+
+
+def generation_host(model: Any) -> Any:
+    """The object whose `generate` merges options: the model itself, or transformers' model without weights for a
+    `MappedModel`."""
+    if not isinstance(model, MappedModel):
+        return model
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    def without_weights() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model.config.to_dict()))
+
+    host = _HOSTS.get(model, None, without_weights)
+    host.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
+    return host
+
+
+def unwrap(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper (adapters are in its layers), or the model itself.
 
-    ValueError unless it is a transformers model with a language-modelling head.
+    ValueError unless it is a transformers model with a language-modelling head, or a `MappedModel`.
     """
     inner = unwrapped(model)
+    if isinstance(inner, MappedModel):
+        return inner
+    from transformers import PreTrainedModel
+
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         raise ValueError(
             f"model must be a transformers model with a language-modelling head (AutoModelForCausalLM or skipstone.load), "
@@ -175,9 +228,15 @@ def captured(
     runner: ModelRunner, ids: Tensor, prepared: dict[str, Any], seed: Seed = None, stops: StopStrings | None = None
 ) -> GenerateCall:
     """The call that transformers has prepared for a custom decoding function. ids, prepared: the function's arguments."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
     processors, criteria = prepared.pop("logits_processor"), prepared.pop("stopping_criteria")
     config = prepared.pop("generation_config")
-    return GenerateCall(runner, token_tensor(ids), processors, criteria, config, seed, prepared, stops)
+    limits = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    ends = [one.eos_token_id.tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
+    others = [one for one in criteria if not isinstance(one, (EosTokenCriteria, MaxLengthCriteria))]
+    limit, eos = min(limits or [config.max_length]), frozenset(token for tokens in ends for token in tokens)
+    return GenerateCall(runner, token_tensor(ids), processors, config, limit, eos, others, seed, prepared, stops)
 
 
 @contextmanager
@@ -188,7 +247,7 @@ def _without_device_warning() -> Iterator[None]:
         yield
 
 
-def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def _check_arguments(model: "PreTrainedModel", kwargs: dict[str, Any]) -> None:
     """ValueError for an argument that transformers does not know or drops, or that skipstone does not support."""
     for name, value in kwargs.items():
         if name in FIELDS or name in ARGUMENTS:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from transformers import GenerationConfig
-
 EXOTIC = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
 """Warpers without a vectorised form -> the value that disables them."""
 
@@ -57,7 +55,7 @@ FIELDS: dict[str, str | None] = {
     **{name: reason for reason, names in _REFUSED.items() for name in names},
 }
 """Every field of GenerationConfig -> why it is refused, None if it is supported."""
-_CHANGES_NOTHING = {
+CHANGES_NOTHING = {
     "cache_implementation": ("dynamic", "dynamic_full", "static", "sliding_window", "hybrid", "hybrid_chunked"),
     "guidance_scale": (1,),
 }
@@ -78,7 +76,7 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
         unset = value is None or value == default or (value is False and default is None)
         if reason is None or unset:
             continue
-        if value in _CHANGES_NOTHING.get(name, ()):
+        if value in CHANGES_NOTHING.get(name, ()):
             continue
         raise ValueError(f"{name}={value!r} is not supported: {reason}")
 
@@ -86,5 +84,7 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
 @cache
 def _default_values() -> dict[str, Any]:
     """transformers' default of every field."""
+    from transformers import GenerationConfig
+
     fresh = GenerationConfig()
     return {**fresh.to_dict(), **fresh._get_default_generation_params()}

@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitNormalization, PrefixConstrainedLogitsProcessor
 
-from skipstone.hf.generate_call import GenerateCall
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.hf.generate_call import GenerateCall, generation_host
 from skipstone.hf.generation_config_fields import EXOTIC
-from skipstone.models.device_map import input_device
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 def processors_of_rows(call: GenerateCall, prompts: list[Tensor], max_new_tokens: int) -> list[list[Any]]:
@@ -20,16 +21,19 @@ def processors_of_rows(call: GenerateCall, prompts: list[Tensor], max_new_tokens
     The call has transformers' list for the padded batch. Entries that transformers built from the options are built again for
     the row alone. The user's own objects are used unchanged. prompts: [T] int64 each, unpadded.
     """
-    if not call.logits_processor:
-        return [[] for _ in prompts]
-    model, config = call.runner.model, call.config
+    if not call.logits_processor or call.has_row_processors:
+        return [list(call.logits_processor) for _ in prompts]
+    from transformers.generation.logits_process import LogitNormalization
+
+    model, config = generation_host(call.runner.model), call.config
     built = _built(model, config, call.input_ids, call.model_kwargs)
     plan = [(processor, _take(built, processor)) for processor in call.logits_processor]
     # as in transformers, normalise the reported scores of a greedy call; this changes no choice
     normalises = config.renormalize_logits and config.output_scores and not config.do_sample
     lists = []
     for row, prompt in enumerate(prompts):
-        rebuilt = {type(processor): processor for processor in _row_processors(model, config, prompt, max_new_tokens)}
+        own = _row_processors(model, config, prompt.to(call.runner.device), max_new_tokens)
+        rebuilt = {type(processor): processor for processor in own}
         processors = []
         for processor, is_built in plan:
             if not is_built:
@@ -40,33 +44,35 @@ def processors_of_rows(call: GenerateCall, prompts: list[Tensor], max_new_tokens
     return lists
 
 
-def _row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Tensor, max_new_tokens: int) -> list[Any]:
+def _row_processors(model: "PreTrainedModel", config: "GenerationConfig", prompt: Tensor, max_new_tokens: int) -> list[Any]:
     """The processors that transformers builds from the options for one row, without warpers. prompt: [T] int64, unpadded."""
-    config, prompt = copy.deepcopy(config), prompt.to(input_device(model))
+    config = copy.deepcopy(config)
     config.do_sample, config.renormalize_logits = False, False
     if (ends := config._eos_token_tensor) is not None:  # it may be on another device, that of the batch's ids
-        config._eos_token_tensor = ends.to(input_device(model))
+        config._eos_token_tensor = ends.to(prompt.device)
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # transformers has set min_length from it, for the padded batch
         config.min_length = 0
     return _built(model, config, prompt[None], {})
 
 
-def _built(model: PreTrainedModel, config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, Any]) -> list[Any]:
+def _built(model: "PreTrainedModel", config: "GenerationConfig", ids: Tensor, model_kwargs: dict[str, Any]) -> list[Any]:
     """transformers' list for ids [B, T]."""
     build: Any = model._get_logits_processor  # private; tests/hf/test_canary.py checks that it exists
     of_ids = {"input_ids_seq_length": ids.shape[1], "encoder_input_ids": ids, "device": str(ids.device)}
     return list(build(generation_config=config, model_kwargs=model_kwargs, **of_ids))
 
 
-def warpers(model: PreTrainedModel, config: GenerationConfig) -> list[Callable[[Tensor, Tensor], Tensor]]:
+def warpers(runner: ModelRunner, config: "GenerationConfig") -> list[Callable[[Tensor, Tensor], Tensor]]:
     """transformers' own warpers in order, for rows with one that has no vectorised form."""
+    from transformers import GenerationConfig
+
     bare = GenerationConfig(do_sample=True, num_beams=1)
     for name in ("temperature", "top_k", "top_p", "min_p", *EXOTIC):
         setattr(bare, name, getattr(config, name, None))
     bare._eos_token_tensor = None
-    build: Any = model._get_logits_processor
-    return list(build(generation_config=bare, input_ids_seq_length=1, device=str(input_device(model)), model_kwargs={}))
+    build: Any = generation_host(runner.model)._get_logits_processor
+    return list(build(generation_config=bare, input_ids_seq_length=1, device=str(runner.device), model_kwargs={}))
 
 
 def _take(built: list[Any], processor: Any) -> bool:
@@ -95,6 +101,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _for_row(processor: Any, row: int) -> Any:
     """The processor for a row: the one that passes a row number to the user's function gets this row, others are unchanged."""
+    from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)

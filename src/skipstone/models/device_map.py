@@ -14,6 +14,19 @@ from torch import Tensor
 from skipstone.models.tensor_parallel import is_sharded
 
 
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device of a name; "auto" is CUDA if available, else the CPU. ValueError for a device that torch does not know or this
+    machine does not have."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return place
+
+
 def hooks(module: Any) -> list[Any]:
     """accelerate's hooks of a module; empty if it was not dispatched."""
     hook = getattr(module, "_hf_hook", None)

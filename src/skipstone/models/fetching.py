@@ -6,12 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
-
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?")
 """A hub id (ORG/NAME or NAME), optionally with @REVISION."""
-HTTP_ERROR = errors.HTTPError  # type: ignore[reportPrivateImportUsage]
-"""Base class of all errors of the hub's client, whichever HTTP library it uses."""
 _UNREACHABLE = "the hub at {endpoint} cannot be reached{not_cached}"
 _OFFLINE = "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have {file} of {repo}"
 CLAUSES = {
@@ -55,6 +51,9 @@ def fetch(name: str, *files: str) -> Path:
     with one sentence if the repository, revision or file does not exist, if the repository is gated, or if the hub cannot be
     reached and its cache does not have the files.
     """
+    from huggingface_hub import hf_hub_download  # which a folder does not need
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage]
+
     meant = hub_name(name)
     if meant is None:
         raise OSError(f"{name}: no folder or file here, and not a hub id either (ORG/NAME or ORG/NAME@REVISION)")
@@ -62,7 +61,7 @@ def fetch(name: str, *files: str) -> Path:
     for file in files:
         try:
             folder = Path(hf_hub_download(meant.repo, file, revision=revision)).parent
-        except (OSError, ValueError, HTTP_ERROR) as error:
+        except (OSError, ValueError, HTTPError) as error:
             raise not_found_error(name, error, file) from error
         revision = folder.name if COMMIT.fullmatch(folder.name) else revision  # the others are of the same commit
     assert folder is not None, "a caller names at least one file"
@@ -78,6 +77,8 @@ def local_or_fetched(source: str | Path, file: str) -> Path:
 
 def commit_of(name: str, revision: str | None, file: str) -> str | None:
     """The commit of a repository's cached file at a revision; None for a local folder or a file that was not fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
     cached = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
     return Path(cached).parent.name if isinstance(cached, str) else None
 
@@ -89,6 +90,8 @@ def not_found_error(name: str, error: BaseException, file: str | None = None) ->
 
 def explain_failure(name: str, error: BaseException, file: str | None = None) -> str:
     """Why the hub or its cache failed, as a clause. name: of the repository, with its revision."""
+    from huggingface_hub import constants, errors
+
     meant = hub_name(name) or HubName(name, None)
     known = {"repo": meant.repo, "revision": meant.revision or constants.DEFAULT_REVISION, "endpoint": constants.ENDPOINT}
     known |= {"file": file or "its files", "not_cached": f", and its cache here does not have {file}" if file else ""}

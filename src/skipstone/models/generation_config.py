@@ -12,6 +12,8 @@ from typing import Any
 
 FILE = "generation_config.json"
 OWN_FIELD = "skipstone"  # field of a generation_config for the default method
+KEPT_DEFAULTS = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
+"""Generation defaults that are facts of the model. They are kept if a replacement does not set them."""
 MISSPELT = 0.9
 """Minimum similarity of an unknown field to a known one that counts as a typo. Models may have fields of their own."""
 _BOOL = (
@@ -82,3 +84,24 @@ def misspelt_fields(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """The fields in a file. OSError if it cannot be read, ValueError if it is no generation config."""
     return parse_generation_config(path.read_bytes(), str(path))
+
+
+class GenerationFields:
+    """Generation defaults as attributes, as transformers' GenerationConfig has them. A field that is not set is None."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.__dict__ |= values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "GenerationFields":
+        """Those of a model without a generation_config.json: fields of the same names in its config."""
+        return cls({name: config[name] for name in _KINDS if config.get(name) is not None})

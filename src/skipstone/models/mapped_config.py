@@ -90,6 +90,7 @@ class MappedConfig:
     """The fields of a config as attributes, as transformers' config of the model type has them."""
 
     sub_configs: Mapping[str, Any] = {}
+    name_or_path = ""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         """values: of config.json. UnmappableError for another model type, or a field that is not supported here."""

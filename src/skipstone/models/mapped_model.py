@@ -180,7 +180,7 @@ class MappedModel(nn.Module):
     def _decoder(self, config: MappedConfig) -> Any:
         decoder: Any = Part()
         weight = self._weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        decoder.embed_tokens = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
+        decoder.embed_tokens = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight, dtype=weight.dtype, device="cpu")
         decoder.embed_tokens.weight = weight
         if config.variant.scales_embeddings:
             scale = torch.tensor(config.hidden_size**0.5, dtype=self._dtype, device="cpu")  # rounded, as in transformers

@@ -4,8 +4,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
@@ -47,7 +45,7 @@ class Conversation:
     chat template, for `plain_text` of them."""
 
     model: ModelRunner
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     method: Method
     options: dict[str, Any]
     max_new_tokens: int

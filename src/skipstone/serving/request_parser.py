@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList, SequenceBiasLogitsProcessor
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
@@ -234,12 +233,12 @@ class RequestParser:
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalty(prompt, body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
-            biases: list[Any] = [[[int(token)], bias] for token, bias in body.logit_bias.items()]
-            if (largest := max(biases)[0][0]) >= self.model.embeddings:
+            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+            if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
         if processors:
-            options["logits_processor"] = LogitsProcessorList(processors)
+            options["logits_processor"] = processors
         return options
 
 
@@ -279,8 +278,17 @@ def _writes(tokenizer: Any, arguments: Any) -> bool:
     return False
 
 
-class Bias(SequenceBiasLogitsProcessor):
-    """The bias of a request. It has a type of its own: transformers drops the model's processor of the same type."""
+class Bias:
+    """Adds to the logits of tokens. biases: by token."""
+
+    def __init__(self, biases: dict[int, float]) -> None:
+        self._tokens = torch.tensor(list(biases), dtype=torch.int64, device="cpu")
+        self._values = torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """ids: [1, T]. scores: [1, V]."""
+        tokens, values = self._tokens.to(scores.device), self._values.to(scores.device, scores.dtype)
+        return scores.index_add(1, tokens, values[None])
 
 
 class Penalty:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, errors, hf_hub_download
+from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage]
 
 from skipstone import __version__
 from skipstone.export.hub.card import MARK, README, licence_in, write_card
 from skipstone.export.hub.upload_contents import INDEX, MARKS, MODEL, UploadContents, collect_upload
-from skipstone.models.fetching import HTTP_ERROR, expect_repository, explain_failure
+from skipstone.models.fetching import expect_repository, explain_failure
 from skipstone.train import Say, silent
 
 
@@ -40,7 +41,7 @@ def push(path: str | Path, repo_id: str, *, private: bool = False, revision: str
             hub.create_branch(repo_id, branch=revision, exist_ok=True)
         message = f"{contents.kind}, by skipstone {__version__}"
         return hub.create_commit(repo_id, changes, commit_message=message, revision=revision).commit_url
-    except (HTTP_ERROR, OSError) as error:
+    except (HTTPError, OSError) as error:
         new = "; the repository was made for it" if made else ""
         raise OSError(f"the push to {repo_id} failed: {explain_failure(repo_id, error)}{new}") from error
 

@@ -26,7 +26,8 @@ from skipstone.lab.tasks.protocols import USUAL, TaskSettings
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend
 from skipstone.methods import METHODS
 from skipstone.models.generation_config import OWN_FIELD
-from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault
+from skipstone.utils.yaml_files import mapping
 
 MethodSpec = dict[str, Any]  # "method", optionally "label", and settings
 KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.engines.exit_statistics import ExitTally, layer_states
-from skipstone.engines.loading import BUNDLED, expect_config, load, usable_device
+from skipstone.engines.loading import BUNDLED, expect_config, load
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
@@ -33,6 +33,7 @@ from skipstone.lab.timing import machine
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, warm_up
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
+from skipstone.models.device_map import usable_device
 from skipstone.utils.progress import progress_bar
 
 Say = Callable[[str], None]  # reports progress to a user

@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from skipstone.engines.choose_engine import attach
-from skipstone.engines.loading import usable_device
 from skipstone.hf import api
 from skipstone.lab.bench.plan import BenchPlan, resolved
 from skipstone.lab.bench.prompts import BenchModel, TaskRun
@@ -37,6 +36,7 @@ from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.statistics import LOOPING, IntervalEstimate, rate, repeated_share
 from skipstone.methods.drafting.layer_sets import LayerSetSpace
+from skipstone.models.device_map import usable_device
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.passes import SkipSet
 

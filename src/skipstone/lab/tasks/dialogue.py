@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from skipstone.engines.loading import bos_prefix
-from skipstone.hf.api import token_ids
+from skipstone.hf.api import bos_prefix, token_ids
 from skipstone.lab.tasks.data_sets import Record
 
 VICUNA = (

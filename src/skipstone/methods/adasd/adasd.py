@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
@@ -82,11 +81,11 @@ class AdaSD(DraftModelMethod):
 
     def _key(self) -> "tuple[AdaSD, Any]":
         """The key of this method's counts. It must not keep a draft model alive."""
-        if isinstance(self.draft_model, PreTrainedModel):
+        if isinstance(self.draft_model, nn.Module):
             return replace(self, draft_model=None), weakref.ref(self.draft_model)
         return self, "by name"
 
-    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+    def report(self, model: Any) -> dict[str, Any]:
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
         return method_states.method_report(*method._key(), model)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from skipstone.assets import DRAFTS
 from skipstone.decoding.draft import Draft, RowVerdict
@@ -18,7 +17,7 @@ from skipstone.engines.choose_engine import EngineOptions, attach, attached
 from skipstone.engines.engine import ChainInputs
 from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.loading import COMMIT, load_model, vocabulary
+from skipstone.engines.mapped_loading import load_named
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import FewerBits
@@ -27,6 +26,7 @@ from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.per_model_cache import PerModelCache
+from skipstone.models.vocabularies import COMMIT, vocabulary
 from skipstone.utils.setup_times import setup_work
 
 _LOADED: PerModelCache["DraftModel"] = PerModelCache()
@@ -36,7 +36,7 @@ class DraftModel(ModelRunner):
     """A model that drafts for a target. vocabulary_size: of the target, to which logits are cut or padded. options:
     engine's."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, options: EngineOptions | None = None) -> None:
+    def __init__(self, model: Any, vocabulary_size: int, options: EngineOptions | None = None) -> None:
         options = options or EngineOptions()
         super().__init__(model, options.engine, options.quantize, options.kv_dtype)
         self.name = name_of(model)
@@ -78,7 +78,7 @@ def _vocabulary_of(model: Any) -> dict[str, int] | None:
     return vocabulary(_folder_or_hub_id(model), getattr(model.config, COMMIT, None))
 
 
-def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftModel:
+def _checked(model: Any, name: str, target: ModelRunner) -> DraftModel:
     """The model as a draft model. ValueError if it does not fit the target or skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -92,7 +92,7 @@ def _checked(model: PreTrainedModel, name: str, target: ModelRunner) -> DraftMod
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
 
-def _check_vocabularies(model: PreTrainedModel, name: str, target: ModelRunner) -> None:
+def _check_vocabularies(model: Any, name: str, target: ModelRunner) -> None:
     """ValueError if an id means different tokens in the two models. If a tokenizer is missing, only the sizes are compared."""
     draft_ids, target_ids = _vocabulary_of(model), _vocabulary_of(target.model)
     head: Any = model.get_output_embeddings()
@@ -121,7 +121,7 @@ class DraftModelMethod(ShortlistMethod):
         "An acceptance rate that low says that the draft model does not suit the target or the text."
     )
 
-    draft_model: str | PreTrainedModel | None = setting(
+    draft_model: str | nn.Module | None = setting(
         None,
         "a folder, a hub id, a bundled name or a model object with the target's vocabulary; none: the bundled one that fits",
     )
@@ -140,12 +140,12 @@ class DraftModelMethod(ShortlistMethod):
 
     def check(self, model: ModelRunner) -> None:
         given = self.draft_model
-        if isinstance(given, PreTrainedModel) and (self.draft_device or self.draft_dtype or self.draft_quantize):
+        if isinstance(given, nn.Module) and (self.draft_device or self.draft_dtype or self.draft_quantize):
             raise ValueError(
                 "draft_device, draft_dtype and draft_quantize need the name of a draft model: "
                 "one that is given as an object stays unchanged"
             )
-        if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
+        if given is not None and not isinstance(given, (str, Path, nn.Module)):
             raise ValueError(
                 f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model of transformers, "
                 f"found {given if isinstance(given, (int, float, bool)) else type(given).__name__}"
@@ -157,7 +157,7 @@ class DraftModelMethod(ShortlistMethod):
 
         OSError if there is none of that name; ValueError if none is bundled or the two do not fit."""
         given = self.draft_model
-        if isinstance(given, PreTrainedModel):
+        if isinstance(given, nn.Module):
             return _checked(given, name_of(given), target)
         sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
         key = (str(given), self.draft_device, self.draft_dtype, self.draft_quantize, *sizes, target.engine_options)
@@ -174,7 +174,7 @@ class DraftModelMethod(ShortlistMethod):
             )
         dtype = target.model.dtype if self.draft_dtype is None else getattr(torch, self.draft_dtype)
         try:
-            model = load_model(DRAFTS.get(name, name), dtype=dtype, device=str(self.draft_device or target.device))
+            model = load_named(DRAFTS.get(name, name), dtype, str(self.draft_device or target.device), target.model)
         except OSError as error:
             raise OSError(f"the draft model {name} for {own} is not there: {error}") from error
         except (ValueError, RuntimeError) as error:

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
@@ -95,7 +94,7 @@ class Swift(ShortlistMethod):
         skip = None if self.profile is None else load_profile(self.profile, model.model).skip
         return method_states.method_state(self, model, 1, skip, lambda: LayerSetOptimisation(self, model, skip))
 
-    def save(self, model: PreTrainedModel, path: str | Path) -> None:
+    def save(self, model: Any, path: str | Path) -> None:
         """Write the best layer set for a model to a profile. ValueError before the first request."""
         if not (report := self.report(model)):
             raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")

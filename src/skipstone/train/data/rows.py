@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from skipstone.engines.loading import bos_prefix
+from skipstone.hf.api import bos_prefix
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 from skipstone.utils.files import digest, publish
 from skipstone.utils.settings_files import SettingsPart

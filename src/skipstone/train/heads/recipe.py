@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from skipstone.hf import api
 from skipstone.methods.adadecode.heads import Kind
 from skipstone.train.data.sources import HubDataset, JsonLines, RecordSource, ScriptSource, TextFiles, from_folder
-from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault
+from skipstone.utils.yaml_files import mapping
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""

@@ -23,9 +23,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor, nn
 
-from skipstone.engines.loading import BUNDLED, COMMIT, load, usable_device
+from skipstone.engines.loading import BUNDLED, load
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
+from skipstone.models.device_map import usable_device
+from skipstone.models.vocabularies import COMMIT
 from skipstone.train import Say, checkpoint, refuse_used, resolve_model, sharding, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Features, ModelAnswer

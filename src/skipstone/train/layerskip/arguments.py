@@ -12,7 +12,8 @@ from transformers import TrainingArguments
 from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe, renamed_exits
-from skipstone.utils.settings_files import SettingsPart, first_fault, mapping
+from skipstone.utils.settings_files import SettingsPart, first_fault
+from skipstone.utils.yaml_files import mapping
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),

@@ -1,0 +1,107 @@
+"""Loads a model for decoding: without transformers where the native engine runs it, else as `loading.load` does."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from skipstone.assets import NANO
+from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
+from skipstone.engines.model_lock import SingleTorchThread
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
+from skipstone.models.mapped_config import MappedConfig, UnmappableError
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.tokenizer import read_tokenizer
+from skipstone.models.vocabularies import COMMIT
+from skipstone.models.weight_files import weight_files
+
+CONFIG = "config.json"
+UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a checkpoint that is not as expected. transformers loads it or says what is wrong."""
+
+
+def load_for_decoding(
+    name: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    engine: str = "auto",
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    generation_config: Callable[[], Any] = lambda: None,
+    **others: Any,
+) -> tuple[Any, Any]:
+    """A model, ready to decode, and its tokenizer. Only skipstone decodes with the model.
+
+    It is a `MappedModel` if the native engine runs it, else a PreTrainedModel. The first start of a hub id downloads it through
+    transformers. Arguments and errors are those of `loading.load`. generation_config: makes that argument.
+    """
+    EngineOptions(engine, quantize, kv_dtype)  # validates
+    wants_native = (os.environ.get(VARIABLE) or "auto" if engine == "auto" else engine) in ("auto", "native")
+    is_plain = torch.device(device).type == "cpu" and not any(others.values())
+    if wants_native and is_plain and library.missing() is None:
+        try:
+            model, folder = read_model(name, dtype)
+            tokenizer = read_tokenizer(folder) or _tokenizer_of_transformers(folder)
+        except UNREADABLE:
+            pass
+        else:
+            attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
+            ModelRunner(model)  # packs the weights
+            return model, tokenizer
+    from skipstone.engines import loading
+
+    arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, **others}
+    return loading.load(name, keep_weights=False, generation_config=generation_config(), **arguments)
+
+
+def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any) -> Any:
+    """A model to run next to another one, which has the same way to load. Errors as in `loading.load_model`."""
+    if isinstance(next_to, MappedModel) and device == "cpu":
+        try:
+            return read_model(name, dtype)[0]
+        except UNREADABLE:
+            pass
+    from skipstone.engines import loading
+
+    return loading.load_model(name, dtype=dtype, device=device)
+
+
+def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path]:
+    """A mapped model and its folder. One of UNREADABLE if transformers must load it."""
+    folder = NANO if name is None else _folder_of(name)
+    config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
+    config.name_or_path = str(folder if name is None else name)
+    if name is not None and not Path(name).expanduser().exists():
+        setattr(config, COMMIT, folder.name)
+    if name is None and dtype == "auto":
+        dtype = torch.float32
+    own = folder / FILE
+    fields = GenerationFields(read_generation_config(own)) if own.exists() else GenerationFields.of_config(config.to_dict())
+    with SingleTorchThread():  # many small conversions
+        return MappedModel(config, weight_files(folder), fields, None if isinstance(dtype, str) else dtype), folder
+
+
+def _folder_of(name: str | Path) -> Path:
+    """The folder of a checkpoint; of a hub id, the folder of its present commit in the hub's cache, which may lack weights.
+    UnmappableError for a file."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from skipstone.models.fetching import fetch
+
+    if path.exists():
+        raise UnmappableError("is no folder")
+    return fetch(str(name), CONFIG)
+
+
+def _tokenizer_of_transformers(folder: Path) -> Any:
+    from skipstone.engines.loading import load_tokenizer
+
+    return load_tokenizer(folder)
