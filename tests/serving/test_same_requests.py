@@ -1,11 +1,9 @@
 """The same settings give the same request, whoever asks: Python, HTTP, a line of a batch file or the command line."""
 
 import asyncio
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import GenerationConfig
 
 import skipstone
@@ -16,7 +14,6 @@ from skipstone.cli.generate import generate as cli_generate
 from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
-from skipstone.decoding.stop_strings import StopStrings
 from skipstone.engines import mapped_loading
 from skipstone.models.generation_config import GenerationFields
 from skipstone.serving.api_schemas import ChatBody, CompletionBody
@@ -25,6 +22,7 @@ from skipstone.serving.batch_files.request_lines import RequestLine
 from skipstone.serving.server import Server, read_all
 from skipstone.serving.settings import ServerSettings
 from tests.helpers import families
+from tests.helpers.described import described
 from tests.helpers.options import LAW, TEXT
 from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.support import tokenizer
@@ -52,20 +50,6 @@ OWN: dict[str, dict[str, Any]] = {
     **{name: {**case.base, **case.options} for name, case in TEXT.items() if name != "max_time"},
     **{name: {"do_sample": True, **options} for name, options in LAW.items()},
 }
-
-
-def described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, StopStrings):
-        return value.strings
-    if is_dataclass(value):
-        return {one.name: described(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, list | tuple):
-        return [described(one) for one in value]
-    if isinstance(value, dict):
-        return {str(key): described(one) for key, one in value.items()}
-    return [type(value).__name__, described(vars(value))] if hasattr(value, "__dict__") else value
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from skipstone.engines.model_runner import ModelRunner, unwrapped
 from skipstone.hf.common_options import RepetitionPenalty, merge_common_options
 from skipstone.hf.generation_config_fields import FIELDS, refuse_fields
 from skipstone.methods import MethodLike, resolve
+from skipstone.models import torch_defaults
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.per_model_cache import PerModelCache
@@ -177,8 +178,10 @@ def _with_common_options(
     is_row = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[0] == 1 and ids.numel() > 0 and ids.dtype == torch.int64
     if not (is_row and isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 1).all())):
         return None
+    if any(type(one).__module__.startswith("transformers.") for one in processors or ()):
+        return None  # they replace those of the same type that the options ask for
     named = {name: value for name, value in options.items() if name not in ("attention_mask", "logits_processor")}
-    config = merge_common_options(runner.model.generation_config, named, ids.shape[1], runner.config.max_position_embeddings)
+    config = merge_common_options(runner.model.generation_config, named, ids.shape[1])
     if config is None:
         return None
     penalties = [] if config.repetition_penalty in (None, 1.0) else [RepetitionPenalty(config.repetition_penalty)]
@@ -198,7 +201,7 @@ def generation_host(model: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     def without_weights() -> Any:
-        with torch.device("meta"):
+        with torch_defaults.loading(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model.config.to_dict()))
 
     host = _HOSTS.get(model, None, without_weights)
