@@ -16,7 +16,9 @@ from click.testing import CliRunner
 import skipstone
 from skipstone.cli import runs
 from skipstone.decoding import verify
-from skipstone.lab.timing.machine import ProcessorWatch, was_busy
+from skipstone.decoding.stats import Stats
+from skipstone.utils import processor_watch
+from skipstone.utils.processor_watch import ProcessorWatch, was_busy
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, expected, program, run, succeed
 
 SHORT = ("--max-new-tokens", 12, *LAYERSKIP)
@@ -61,8 +63,8 @@ def test_json_is_whole_on_any_terminal(folder: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_a_busy_machine_are_marked() -> None:
-    assert runs.busy_warning(None, 0.02) is None
-    warning = runs.busy_warning(0.02, 0.4)
+    assert processor_watch.busy_warning(None, 0.02) is None
+    warning = processor_watch.busy_warning(0.02, 0.4)
     assert warning is not None
     assert "40 %" in warning
     with ProcessorWatch() as watch:
@@ -75,7 +77,7 @@ def test_figures_of_a_busy_machine_are_marked() -> None:
 
 
 def test_a_comparison_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "busy_warning", lambda share: share is not None and "busy: measure again")
+    monkeypatch.setattr(processor_watch, "busy_warning", lambda share: share is not None and "busy: measure again")
     result = succeed("generate", folder, "--prompt", PROMPT, *SHORT, "--compare")
     assert ("busy: measure again" in result.stderr) is Path("/proc/self/schedstat").exists()
 
@@ -97,6 +99,26 @@ def test_waiting_for_other_processes_is_noticed() -> None:
     assert was_busy(watch.waited_share)
 
 
+def test_a_first_request_has_the_set_up_work_of_the_warm_up() -> None:
+    later = {"tokens": 30, "prefill_tokens": 1, "seconds_prefill": 0.04, "seconds_score": 0.2, "setup": {"request": 0.01}}
+    figures = runs.pooled_figures([runs.Run([7] * 31, stats=Stats(**later))] * 2, {"request": 0.01, "int4 copy": 1.0})
+    assert (figures["seconds"], figures["first_seconds"]) == (pytest.approx(0.5), pytest.approx(1.25))
+    assert figures["tokens_per_second"] == pytest.approx(62 / 0.5)
+
+
+def test_the_speed_up_of_auto_includes_its_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = Stats(
+        tokens=29, prefill_tokens=1, seconds_prefill=0.02, seconds_score=0.1, setup={"int4 copy": 1.1, "request": 0.001}
+    )
+    clauses = runs._speed_up_clauses(stats, {"plain_seconds": 0.005, "plain_interval": (0.004, 0.006)})
+    assert clauses == (", 0.14 x plain decoding", ", 1.45 x plain decoding (1.16 to 1.74), whose step takes 5.00 ms")
+    assert runs.setup_sentence(stats.setup) == "set-up 1.10 s: int4 copy 1.10 s"
+    shown = succeed("generate", folder, "--prompt", PROMPT, *SHORT, "--method", "auto", "--stats").stderr
+    assert re.search(
+        r"new in [\d.]+ s, [\d.]+ tokens/s.*ended by.*\nsteady [\d.]+ tokens/s.*; set-up [\d.]+ s.*; prefill", shown
+    )
+
+
 def test_compare_counts_both_runs_alike_and_takes_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, real = [], skipstone.stream
 
@@ -112,6 +134,8 @@ def test_compare_counts_both_runs_alike_and_takes_turns(folder: Path, monkeypatc
     assert (result["identical"], result["divergence"], result["repeats"]) == (True, None, 2)
     assert plain["tokens"] == method["tokens"] == 48
     assert result["speed_up"] == pytest.approx(plain["seconds"] / method["seconds"])
+    assert min(plain["setup"]["request"], method["setup"]["drafters"]) > 0
+    assert result["first_speed_up"] == pytest.approx(plain["first_seconds"] / method["first_seconds"])
     assert plain["acceptance_rate"] is None
     assert method["ms_per_step_draft"] > 0
     assert 0 < method["acceptance_rate"] < 1 < method["mean_acceptance_length"]

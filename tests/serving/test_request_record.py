@@ -67,11 +67,14 @@ def test_a_line_has_the_figures_that_the_client_gets(client: TestClient, lines: 
     expected |= {"finish_reasons": ["length", "length"], "prompt_tokens": usage["prompt_tokens"], "completion_tokens": 48}
     expected |= {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "drafted": timings["draft_n"]}
     expected |= {"accepted": timings["draft_n_accepted"], "queue_ms": metrics["queue_time_ms"]}
-    expected |= {"first_token_ms": metrics["time_to_first_token_ms"]}
+    expected |= {"first_token_ms": metrics["time_to_first_token_ms"], "setup_ms": metrics["setup_time_ms"]}
     assert line | expected == line
     assert usage["completion_tokens"] == 48
     assert line["drafted"] > line["accepted"] > 0
-    assert line["total_ms"] > line["first_token_ms"] > 0
+    assert line["total_ms"] > line["first_token_ms"] > line["setup_ms"] > 0, "the first request of a method makes its drafter"
+    seconds = (metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]) / 1000
+    assert metrics["tokens_per_second"] == pytest.approx(48 / seconds, rel=0.01)
+    assert metrics["steady_tokens_per_second"] == pytest.approx(46 / (metrics["generation_time_ms"] / 1000), rel=0.01)
     assert line["method"].startswith("layerskip exit_layer=6")
     assert (other["id"], other["route"], other["status"]) == (response["id"], "/v1/responses", 200)
     assert other["completion_tokens"] == response["usage"]["output_tokens"]

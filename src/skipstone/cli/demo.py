@@ -59,9 +59,10 @@ def demo(
     import torch
     from rich.console import Console
 
-    from skipstone.cli.runs import RunInput, busy_warning, show_side_by_side
+    from skipstone.cli.runs import RunInput, show_side_by_side
     from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
+    from skipstone.utils.processor_watch import busy_warning
 
     loaded, tokenizer = ModelOptions(model, device="cpu", engine=engine, quantize=quantize).load(keep_weights=True)
     if not getattr(loaded.generation_config, OWN_FIELD, None):

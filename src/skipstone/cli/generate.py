@@ -195,7 +195,8 @@ def _print_figures(
     """Figures and decisions, if they are asked for, and the comparison's table, on stderr."""
     from rich.text import Text
 
-    from skipstone.cli.runs import busy_warning, decision_table, figure_lines
+    from skipstone.cli.runs import decision_table, figure_lines
+    from skipstone.utils.processor_watch import busy_warning
 
     console = terminal.console(stderr=True)
 
@@ -211,4 +212,4 @@ def _print_figures(
         console.print(decision_table(run.steps) if has_choice else f"{method.name} decides nothing: there is no choice")
     if comparison is not None:
         console.print(comparison.table())
-        print_lines(busy_warning(comparison.waited_share), comparison.verdict())
+        print_lines(comparison.first_sentence(), busy_warning(comparison.waited_share), comparison.verdict())

@@ -29,6 +29,8 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.utils.processor_watch import ProcessorWatch, busy_warning
+from skipstone.utils.setup_times import SetupSeconds
 
 Show = Callable[[Step], None] | None
 """Called with every step of a run."""
@@ -66,14 +68,19 @@ class RunInput:
 
 @dataclass
 class Run:
-    """One decoding of a prompt. seconds: wall-clock time from the call to the last token, without the time of showing text."""
+    """One decoding of a prompt. waited_share: as of `ProcessorWatch`."""
 
     tokens: list[int] = field(default_factory=list)
     origin: list[str] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-    seconds: float = 0.0
     interrupted: bool = False
     steps: list[Step] = field(default_factory=list)
+    waited_share: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time from the call to the last token, without the time of showing text."""
+        return self.stats.seconds_total
 
     def finish_reason(self, job: RunInput) -> str:
         """Why the run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
@@ -98,27 +105,24 @@ def decode(job: RunInput, method: Method, show: Show = None) -> Run:
 def collect_run(begin: Callable[[], Iterator[Step]], show: Show = None) -> Run:
     """A run of the steps that `begin` starts, to their end or to Ctrl-C, which keeps the tokens so far."""
     run = Run()
-    try:
-        started = time.perf_counter()
-        steps = begin()
-        while True:
-            step = next(steps, None)
-            run.seconds += time.perf_counter() - started
-            if step is None:
-                return run
-            run.tokens += step.tokens[0]
-            run.origin += step.origin[0]
-            run.stats.add(step)
-            run.steps.append(step)
-            if show is not None:
-                show(step)
-            started = time.perf_counter()
-    except KeyboardInterrupt:
-        run.interrupted = True
-        return run
+    with ProcessorWatch() as watch:
+        try:
+            for step in begin():
+                run.tokens += step.tokens[0]
+                run.origin += step.origin[0]
+                run.stats.add(step)
+                run.steps.append(step)
+                if show is not None:
+                    show(step)
+        except KeyboardInterrupt:
+            run.interrupted = True
+    run.waited_share = watch.waited_share
+    return run
 
 
 WARM_UP_STEPS = 3  # of either side of a comparison
+MIN_SHOWN_SECONDS = 0.005  # of a part of the set-up work
+MIN_SHOWN_MS = 0.005  # of the search in a step
 COLUMNS = (  # of the table: title, figure, format
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),
@@ -131,16 +135,26 @@ COLUMNS = (  # of the table: title, figure, format
 
 
 class RunComparison:
-    """Figures of plain decoding and of a method, over as many runs each. waited_share: as of `ProcessorWatch`.
+    """Figures of plain decoding and of a method, over as many runs each after a warm-up. A first request has the set-up work of
+    the warm-up as well: `first_speed_up`. waited_share: as of `ProcessorWatch`.
 
     law_only: the method draws its drafts with noise of their own, so that only the distributions of the texts are equal.
     divergence: see `first_difference`.
     """
 
-    def __init__(self, job: RunInput, method: Method, plain: list[Run], own: list[Run], waited_share: float | None) -> None:
+    def __init__(
+        self,
+        job: RunInput,
+        method: Method,
+        runs: dict[str, list[Run]],
+        setups: dict[str, SetupSeconds],
+        waited_share: float | None,
+    ) -> None:
+        plain, own = runs["plain"], runs["method"]
         self.job, self.method, self.repeats, self.waited_share = job, method, len(plain), waited_share
-        self.plain, self.own = pooled_figures(plain), pooled_figures(own)
+        self.plain, self.own = pooled_figures(plain, setups["plain"]), pooled_figures(own, setups["method"])
         self.speed_up: float = self.own["tokens_per_second"] / self.plain["tokens_per_second"]
+        self.first_speed_up: float = self.plain["first_seconds"] / self.own["first_seconds"]
         self.law_only = job.is_sampled and getattr(method, "rejection_sample_method", None) == "standard"
         self.divergence = None if self.law_only else first_difference(job, plain, own)
 
@@ -161,11 +175,17 @@ class RunComparison:
             return f"{verdict} (in {self.job.dtype_name} a near tie may round either way; try --dtype float32)"
         return verdict
 
+    def first_sentence(self) -> str:
+        """The speed-up of a first request, and the method's set-up work."""
+        first = f"first request {self.own['first_seconds']:.2f} s, {self.first_speed_up:.2f} x plain"
+        return f"{first}, with {setup_sentence(self.own['setup'])}"
+
     def document(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "repeats": self.repeats,
             "speed_up": self.speed_up,
+            "first_speed_up": self.first_speed_up,
             "identical": None if self.law_only else self.divergence is None,
             "lossless": self.method.lossless,
             "verdict": self.verdict(),
@@ -178,9 +198,9 @@ class RunComparison:
     def table(self) -> Table:
         """A row of figures for each side."""
         rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.own | {"speed_up": self.speed_up}}
-        has_search = any(figures["ms_per_step_search"] for figures in rows.values())
+        has_search = any(figures["ms_per_step_search"] >= MIN_SHOWN_MS for figures in rows.values())
         columns = [column for column in COLUMNS if has_search or column[1] != "ms_per_step_search"]
-        table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
+        table = Table("", *(Column(name, justify="right") for name, _, _ in columns), title="after a warm-up")
         for name, figures in rows.items():
             cells = ("-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns)
             table.add_row(name, *cells)
@@ -190,20 +210,18 @@ class RunComparison:
 def compare_with_plain(
     job: RunInput, method: Method, repeats: int = 1, show: Show = None, show_plain: Show = None
 ) -> tuple[Run, RunComparison | None]:
-    """Warm both up, then alternate plain decoding and the method. The first runs are shown.
+    """Warm both up, which does their set-up work, then alternate plain decoding and the method. The first runs are shown.
 
     Returns the method's first run. After Ctrl-C there is no comparison, and the run has the tokens so far.
     """
     sides = {"plain": (Autoregressive(), show_plain), "method": (method, show)}
     runs: dict[str, list[Run]] = {"plain": [], "method": []}
-    try:
-        for side, _ in sides.values():  # otherwise the first run would pay for lazy set-up
-            for _ in islice(job.steps(side), WARM_UP_STEPS):
-                pass
-    except KeyboardInterrupt:
-        return Run(interrupted=True), None
-    from skipstone.lab.timing.machine import ProcessorWatch
-
+    setups: dict[str, SetupSeconds] = {}
+    for name, (side, _) in sides.items():
+        run = collect_run(lambda side=side: islice(job.steps(side), WARM_UP_STEPS))
+        if run.interrupted:
+            return Run(interrupted=True), None
+        setups[name] = run.stats.setup
     with warnings.catch_warnings(), ProcessorWatch() as watch:
         warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # it is measured here
         for number in range(repeats):
@@ -214,17 +232,21 @@ def compare_with_plain(
                     first = runs["method"][0] if runs["method"] else Run()
                     first.interrupted = True
                     return first, None
-    return runs["method"][0], RunComparison(job, method, runs["plain"], runs["method"], watch.waited_share)
+    return runs["method"][0], RunComparison(job, method, runs, setups, watch.waited_share)
 
 
-def pooled_figures(runs: list[Run]) -> dict[str, Any]:
-    """Counts and times of several runs as JSON values: total tokens over total time. M and alpha are None without drafts."""
+def pooled_figures(runs: list[Run], setup: SetupSeconds) -> dict[str, Any]:
+    """Counts and times of several runs as JSON values: total tokens over total time. M and alpha are None without drafts.
+
+    setup: seconds of set-up work of the first call. first_seconds: a mean run with that set-up work instead of its own."""
     total = Stats.total(run.stats for run in runs)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "first_seconds": sum(setup.values()) + (seconds - total.seconds_setup) / len(runs),
+        "setup": setup,
         "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
         "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
         **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
@@ -250,7 +272,6 @@ def _spell_token(token: int | None, text: str | None) -> str:
 def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
     """Figures of transformers' own `generate` on the same prompt, as JSON values. tokens: the text to compare with."""
     from skipstone.lab.bench.peers.hf import HFGenerate
-    from skipstone.lab.timing.machine import ProcessorWatch
     from skipstone.lab.timing.measure import measure, warm_up
 
     peer: Any = HFGenerate()
@@ -266,35 +287,34 @@ def run_transformers(job: RunInput, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def busy_warning(*waited_shares: float | None) -> str | None:
-    """A warning for figures that were measured on a busy machine; None if it was idle."""
-    from skipstone.lab.timing.machine import was_busy
-
-    share = max((share for share in waited_shares if share is not None), default=None)
-    if share is None or not was_busy(share):
-        return None
-    waited = f"this process waited {100 * share:.0f} % of the time for a processor"
-    return f"the machine was busy: {waited}, so the speeds mean little; measure again on an idle machine"
+def setup_sentence(setup: SetupSeconds) -> str:
+    """The set-up work and its seconds. Parts under 5 ms are left out."""
+    parts = sorted(((seconds, name) for name, seconds in setup.items() if seconds >= MIN_SHOWN_SECONDS), reverse=True)
+    names = ", ".join(f"{name} {seconds:.2f} s" for seconds, name in parts)
+    return f"set-up {sum(setup.values()):.2f} s{names and ': '}{names}"
 
 
 def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
-    """The run in three or more lines."""
+    """The run in four or more lines."""
     stats, report = run.stats, method.report(job.model)
-    rate = len(run.tokens) / run.seconds if run.seconds else 0.0
+    whole, steady = _speed_up_clauses(stats, report)
     lines = [
         f"{spell(method)}: {'' if method.lossless else 'lossy, '}"
-        f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s ({stats.seconds_prefill:.2f} s of it "
-        f"prefill), {rate:.1f} tokens/s, ended by {run.finish_reason(job)}"
+        f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s, "
+        f"{stats.tokens_per_second:.1f} tokens/s{whole}, ended by {run.finish_reason(job)}",
+        f"steady {stats.steady_tokens_per_second:.1f} tokens/s{steady}; {setup_sentence(stats.setup)}; "
+        f"prefill {stats.seconds_prefill:.2f} s",
     ]
     drafts = ""
     if stats.draft_steps:
         accepted = f"{stats.accepted} of {stats.draft_steps} drafts accepted"
         drafts = f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} ({accepted})"
-    parts = [f"{name} {ms:.2f}" for name, ms in stats.step_milliseconds().items() if name != "search" or ms]
+    parts = [f"{name} {ms:.2f}" for name, ms in stats.step_milliseconds().items() if name != "search" or ms >= MIN_SHOWN_MS]
     lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(parts)}")
     if stats.drafters:
         drafters = ", ".join(f"{name} {count}" for name, count in stats.drafters.most_common())
-        lines.append(f"turns by what drafted: {drafters}{_speed_up_clause(run, report)}")
+        searched = stats.seconds_search / stats.seconds if stats.seconds else 0.0
+        lines.append(f"turns by what drafted: {drafters}; {100 * searched:.1f} % of the time for offline evaluation")
     if not method.lossless and stats.drafted:
         distances = ", ".join(f"{name} {value:.3f}" for name, value in mean_distances(report).items())
         distances = distances and f"; mean JS distance: {distances}"
@@ -305,20 +325,18 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
     lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}")
     if job.is_sampled:
         lines.append(f"seed {job.seed}")
-    return lines
+    warning = busy_warning(run.waited_share)
+    return lines if warning is None else [*lines, warning]
 
 
-def _speed_up_clause(run: Run, report: dict[str, Any]) -> str:
-    """How fast a run of `auto` was, compared with plain decoding."""
-    stats = run.stats
-    if not stats.seconds or not report:
-        return ""
-    low, high = (stats.tokens * seconds / stats.seconds for seconds in report["plain_interval"])
+def _speed_up_clauses(stats: Stats, report: dict[str, Any]) -> tuple[str, str]:
+    """How fast a run of `auto` was, compared with plain decoding: with everything, and steady."""
+    if not stats.seconds or "plain_interval" not in report:
+        return "", ""
     plain_seconds = report["plain_seconds"]
-    return (
-        f"; {stats.tokens * plain_seconds / stats.seconds:.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step takes "
-        f"{1000 * plain_seconds:.2f} ms; {100 * stats.seconds_search / stats.seconds:.1f} % of the time for offline evaluation"
-    )
+    low, high = map(stats.steady_speed_up, report["plain_interval"])
+    steady = f", {stats.steady_speed_up(plain_seconds):.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step takes"
+    return f", {stats.speed_up(plain_seconds):.2f} x plain decoding", f"{steady} {1000 * plain_seconds:.2f} ms"
 
 
 def decision_table(steps: list[Step]) -> Table:
@@ -363,6 +381,7 @@ def run_document(model: str | None, job: RunInput, method: Method, run: Run, com
         "finish_reason": run.finish_reason(job),
         "seconds": run.seconds,
         "stats": run.stats.summary(),
+        "waited_share": run.waited_share,
         "comparison": None if compared is None else compared.document(),
     }
 
@@ -489,9 +508,9 @@ def _figures_sentence(comparison: RunComparison, theirs: dict[str, Any]) -> str:
         drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
     rates = [side["tokens_per_second"] for side in (theirs, plain, own)]
     sentence = (
-        f"tokens/s: transformers {rates[0]:.0f}, plain {rates[1]:.0f}, {name} {rates[2]:.0f}; {name} is "
-        f"{rates[2] / rates[0]:.1f} x transformers, {comparison.speed_up:.2f} x plain; {drafts}; {comparison.verdict()}"
-        f"{'' if theirs['identical'] else ' (transformers wrote another text)'}"
+        f"tokens/s after a warm-up: transformers {rates[0]:.0f}, plain {rates[1]:.0f}, {name} {rates[2]:.0f}; {name} is "
+        f"{rates[2] / rates[0]:.1f} x transformers, {comparison.speed_up:.2f} x plain; {comparison.first_sentence()}; "
+        f"{drafts}; {comparison.verdict()}{'' if theirs['identical'] else ' (transformers wrote another text)'}"
     )
     warning = busy_warning(comparison.waited_share, theirs["waited_share"])
     return sentence if warning is None else f"{sentence}; {warning}"

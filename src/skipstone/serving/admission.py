@@ -20,6 +20,7 @@ from skipstone.serving.errors import RequestError
 from skipstone.serving.logprobs import PromptScorer
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd
 from skipstone.utils.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
+from skipstone.utils.setup_times import collect_setup_seconds
 
 RETRY_AFTER_SECONDS = 1
 """The Retry-After header of a 429."""
@@ -154,7 +155,8 @@ class Admission:
         if (group := self.groups.pop(name, None)) is None:
             if len(self.groups) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
                 return None
-            group = BatchGroup(self.model, method, *self.limits.of_group, self._send)
+            with collect_setup_seconds():  # which the first step reports
+                group = BatchGroup(self.model, method, *self.limits.of_group, self._send)
         self.groups[name] = group
         return group
 

@@ -19,6 +19,7 @@ from skipstone.serving.logprobs import token_logprobs
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestEvent, StepOutput, TokenLogprobs
 from skipstone.serving.prefix_cache import PrefixCache
 from skipstone.serving.step_details import StepDetails, describe_layers, describe_step
+from skipstone.utils.setup_times import collect_setup_seconds, collected_seconds, setup_work
 
 ROW_BYTES: PerModelCache[tuple[int, int]] = PerModelCache()
 """The results of `row_bytes` for each model."""
@@ -43,7 +44,9 @@ class BatchGroup:
         self.requests: list[PendingRequest | None] = [None] * max_num_seqs
         self._recorder = StepRecorder(self.requests)
         session = method.start(model, max_num_seqs, max_model_len)
-        self.loop = DecodingLoop(session, chunk=prefill_chunk_size, recorder=self._recorder, takes_turns=True)
+        self.loop = DecodingLoop(
+            session, chunk=prefill_chunk_size, recorder=self._recorder, takes_turns=True, setup=collected_seconds()
+        )
         self._prefix_cache = PrefixCache(max_num_seqs, is_enabled=not model.family.recurrent)
         self._sent_layers: list[dict[str, Any] | None] = [None] * max_num_seqs
 
@@ -71,7 +74,8 @@ class BatchGroup:
     def admit(self, pending: PendingRequest) -> None:
         """Give a free row to a request. ValueError, before anything changed, if it cannot be decoded."""
         row, cached_tokens = self._prefix_cache.choose_row(pending.prompt_ids, self.free_rows)
-        self.loop.admit(row, pending.request, cached_tokens)
+        with collect_setup_seconds(self.loop.setup), setup_work("request"):
+            self.loop.admit(row, pending.request, cached_tokens)
         pending.stats.cached_tokens = cached_tokens
         self.requests[row], self._sent_layers[row] = pending, None
         self._prefix_cache.store(row, [])
@@ -92,10 +96,11 @@ class BatchGroup:
         """Run one step of all rows and send its events."""
         before = list(self.loop.rows)
         step = self.loop.step()
-        extras = self._recorder.results(self.loop.session)
+        extras, setup_seconds = self._recorder.results(self.loop.session), sum(step.setup.values())
         for row, pending in enumerate(self.requests):
             if pending is None:
                 continue
+            pending.stats.setup_seconds += setup_seconds
             if step.tokens[row]:
                 self._send_output(pending, row, step, *extras.get(row, (None, None)))
             if row in step.errors:

@@ -215,13 +215,15 @@ class Completion:
             return {}
         stats, first = self.stats, self.first_token_seconds or 0.0
         seconds = max(choice.seconds for choice in self.choices)
-        waited = max(choice.pending.queue_seconds for choice in self.choices)
+        waited, further = max(choice.pending.queue_seconds for choice in self.choices), max(stats.tokens - len(self.choices), 0)
         return {
             "metrics": {
                 "time_to_first_token_ms": round(1000 * first, 3),
                 "generation_time_ms": round(1000 * (seconds - first), 3),
                 "queue_time_ms": round(1000 * waited, 3),
+                "setup_time_ms": round(1000 * max(choice.pending.stats.setup_seconds for choice in self.choices), 3),
                 "tokens_per_second": round(stats.tokens / seconds, 3) if seconds else 0.0,
+                "steady_tokens_per_second": round(further / (seconds - first), 3) if seconds > first else 0.0,
                 "speculative_decoding": speculative_metrics(stats),
             },
             "timings": {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted},

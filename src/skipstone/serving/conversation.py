@@ -13,6 +13,7 @@ from skipstone.hf.build_request import build_request
 from skipstone.hf.detokenizer import detokenize
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.pending_request import PendingRequest
+from skipstone.utils.setup_times import SetupSeconds, collect_setup_seconds, setup_work
 
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}."""
@@ -27,13 +28,14 @@ class PendingAnswer:
     """An answer that is not written yet.
 
     messages: the conversation before it. options: keyword arguments of `skipstone.generate`. is_cut: whether the context has
-    room for fewer tokens than are wanted."""
+    room for fewer tokens than are wanted. setup: seconds of set-up work so far."""
 
     messages: list[Message]
     pending: PendingRequest
     options: dict[str, Any]
     seed: int
     is_cut: bool
+    setup: SetupSeconds
 
 
 @dataclass(eq=False)
@@ -75,19 +77,24 @@ class Conversation:
     def ask(self, text: str, seed: int) -> PendingAnswer:
         """Prepare the answer to a user's text. Nothing is remembered before `keep`. ContextFull if there is no room for one
         token; ValueError if the chat template refuses the messages."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        with collect_setup_seconds() as setup, setup_work("request"):
+            return self._prepare([*self.messages, {"role": "user", "content": text}], seed, setup)
+
+    def _prepare(self, messages: list[Message], seed: int, setup: SetupSeconds) -> PendingAnswer:
         prompt = token_ids(messages if self.has_template else plain_text(messages), self.tokenizer)
         room = self.model.max_positions - len(prompt)
         if room < 1:
             raise ContextFull(f"the context is full: it has {len(prompt)} tokens, and the model takes {len(prompt) + room}")
         options = {**self.options, "max_new_tokens": min(self.max_new_tokens, room)}
         request = build_request(self.model, prompt, self.tokenizer, seed, options)
-        return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens)
+        return PendingAnswer(messages, PendingRequest(request, self.method), options, seed, room < self.max_new_tokens, setup)
 
     def answer(self, asked: PendingAnswer) -> Generator[Step, None, None]:
         """Write an answer step by step. ValueError, at the call, if it cannot begin. If the generator is closed between two
         steps, the row keeps what it has read; if a step fails, the next answer reads the whole conversation."""
-        group = self._group or self._create_group(self.method)
+        with collect_setup_seconds(asked.setup):
+            group = self._group or self._create_group(self.method)
+        group.loop.setup = asked.setup
         group.admit(asked.pending)
         self._group = None
         return self._steps(group, asked.pending)

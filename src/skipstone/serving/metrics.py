@@ -47,10 +47,12 @@ class Metrics:
         self._positions = create("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
         self.draft_seconds = create("Counter", "spec_decode_draft_seconds", "Seconds of drafting.")
         self.verify_seconds = create("Counter", "spec_decode_verify_seconds", "Seconds of scoring.")
+        self.setup_seconds = create("Counter", "setup_seconds", "Seconds of set-up work, such as copies of the weights.")
         self._drafters = create("Counter", "spec_decode_steps", "Steps by drafter; plain: no draft.", ("method",))
 
     def step(self, method: str, step: Step) -> None:
         """Count a step. method: name of its method."""
+        self.setup_seconds.inc(sum(step.setup.values()))
         if step.prefill:
             return
         self.draft_seconds.inc(step.seconds_draft)

@@ -65,12 +65,13 @@ class PendingRequest:
 class RequestStats:
     """Sums over the steps of a text.
 
-    steps: decoding steps. drafts: (number of drafted tokens, number of accepted tokens) -> steps that drafted. drafters: name
-    -> steps. cached_tokens: prompt tokens with reused keys and values. accepted_prediction_tokens: tokens of the request's
-    prediction that were accepted."""
+    steps: decoding steps. setup_seconds: of set-up work that it waited for. drafts: (number of drafted tokens, number of
+    accepted tokens) -> steps that drafted. drafters: name -> steps. cached_tokens: prompt tokens with reused keys and values.
+    accepted_prediction_tokens: tokens of the request's prediction that were accepted."""
 
     tokens: int = 0
     steps: int = 0
+    setup_seconds: float = 0.0
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
     drafters: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0

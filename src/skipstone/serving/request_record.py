@@ -109,7 +109,7 @@ class RequestRecord:
 
     def fields(self) -> dict[str, Any]:
         """The fields of its log line. total_ms: from the first byte to the last. queue_ms: until the last of its texts had a
-        row. first_token_ms: from its arrival to the first token of any text."""
+        row. setup_ms: of set-up work that they waited for. first_token_ms: from its arrival to the first token of any text."""
         fields: dict[str, Any] = {"id": self.id, "verb": self.verb, "route": self.route, "model": self.model}
         fields |= {"status": self.status, "streamed": self.streamed, "cancelled": self.is_cancelled}
         fields["total_ms"] = _milliseconds(self.end_time - self.start_time)
@@ -126,6 +126,7 @@ class RequestRecord:
             "completion_tokens": usage["completion_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
             "queue_ms": _milliseconds(max(waits)),
+            "setup_ms": _milliseconds(max(choice.pending.stats.setup_seconds for choice in choices)),
             "first_token_ms": None if first is None else _milliseconds(first),
             "method": choices[0].pending.method.spelled,
             "drafted": stats.drafted,

@@ -1,16 +1,15 @@
-"""The machine of a run: its bandwidth ceiling, other load, and the provenance of figures."""
+"""The machine of a run: its bandwidth ceiling, and the provenance of figures."""
 
 import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,56 +18,6 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # named with their versions
-MAX_WAITED_SHARE = 0.1  # of its time that a process waits for a processor on an idle machine
-
-
-class ProcessorWatch:
-    """How long the threads of this process waited for a processor that another process used, in a `with` block.
-
-    waited_share: of the time that they ran or waited. It is at most the share of the processors' time that other processes
-    used, because threads of one process wait for each other, too. None on systems other than Linux.
-    """
-
-    waited_share: float | None = None
-
-    def __enter__(self) -> Self:
-        self._threads, self._machine, self._own = _thread_seconds(), _machine_seconds(), time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        machine, own = _machine_seconds(), time.process_time() - self._own
-        ran = waited = 0.0
-        for thread, seconds in _thread_seconds().items():
-            before = self._threads.get(thread, (0.0, 0.0))
-            ran, waited = ran + seconds[0] - before[0], waited + seconds[1] - before[1]
-        if ran + waited > 0 and machine is not None and self._machine is not None:
-            others = max(machine - self._machine - own, 0.0)
-            self.waited_share = min(waited / (ran + waited), others / (others + own) if others else 0.0)
-
-
-def was_busy(waited_share: float | None) -> bool:
-    """Whether other programs disturbed a measurement."""
-    return waited_share is not None and waited_share > MAX_WAITED_SHARE
-
-
-def _thread_seconds() -> dict[str, tuple[float, float]]:
-    """Seconds that every thread of this process has run, and has waited for a processor."""
-    found = {}
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # a thread that ends meanwhile
-            ran, waited, _ = file.read_text().split()
-            found[file.parent.name] = int(ran) / 1e9, int(waited) / 1e9
-    return found
-
-
-def _machine_seconds() -> float | None:
-    """Seconds that all processors of this machine have worked; None if the system does not tell."""
-    try:
-        first = Path("/proc/stat").read_text().splitlines()[0]
-    except OSError:
-        return None
-    user, nice, system, _, _, interrupts, soft, stolen = map(int, first.split()[1:9])
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def bandwidth(device: torch.device, megabytes: int | None = None) -> float:

@@ -33,6 +33,7 @@ export function showFigures(run, upto = run.steps.length) {
   $("accepted").textContent = drafted ? `${number((100 * accepted) / drafted, 0)} %` : "–";
   $("drafted").textContent = drafted ? `${accepted} of ${drafted}` : "";
   $("first").textContent = last >= 0 ? `${number(steps[0].at - run.sent, 0)} ms` : "–";
+  $("setup").textContent = whole && run.figures.setup_time_ms >= 5 ? `set-up ${number(run.figures.setup_time_ms, 0)} ms` : "";
   for (const [name, value] of [["draft", draft], ["verify", verify]]) {
     $(`${name}_bar`).style.width = `${(100 * value) / (Math.max(draft, verify) || 1)}%`;
     $(`${name}_ms`).textContent = `${number(value, 0)} ms`;
