@@ -71,7 +71,7 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 
 
 ENGINE = "--dtype --device --engine --quantize"
-GENERATION = f"{ENGINE} --kv-dtype --trust-remote-code --generation-config --override-generation-config"
+GENERATION = f"{ENGINE} --kv-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
 METHOD = "--method --speculative-config"
 FLAGS = {
     "generate": f"""model --prompt --prompt-file --prompt-tokens --chat {METHOD} --max-new-tokens --temperature --top-k --top-p
@@ -96,6 +96,9 @@ FLAGS = {
     "methods": "name --json",
     "families": "name --json --markdown",
     "env": "--json",
+    "cache list": "--json",
+    "cache clear": "",
+    "cache verify": "",
     "bench run": f"""models --plan --method --task --protocol --data-dir --out --num-prompts --skip-looping --prompt-tokens
         --max-new-tokens --temperature --top-p --samples --shots --chat --no-chat --tune --tune-prompts --tune-tokens
         --ignore-eos --perplexity --allow-code-execution {ENGINE} --threads --seed --fresh --no-fresh""",

@@ -80,7 +80,7 @@ def test_its_logits_have_the_bits_of_the_loaded_model(variant: str, dtype: torch
     logits = [runner.logits(runner.run(*_whole(runner, ids))) for runner in runners]
     assert torch.equal(*logits)
     assert runners[0].fingerprint == runners[1].fingerprint
-    assert (model.dtype, model.is_mapped) == (dtype, True)
+    assert model.dtype == dtype
     assert dict(model.named_parameters()).keys() == dict(loaded.named_parameters()).keys()
 
 
@@ -92,11 +92,17 @@ def _whole(runner: ModelRunner, ids: torch.Tensor) -> tuple[Any, ...]:
     return runner.embed(ids, positions), at, store, range(runner.depth)
 
 
-def test_another_dtype_is_converted(tmp_path: Path) -> None:
-    families.build("llama").bfloat16().save_pretrained(tmp_path)
-    model = families.mapped_from(tmp_path, torch.float32)
-    assert (model.dtype, model.is_mapped) == (torch.float32, False)
-    assert torch.equal(model.lm_head.weight, families.mapped_from(tmp_path).lm_head.weight.float())
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+def test_stored_weights_are_widened(stored: torch.dtype, tmp_path: Path) -> None:
+    own = families.build("llama").to(stored)
+    own.save_pretrained(tmp_path)
+    ids = families.prompts(1)[0][None]
+    loaded = type(own).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    runners = ModelRunner(loaded, "native"), ModelRunner(families.mapped_from(tmp_path, torch.float32), "native")
+    logits = [runner.logits(runner.run(*_whole(runner, ids))) for runner in runners]
+    assert torch.equal(*logits)
+    with pytest.raises(UnmappableError):
+        families.mapped_from(tmp_path, torch.bfloat16 if stored == torch.float16 else torch.float16)
 
 
 @pytest.mark.parametrize("change", ["a weight missing", "a weight too many", "another shape", "other tied weights"])

@@ -260,7 +260,7 @@ struct Case {
     const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
     if (type <= FLOAT16) {
-      CHECK(library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data(), dice.from(1, 3)) == OK);
+      CHECK(library.pack(type, type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data(), dice.from(1, 3)) == OK);
     } else {
       const int64_t stored = dice.from(FLOAT32, FLOAT16);
       void* source = weights(stored, outputs, inputs, stride);

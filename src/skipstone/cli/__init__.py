@@ -18,7 +18,7 @@ from skipstone.cli.terminal import INTERRUPTED, replace_unprintable_characters, 
 
 VERBS = (
     *("demo", "generate", "chat", "check", "inspect", "costs", "search", "tune", "serve", "batch", "push", "export"),
-    *("methods", "families", "env", "bench", "train"),
+    *("methods", "families", "env", "cache", "bench", "train"),
 )
 """Each verb is the function, or the group of verbs, that the file of its name defines. Help lists them in this order."""
 

@@ -156,6 +156,7 @@ class GenerationModelOptions(ModelOptions):
 
     kv_dtype: str | None = option(None, "of keys and values. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES)
     trust_remote_code: bool = option(False, "Run the checkpoint's own code.", "--trust-remote-code")
+    no_cache: bool = option(False, "Keep no quantised weights on the disk, and read none.", "--no-cache")
     generation_config: Any = option(
         None,
         "auto, the default, takes the model's own generation_config.json, none ignores it, a folder has another one.",
@@ -181,7 +182,7 @@ class GenerationModelOptions(ModelOptions):
             return generation_defaults(self.model, replacement, overrides)
 
         arguments |= {"kv_dtype": self.kv_dtype, "trust_remote_code": self.trust_remote_code}
-        arguments["generation_config"] = generation_config
+        arguments |= {"generation_config": generation_config, "cache": not self.no_cache}
         loaded, tokenizer = load_for_decoding(self.model, **self._arguments(**arguments))
         if replacement is not None or overrides:
             from skipstone.hf.generation_defaults import replace_defaults

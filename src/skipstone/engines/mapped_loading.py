@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 
 from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
-from skipstone.engines.model_lock import SingleTorchThread
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
@@ -34,13 +33,15 @@ def load_for_decoding(
     engine: str = "auto",
     quantize: str | None = None,
     kv_dtype: str | None = None,
+    cache: bool = True,
     generation_config: Callable[[], Any] = lambda: None,
     **others: Any,
 ) -> tuple[Any, Any]:
     """A model, ready to decode, and its tokenizer. Only skipstone decodes with the model.
 
     It is a `MappedModel` if the native engine runs it, else a PreTrainedModel. The first start of a hub id downloads it through
-    transformers. Arguments and errors are those of `loading.load`. generation_config: makes that argument.
+    transformers. Arguments and errors are those of `loading.load`. cache: quantised weights may be read
+    from the disk's cache, and written there. generation_config: makes that argument.
     """
     EngineOptions(engine, quantize, kv_dtype)  # validates
     wants_native = (os.environ.get(VARIABLE) or "auto" if engine == "auto" else engine) in ("auto", "native")
@@ -53,7 +54,9 @@ def load_for_decoding(
             pass
         else:
             attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
-            ModelRunner(model)  # packs the weights
+            model.caches_panels = cache
+            engine_of_model: Any = ModelRunner(model).engine  # packs the weights
+            engine_of_model.cache_panels(model)
             return model, tokenizer
     from skipstone.engines import loading
 
@@ -84,8 +87,7 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
         dtype = torch.float32
     own = folder / FILE
     fields = GenerationFields(read_generation_config(own)) if own.exists() else GenerationFields.of_config(config.to_dict())
-    with SingleTorchThread():  # many small conversions
-        return MappedModel(config, weight_files(folder), fields, None if isinstance(dtype, str) else dtype), folder
+    return MappedModel(config, weight_files(folder), fields, None if isinstance(dtype, str) else dtype), folder
 
 
 def _folder_of(name: str | Path) -> Path:

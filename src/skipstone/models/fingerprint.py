@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from skipstone.models.device_map import named_values
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.per_model_cache import PerModelCache
 from skipstone.models.quantised_checkpoints import stored_tensors
 from skipstone.models.weight_version import model_version
@@ -27,8 +28,11 @@ def fingerprint(model: Any, version: int | None = None) -> str:
 
 @torch.inference_mode()
 def _hash(model: Any) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in sorted(stored_tensors(model, named_values(model)), key=itemgetter(0)):
+    digest, values = hashlib.sha256(), named_values(model)
+    if isinstance(model, MappedModel):
+        stored = model.files.for_sampling()
+        values = ((name, stored[name]) for name, _ in model.named_parameters())
+    for name, parameter in sorted(stored_tensors(model, values), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()

@@ -109,8 +109,9 @@ def family_of(config: Any, kinds: list[str]) -> Family:
 class MappedModel(nn.Module):
     """A causal language model without transformers. UnmappableError if the files have other tensors than the config says.
 
-    config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. is_mapped: the weights are
-    the mapped files; False if they were converted to another dtype.
+    config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. caches_panels: quantised
+    panels may be read from the disk's cache, and written there. Weights keep the dtype of the files, and the engine widens them
+    to the model's.
     """
 
     name_or_path = ""
@@ -118,9 +119,9 @@ class MappedModel(nn.Module):
     def __init__(
         self, config: MappedConfig, files: WeightFiles, generation_config: Any, dtype: torch.dtype | None = None
     ) -> None:
-        """dtype: of the weights; None for the config's, else that of the files."""
+        """dtype: of the model; None for the config's, else that of the files."""
         super().__init__()
-        self.config, self.files, self.generation_config, self.is_mapped = config, files, generation_config, True
+        self.config, self.files, self.generation_config, self.caches_panels = config, files, generation_config, True
         self._dtype, self._unread = dtype or _stored_dtype(config, files), set(files.names)
         self.model = self._decoder(config)
         self.lm_head = Linear(self.model.embed_tokens.weight)
@@ -163,12 +164,12 @@ class MappedModel(nn.Module):
         if name not in self.files:
             raise UnmappableError(f"lacks {name}")
         stored = self.files[name]
-        if stored.shape != shape or stored.dtype not in DTYPES:
-            raise UnmappableError(f"has {name} of shape {list(stored.shape)} in {stored.dtype}, expected {list(shape)}")
+        if stored.shape != shape:
+            raise UnmappableError(f"has {name} of shape {list(stored.shape)}, expected {list(shape)}")
+        if stored.dtype != self._dtype and not (self._dtype == torch.float32 and stored.dtype in DTYPES):
+            raise UnmappableError(f"has {name} in {stored.dtype}, expected {self._dtype}")
         self._unread.discard(name)
-        converted = stored.to(self._dtype)
-        self.is_mapped &= converted is stored or len(shape) == 1
-        return nn.Parameter(converted, requires_grad=False)
+        return nn.Parameter(stored, requires_grad=False)
 
     def _linear(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
         weight = self._weight(f"{name}.weight", (outputs, inputs))

@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of a checkpoint's only file, and of the list of its files."""
 LENGTH_BYTES = 8  # of the number of the header's bytes, at the beginning of a file
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of weights by their names in a header."""
 
 
 class WeightFiles:
@@ -25,7 +29,7 @@ class WeightFiles:
         self._paths = [path.resolve() for path in paths]
         self._states = [*map(_state, self._paths)]
         self.identity = [
-            [str(path), size, changed, _header_hash(path)]
+            [str(path), size, changed, hashlib.sha256(_header(path)).hexdigest()]
             for path, (_, size, changed) in zip(self._paths, self._states, strict=True)
         ]
         files: list[Any] = [safe_open(path, "pt") for path in self._paths]
@@ -37,6 +41,21 @@ class WeightFiles:
     def __getitem__(self, name: str) -> Tensor:
         """A tensor whose memory is the mapped file. KeyError for an unknown name."""
         return self._file_of[name].get_tensor(name)
+
+    def for_sampling(self) -> dict[str, Tensor]:
+        """The tensors of DTYPES in mappings of their own, which bring only those pages into memory that are read."""
+        found = {}
+        for path in self._paths:
+            header = _header(path)
+            with path.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            pages.madvise(mmap.MADV_RANDOM)
+            for name, about in json.loads(header).items():
+                if (dtype := DTYPES.get(about.get("dtype", ""))) is not None and (begin := about["data_offsets"])[0] < begin[1]:
+                    place = LENGTH_BYTES + len(header) + begin[0]
+                    count = (begin[1] - begin[0]) // dtype.itemsize
+                    found[name] = torch.frombuffer(pages, dtype=dtype, count=count, offset=place).view(about["shape"])
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +86,8 @@ def _state(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _header_hash(path: Path) -> str:
+def _header(path: Path) -> bytes:
+    """The JSON that describes a file's tensors."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        return hashlib.sha256(file.read(min(size, path.stat().st_size))).hexdigest()
+        return file.read(min(size, path.stat().st_size))

@@ -106,7 +106,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @cache
-def _warn_of_cache(folder: Path, reason: str) -> None:
+def warn_of_cache(folder: Path, reason: str) -> None:
+    """Warn, once per process, folder and reason, that a cache cannot be written."""
     warnings.warn(
         f"skipstone cannot write its cache in {folder} ({reason}), and computes the content again in every process: set "
         f"{CACHE} to a writable folder",
@@ -126,7 +127,7 @@ def write_cache(path: Path | None, value: Any) -> bool:
         write_json(path, value)
         return True
     except OSError as error:
-        _warn_of_cache(Path() if path is None else path.parent, str(error.strerror))
+        warn_of_cache(Path() if path is None else path.parent, str(error.strerror))
         return False
 
 

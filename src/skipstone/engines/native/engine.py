@@ -15,7 +15,7 @@ from skipstone.engines.engine import ChainInputs, ChainOutputs, Engine, WarperIn
 from skipstone.engines.greedy_tokens import top_k_tokens
 from skipstone.engines.host_transfer import CPU, dense, new_buffer, pointer
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.native import library, threads
+from skipstone.engines.native import library, packed_cache, threads
 from skipstone.engines.native.structs import (
     BAD_LAYER,
     SKIP_ATTENTION,
@@ -66,10 +66,14 @@ class NativeEngine(Engine):
         num_threads = threads.requested_number()
         self._library, self.quantize = declare(library.load()), quantize
         self.version = model_version(model).weights
-        keep_weights = keep_weights or (isinstance(model, MappedModel) and model.is_mapped)
+        keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
+        cached = self._cached_panels(model)
+        try:
+            self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached)
+        except LookupError:  # of a cached file
+            self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
         if not keep_weights:
             keep_version(model)
         self._model = ctypes.addressof(self._weights.model)
@@ -92,6 +96,22 @@ class NativeEngine(Engine):
         self.threads = num_threads or threads.fastest(self._run_token, threads.cores())
         level = self._library.sk_level().decode()
         self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
+
+    def _cached_panels(self, model: Any) -> packed_cache.CachedPanels | None:
+        is_cached = self.quantize is not None and isinstance(model, MappedModel) and model.caches_panels
+        return packed_cache.read(model.files.identity, self.quantize or "") if is_cached else None
+
+    def cache_panels(self, model: MappedModel) -> bool:
+        """Write quantised panels to the disk's cache, if they do not come from it. Returns whether they are there.
+
+        ValueError if the checkpoint has changed since it was opened."""
+        if self.quantize is None or not model.caches_panels:
+            return False
+        if not model.files.is_current():
+            raise ValueError(f"the checkpoint {model.config.name_or_path} changed while it was read: load it again")
+        if packed_cache.read(model.files.identity, self.quantize) is not None:
+            return True
+        return packed_cache.write(model.files.identity, self.quantize, self._weights.memory)
 
     def _run_token(self, count: int) -> None:
         """Run one token through the first layers on `count` threads."""

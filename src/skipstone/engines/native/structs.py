@@ -101,7 +101,7 @@ def check(code: int, *_: Any) -> int:
 
 
 SIGNATURES = {
-    "sk_pack": "ipiiipi",
+    "sk_pack": "iipiiipi",
     "sk_quantize": "iipiiipi",
     "sk_take": "ppip",
     "sk_embed": "ppip",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from skipstone.engines.host_transfer import dense, pointer
 from skipstone.engines.native import threads
+from skipstone.engines.native.packed_cache import CachedPanels
 from skipstone.engines.native.structs import LayerStruct, MatrixStruct, ModelStruct
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
@@ -40,6 +41,8 @@ class PanelMemory:
 
     The CPU's prefetching stops at the end of a page, and pages of 2 MB have few ends. The memory lives as long as its tensors.
     """
+
+    is_filled = False  # it has no panels yet
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -129,14 +132,20 @@ class NativeWeights:
     """
 
     def __init__(
-        self, library: Any, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True
+        self,
+        library: Any,
+        model: Any,
+        description: DecoderModel,
+        quantize: str | None = None,
+        keep_weights: bool = True,
+        memory: "PanelMemory | CachedPanels | None" = None,
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._threads = threads.requested_number() or threads.cores()
-        self._is_mapped = isinstance(model, MappedModel) and model.is_mapped
-        keeps = keep_weights and not self._is_mapped
-        self._chunks, self._head, self._releases = PanelMemory(), description.head, None if keeps else MemoryRelease()
-        self._weight_places = [] if keeps or self._is_mapped else [part._parameters for part in model.modules()]
+        is_mapped = isinstance(model, MappedModel)
+        self._chunks, self._head, self._widened = memory or PanelMemory(), description.head, model.dtype if is_mapped else None
+        self._releases = MemoryRelease() if is_mapped or not keep_weights else None
+        self._weight_places = [] if keep_weights or is_mapped else [part._parameters for part in model.modules()]
         self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
         config, family = model.config, description.family
         self._recipe = LAYER_VARIANTS[config.model_type]
@@ -171,6 +180,8 @@ class NativeWeights:
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
         self.attributes = AttributeValues(self._attributes, [embedding])
+        if self._chunks.is_filled:
+            self._chunks = PanelMemory()  # for what is packed later
         if self._releases is not None:
             self._releases.trim()
 
@@ -246,7 +257,7 @@ class NativeWeights:
         ValueError for weights that cannot be quantised, or that were given up in another quantisation.
         """
         weight = module.weight
-        kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
+        kind = self._kind(weight, quantize)
         panels: Panels | Any = weight.source if isinstance(weight, PackedWeight) else None
         was_given_up = panels is not None
         if panels is not None and panels.type != kind and panels.type in QUANTIZED.values():
@@ -269,10 +280,18 @@ class NativeWeights:
             for one, bias in zip(panels.matrices, biases, strict=True)
         ]
 
+    def _kind(self, weight: Tensor, quantize: str | None) -> int:
+        """The type of a weight's panels: of a mapped model that of its dtype, to which stored weights are widened."""
+        return TYPES[self._widened or weight.dtype] if quantize is None else QUANTIZED[quantize]
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The panels of all matrices in the order of packing."""
+        return [one for panels in self._referenced if isinstance(panels, Panels) for one in panels.memory]
+
     def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
         """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised."""
-        stored = TYPES[weight.dtype]
-        kind = stored if quantize is None else QUANTIZED[quantize]
+        stored, kind = TYPES[weight.dtype], self._kind(weight, quantize)
         matrices, memory = [], []
         for part in dense(weight, free=1).split(sizes):
             outputs, inputs = part.shape
@@ -280,10 +299,9 @@ class NativeWeights:
             memory.append(self._chunks.take(size))
             panels = pointer("panels", memory[-1], (size,), torch.uint8)
             shape = (pointer("a weight", part, part.shape, weight.dtype, free=1), part.stride(0), outputs, inputs, panels)
-            if quantize is None:
-                self._library.sk_pack(kind, *shape, self._threads)
-            else:
-                self._library.sk_quantize(kind, stored, *shape, self._threads)
+            if not self._chunks.is_filled:
+                pack = self._library.sk_pack if quantize is None else self._library.sk_quantize
+                pack(kind, stored, *shape, self._threads)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
         return Panels(self._library, matrices, memory, weight.dtype)
 

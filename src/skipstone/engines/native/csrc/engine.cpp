@@ -686,18 +686,37 @@ static bool quantize_stored(int64_t type, const void* source, int64_t stride, in
   return quantize_all<T, Float16>(source, stride, outputs, inputs, panels, threads);
 }
 
-// Packs weights into panels of their own type, which is not quantised. source: [outputs][inputs], rows `stride` elements apart. Panels do
-// not depend on one another, so a call may pack any of them.
-SK_EXPORT int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
+// Packs 16 outputs or fewer of 16-bit weights into a float32 panel.
+template <class E>
+static void widen_panel(const void* source, int64_t stride, int64_t outputs, int64_t inputs, float* panel) {
+  float w[GROUP * LANES];
+  for (int64_t k = 0; k < inputs; k += GROUP) {
+    load_group(static_cast<const E*>(source) + k, stride, outputs, inputs - k, w);
+    std::memcpy(panel + k * LANES, w, size_t(std::min<int64_t>(GROUP, inputs - k) * LANES * 4));
+  }
+}
+
+// Packs weights into panels of a type that is not quantised: their own, or float32. source: [outputs][inputs] of source_type, rows `stride`
+// elements apart. Panels do not depend on one another, so a call may pack any of them.
+SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
+                          int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    if (type > FLOAT16 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
+    if (type != source_type && type != FLOAT32) return BAD_ARGUMENT;
     if (check_threads(threads) != OK) return BAD_THREADS;
-    const int64_t size = sk_packed_bytes(type, LANES, inputs), width = type == FLOAT32 ? 4 : 2;
+    const int64_t size = sk_packed_bytes(type, LANES, inputs), width = source_type == FLOAT32 ? 4 : 2;
     each_panel(outputs, threads, [&](int64_t p) {
       const char* from = static_cast<const char*>(source) + p * LANES * stride * width;
       char* to = static_cast<char*>(panels) + p * size;
-      if (type == FLOAT32) pack_panel(reinterpret_cast<const float*>(from), stride, outputs - p * LANES, inputs, reinterpret_cast<float*>(to), false);
-      else pack_panel(reinterpret_cast<const uint16_t*>(from), stride, outputs - p * LANES, inputs, reinterpret_cast<uint16_t*>(to), type == BFLOAT16);
+      const int64_t count = outputs - p * LANES;
+      if (type != source_type) {
+        if (source_type == BFLOAT16) widen_panel<Bfloat16>(from, stride, count, inputs, reinterpret_cast<float*>(to));
+        else widen_panel<Float16>(from, stride, count, inputs, reinterpret_cast<float*>(to));
+      } else if (type == FLOAT32) {
+        pack_panel(reinterpret_cast<const float*>(from), stride, count, inputs, reinterpret_cast<float*>(to), false);
+      } else {
+        pack_panel(reinterpret_cast<const uint16_t*>(from), stride, count, inputs, reinterpret_cast<uint16_t*>(to), type == BFLOAT16);
+      }
       return true;
     });
     return OK;

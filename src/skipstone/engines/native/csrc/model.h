@@ -88,7 +88,7 @@ const char* sk_level();
 const char* sk_source_hash();
 void sk_sizes(int64_t* sizes);
 int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
-int64_t sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads);
+int64_t sk_pack(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads);
 int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads);
 int64_t sk_take(const sk::Matrix* from, const int64_t* ids, int64_t count, void* panels);
 int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);

@@ -1,0 +1,166 @@
+"""A cache of quantised panels on the disk: one file for each checkpoint and quantisation, which processes map and share.
+
+A file is the panels of all matrices at multiples of 64 bytes, then an index in JSON, then the length of the index and a mark.
+The index has a place and a checksum for every matrix. Reading checks the end of a file and its size. Only `damaged` reads the
+panels.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from skipstone.utils.files import cache_place, digest, warn_of_cache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1  # of the files and of the panels' layout
+FOLDER = "packed"  # of the cache folder
+SUFFIX = ".panels"
+MARK = b"skippack"  # the end of a whole file
+LENGTH_BYTES = 8  # of the number of the index's bytes
+LIMIT_VARIABLE = "SKIPSTONE_PACKED_BYTES"
+"""Environment variable for the limit of all files together. The files that were not used for longest are removed first."""
+LIMIT_BYTES = 32 << 30  # its default: six models of 8B in int4
+DISK_RESERVE_BYTES = 1 << 30  # that stay free on the disk
+STALE_SECONDS = 24 * 3600  # age of a file that a killed process was writing
+
+
+class Entry(NamedTuple):
+    """A file of the cache. about: what it was made of. used: time of the last use, in seconds since the epoch."""
+
+    path: Path
+    size: int
+    used: float
+    about: dict[str, Any]
+
+
+class CachedPanels:
+    """The panels of a cached file, handed out in the order in which they were packed."""
+
+    is_filled = True
+
+    def __init__(self, pages: mmap.mmap, matrices: Sequence[Sequence[int]]) -> None:
+        self._pages, self._matrices = pages, iter(matrices)
+
+    def take(self, size: int) -> "Tensor":
+        """[size] uint8, of the next matrix. LookupError if its panels have another size."""
+        import torch  # which listing the files does not need
+
+        offset, stored, _ = next(self._matrices, (0, -1, 0))
+        if stored != size:
+            raise LookupError("a cached file has panels of other sizes")
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=size, offset=offset)
+
+
+def place_of(identity: Any, quantize: str) -> Path | None:
+    """The path of the panels of some weight files (`WeightFiles.identity`); None if there is no cache folder."""
+    return cache_place(FOLDER, digest([VERSION, identity, quantize], 32) + SUFFIX)
+
+
+def read(identity: Any, quantize: str) -> CachedPanels | None:
+    """The cached panels, mapped; None if there are none, or a file that is not whole or of something else."""
+    place = place_of(identity, quantize)
+    try:
+        if place is None or (index := _index(place)) is None or index["identity"] != identity:
+            return None
+        with place.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with suppress(OSError):  # a folder of another user
+            os.utime(place)
+        return CachedPanels(pages, index["matrices"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def write(identity: Any, quantize: str, panels: "Sequence[Tensor]") -> bool:
+    """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
+    cause one warning."""
+    place, size = place_of(identity, quantize), sum(len(one) + 64 for one in panels)
+    try:
+        if place is None:
+            raise OSError(0, "there is no home folder")
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(place.parent, size)
+        handle, hidden = tempfile.mkstemp(prefix=".", suffix=SUFFIX, dir=place.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(hidden, place)
+        finally:
+            Path(hidden).unlink(missing_ok=True)
+        return True
+    except OSError as error:
+        warn_of_cache(Path() if place is None else place.parent, str(error.strerror or error))
+        return False
+
+
+def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]") -> None:
+    matrices = []
+    for one in panels:
+        data: Any = one.numpy()
+        matrices.append((file.tell(), len(one), zlib.crc32(data)))
+        file.write(data)
+        file.write(b"\0" * (-len(one) % 64))
+    index = json.dumps(about | {"matrices": matrices}).encode()
+    file.write(index + len(index).to_bytes(LENGTH_BYTES, "little") + MARK)
+
+
+def _index(path: Path) -> dict[str, Any] | None:
+    """The index of a whole file of this version; None for any other. ValueError, KeyError or TypeError if it is damaged."""
+    size, end = path.stat().st_size, LENGTH_BYTES + len(MARK)
+    with path.open("rb") as file:
+        file.seek(max(0, size - end))
+        length, mark = file.read(LENGTH_BYTES), file.read()
+        begin = size - end - int.from_bytes(length, "little")
+        if mark != MARK or begin < 0:
+            return None
+        file.seek(begin)
+        index = json.loads(file.read(size - end - begin))
+    last = max((offset + count + -count % 64 for offset, count, _ in index["matrices"]), default=0)
+    return index if index["version"] == VERSION and last == begin else None
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Remove the entries that were not used for longest, down to the limit. OSError if the disk or the limit is too small."""
+    limit = int(os.environ.get(LIMIT_VARIABLE) or LIMIT_BYTES)
+    for left in folder.glob(f".*{SUFFIX}"):
+        if time.time() - left.stat().st_mtime > STALE_SECONDS:
+            left.unlink(missing_ok=True)
+    kept = sorted(entries(), key=lambda one: one.used)
+    while kept and sum(one.size for one in kept) + size > limit:
+        kept.pop(0).path.unlink(missing_ok=True)
+    if size > limit:
+        raise OSError(0, f"{LIMIT_VARIABLE} allows {limit} bytes, and the panels have {size}")
+    if shutil.disk_usage(folder).free < size + DISK_RESERVE_BYTES:
+        raise OSError(0, f"the disk has no {size + DISK_RESERVE_BYTES} bytes left")
+
+
+def entries() -> Iterator[Entry]:
+    """All files of the cache. about is empty for one that is not whole."""
+    folder = cache_place(FOLDER)
+    for path in sorted(folder.glob(f"[!.]*{SUFFIX}")) if folder is not None else ():
+        about = None
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            about = _index(path)
+        state = path.stat()
+        yield Entry(path, state.st_size, state.st_mtime, about or {})
+
+
+def damaged(entry: Entry) -> list[int]:
+    """The numbers of the matrices whose checksum is wrong; [-1] if the file is not whole. It reads the whole file."""
+    if not entry.about:
+        return [-1]
+    with entry.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        matrices = enumerate(entry.about["matrices"])
+        return [number for number, (begin, size, checksum) in matrices if zlib.crc32(pages[begin : begin + size]) != checksum]

@@ -1,0 +1,178 @@
+"""The cache of quantised panels: the same bits, fewer reads, and every broken file is made again."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone.cli import cache as cache_verb
+from skipstone.engines.mapped_loading import load_for_decoding
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import packed_cache
+from skipstone.utils import files
+from tests.helpers import families
+from tests.helpers.commandline import run, succeed
+from tests.helpers.native import NATIVE_ONLY
+from tests.helpers.support import tokenizer
+
+pytestmark = NATIVE_ONLY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, next to an empty cache."""
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+    files.warn_of_cache.cache_clear()
+    families.build("llama").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def logits(folder: Path, quantize: str = "int4", **more: Any) -> Tensor:
+    """Those of a model that is loaded now."""
+    model, _ = load_for_decoding(folder, quantize=quantize, **more)
+    runner, ids = ModelRunner(model), families.prompts(1)[0][None]
+    return runner.project(runner.read(ids))
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = (folder.parent / "cache" / "packed").iterdir()
+    return path
+
+
+def overwrite_weights(folder: Path) -> None:
+    """Zeros in all weights, with the old sizes, names and times."""
+    for path in folder.glob("*.safetensors"):
+        state, data = path.stat(), path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes(data[:begin] + bytes(len(data) - begin))
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_second_start_has_the_same_bits_and_reads_no_matrix(quantize: str, folder: Path) -> None:
+    tokenizer().save_pretrained(folder)
+    families.build("llama", tie_word_embeddings=True).save_pretrained(folder)
+    expected = logits(folder, quantize, cache=False)
+    assert not list(packed_cache.entries())
+    assert torch.equal(logits(folder, quantize), expected)
+    assert stat.S_IMODE(only_file(folder).parent.stat().st_mode) == 0o700
+    overwrite_weights(folder)
+    norms = logits(folder, quantize)  # which come from the checkpoint, and are 0 now
+    assert torch.equal(norms, torch.zeros_like(norms))
+    assert not torch.equal(logits(folder, quantize, cache=False), expected)
+    (entry,) = packed_cache.entries()
+    assert entry.about["quantize"] == quantize
+    assert packed_cache.damaged(entry) == []
+
+
+def test_matrices_come_from_the_file(folder: Path) -> None:
+    """A byte of a matrix that is changed in the file changes the logits, and only `verify` finds it."""
+    expected = logits(folder)
+    data = bytearray((path := only_file(folder)).read_bytes())
+    data[100] ^= 0x11
+    path.write_bytes(data)
+    assert not torch.equal(logits(folder), expected)
+    printed = run("cache", "verify")
+    assert (printed.exit_code, "damaged, remove it" in printed.stdout) == (cache_verb.DAMAGED, True)
+    assert str(folder) in succeed("cache", "list").stdout
+    succeed("cache", "clear")
+    assert torch.equal(logits(folder), expected)
+    assert ": good" in succeed("cache", "verify").stdout
+
+
+CUTS = {"empty": 0.0, "cut in the panels": 0.5, "cut in the index": 0.99, "cut at the end": 0.9999}
+
+
+@pytest.mark.parametrize("damage", [*CUTS, "foreign", "another version"])
+def test_a_file_that_is_not_whole_is_made_again(damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits(folder)
+    data = (path := only_file(folder)).read_bytes()
+    if damage == "another version":
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_cache, "VERSION", 0)
+            logits(folder)
+        (other,) = {*path.parent.iterdir()} - {path}
+        os.replace(other, path)
+    else:
+        path.write_bytes(b"x" * len(data) if damage == "foreign" else data[: int(len(data) * CUTS[damage])])
+    assert torch.equal(logits(folder), expected)
+    assert only_file(folder).read_bytes() == data
+
+
+@pytest.mark.parametrize("change", ["time", "size", "header"])
+def test_another_checkpoint_at_the_same_place_is_another_entry(change: str, folder: Path) -> None:
+    logits(folder)
+    weights = next(folder.glob("*.safetensors"))
+    if change == "time":
+        os.utime(weights, ns=(1, 1))
+    else:
+        families.build("llama", seed=3).save_pretrained(folder, max_shard_size="40KB" if change == "header" else "30KB")
+    assert torch.equal(logits(folder), logits(folder, cache=False))
+    assert len(list(packed_cache.entries())) == 2
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = packed_cache.read
+
+    def change(*given: Any) -> Any:
+        os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
+        return own(*given)
+
+    monkeypatch.setattr(packed_cache, "read", change)
+    with pytest.raises(ValueError, match="changed while it was read: load it again"):
+        logits(folder)
+    assert not list(packed_cache.entries())
+
+
+@pytest.mark.parametrize("obstacle", ["full disk", "read-only folder", "small disk", "small limit", "no home"])
+def test_what_cannot_be_written_is_a_warning_and_no_cache(obstacle: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28 if obstacle == "full disk" else 30, obstacle)
+
+    if obstacle == "full disk":
+        monkeypatch.setattr(packed_cache, "_write_panels", fails)
+    elif obstacle == "read-only folder":
+        monkeypatch.setattr(packed_cache.tempfile, "mkstemp", lambda **_: fails())
+    elif obstacle == "small disk":
+        monkeypatch.setattr(packed_cache, "DISK_RESERVE_BYTES", 1 << 60)
+    elif obstacle == "small limit":
+        monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, "1000")
+    else:
+        monkeypatch.setattr(packed_cache, "cache_place", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="cannot write its cache"):
+        found = logits(folder)
+    assert torch.equal(found, logits(folder, cache=False))
+    assert not list(folder.parent.rglob("*.panels"))
+
+
+def test_the_entry_that_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits(folder, "int8")
+    logits(folder, "int4")
+    for one in packed_cache.entries():
+        os.utime(one.path, (1, 100 if one.about["quantize"] == "int4" else 50))
+    logits(folder, "int8")  # which makes it the newest
+    monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, str(sum(one.size for one in packed_cache.entries())))
+    for path in folder.glob("*.safetensors"):
+        os.utime(path, ns=(1, 1))  # another checkpoint
+    logits(folder, "int4")
+    found = {(one.about["quantize"], one.about["identity"][0][2] == 1) for one in packed_cache.entries()}
+    assert found == {("int8", False), ("int4", True)}
+
+
+def test_processes_that_write_at_once_do_not_disturb_each_other(folder: Path) -> None:
+    code = (
+        "import sys; from skipstone.engines.mapped_loading import load_for_decoding; "
+        "load_for_decoding(sys.argv[1], quantize='int4')"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code, str(folder)]) for _ in range(2)]
+    assert [one.wait(timeout=60) for one in both] == [0, 0]
+    (entry,) = packed_cache.entries()
+    assert packed_cache.damaged(entry) == []
+    assert [one.name for one in entry.path.parent.iterdir()] == [entry.path.name]
