@@ -81,7 +81,7 @@ def test_matrices_come_from_the_file(folder: Path) -> None:
     assert not torch.equal(logits(folder), expected)
     printed = run("cache", "verify")
     assert (printed.exit_code, "damaged, remove it" in printed.stdout) == (cache_verb.DAMAGED, True)
-    assert str(folder) in succeed("cache", "list").stdout
+    assert str(folder) in succeed("cache", "list", "--json").stdout
     succeed("cache", "clear")
     assert torch.equal(logits(folder), expected)
     assert ": good" in succeed("cache", "verify").stdout
