@@ -158,7 +158,8 @@ def test_the_entry_that_was_not_used_for_longest_goes_first(folder: Path, monkey
     for one in packed_cache.entries():
         os.utime(one.path, (1, 100 if one.about["quantize"] == "int4" else 50))
     logits(folder, "int8")  # which makes it the newest
-    monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, str(sum(one.size for one in packed_cache.entries())))
+    has_room_for_two = int(1.2 * sum(one.size for one in packed_cache.entries()))
+    monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, str(has_room_for_two))
     for path in folder.glob("*.safetensors"):
         os.utime(path, ns=(1, 1))  # another checkpoint
     logits(folder, "int4")
