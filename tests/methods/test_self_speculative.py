@@ -116,7 +116,7 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
     monkeypatch.setattr(choice, "device_memory_bytes", lambda _: size // 2)
     assert int4 in Auto().methods(model), "a copy that exists takes no further room"
     other = ModelRunner(families.build("llama", hidden_size=64), "native")
-    assert int4 not in Auto().methods(other), "auto does without the copy"
+    assert int4 not in Auto().methods(other), "auto makes no copy"
 
 
 @round_robin(name=["llama", "gemma2", "phi3"], kind=["int8", "int4"])

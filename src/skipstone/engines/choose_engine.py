@@ -12,6 +12,7 @@ import torch
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.engines.host_transfer import CPU
 from skipstone.engines.model_lock import RECOGNITION_LOCK
+from skipstone.engines.native import packed_cache
 from skipstone.engines.native.engine import NativeEngine, why_not
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.models.decoder_model import DecoderModel, unwrapped
@@ -190,6 +191,14 @@ def prepare_model(model: Any, modules: int) -> PreparedModel:
             if prepared is None or prepared.state != prepared.current_state(model, modules):
                 prepared = _PREPARED[model] = PreparedModel(model)
     return prepared
+
+
+def is_copy_ready(model: Any, quantize: str) -> bool:
+    """Whether a copy of the weights in fewer bits exists in this process, or can be mapped from the disk's cache."""
+    prepared = _PREPARED.get(model)
+    if prepared is not None and any(engine.quantize == quantize for engine, _ in prepared.engines.values()):
+        return True
+    return isinstance(model, MappedModel) and model.caches_panels and packed_cache.exists(model.files.identity, quantize)
 
 
 def missing_room_for_copy(model: Any, quantize: str) -> str | None:

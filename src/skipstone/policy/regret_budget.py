@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won: about one trial of each of four drafters
+CREDIT_SECONDS = 0.010  # the same in seconds, if steps are long: so much may the first answer of a process take longer
 REQUEST_CREDIT = 12.0  # plain steps that a request may lose of others' savings: with 4, hard beginnings end drafting (docs/lab)
 MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 
@@ -32,6 +33,10 @@ class RegretBudget:
 
     def begin_request(self) -> None:
         self.request = REQUEST_CREDIT
+
+    def limit_credit(self, plain_seconds: float) -> None:
+        """Take back what CREDIT gave beyond CREDIT_SECONDS. plain_seconds: of a plain step."""
+        self.overall -= max(0.0, CREDIT - CREDIT_SECONDS / plain_seconds)
 
     def charge(self, time: float, tokens: float) -> None:
         """Charges steps that took this time and committed these tokens (of a batch: the mean of its rows)."""

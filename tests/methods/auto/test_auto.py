@@ -267,8 +267,11 @@ def test_candidates_are_spelled_and_read_and_the_models_own_method_is_one() -> N
     assert resolve(skipstone.methods.spell(method)) == method
     assert resolve({"method": "auto", "candidates": ["prompt_lookup", {"method": "layerskip", "exit_layer": 2}]}) == method
     own: Any = resolve("auto", {"method": "layerskip", "exit_layer": 3})
-    names = [one.name for one in own.methods(ModelRunner(llama()))]
-    assert names == ["prompt_lookup", "recycle", "self_speculative", "layerskip"]
+    runner = ModelRunner(llama())
+    names = [one.name for one in own.methods(runner)]
+    assert names == ["prompt_lookup", "recycle", "layerskip"]
+    runner.in_fewer_bits("int4")
+    assert SelfSpeculative(draft_quantize="int4") in own.methods(runner), "a copy that is there"
 
 
 def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

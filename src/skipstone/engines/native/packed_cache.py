@@ -81,6 +81,12 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
         return None
 
 
+def exists(identity: Any, quantize: str) -> bool:
+    """Whether there is a file of these panels, whole or not."""
+    place = place_of(identity, quantize)
+    return place is not None and place.exists()
+
+
 def write(identity: Any, quantize: str, panels: "Sequence[Tensor]") -> bool:
     """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
     cause one warning."""

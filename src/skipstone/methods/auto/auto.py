@@ -17,7 +17,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.engines.choose_engine import missing_room_for_copy
+from skipstone.engines.choose_engine import is_copy_ready, missing_room_for_copy
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
@@ -57,8 +57,8 @@ class Auto(Method):
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
     def methods(self, model: ModelRunner) -> tuple[Method, ...]:
-        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if the native engine runs
-        it unquantised, and the model's own method if it is lossless."""
+        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if such a copy of an
+        unquantised model is ready, and the model's own method if it is lossless."""
         if self.candidates is not None:
             return self.candidates
         methods: list[Method] = [PromptLookup()]
@@ -67,7 +67,8 @@ class Auto(Method):
             if bundled_name_for(model) is not None:
                 methods.append(AdaDecode())
             is_unquantised = model.engine.name == "native" and model.engine.quantize is None
-            if is_unquantised and missing_room_for_copy(model.model, "int4") is None:
+            is_ready = is_unquantised and is_copy_ready(model.model, "int4")
+            if is_ready and missing_room_for_copy(model.model, "int4") is None:
                 methods.append(SelfSpeculative(draft_quantize="int4"))
         known = (Autoregressive, *map(type, methods))
         return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
@@ -94,8 +95,8 @@ class AutoDrafter(Drafter):
     """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
     def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
-        methods = method.methods(model)
-        self.method, self.model = method, model
+        began, methods = model.ranks.now(), method.methods(model)
+        self.method, self.model, self._methods = method, model, methods
         self.candidates = dict[str, Candidate]()
         for one in methods:
             for name, candidate in one.auto_candidates(model, rows, capacity).items():
@@ -103,6 +104,7 @@ class AutoDrafter(Drafter):
                 self.candidates[unique] = candidate
         recycle = next((one for one in methods if isinstance(one, Recycle)), None)
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
+        self.learned.add_drafters(first_policy(self.candidates, method.slack, recycle is not None))
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
         drafters = {name: one.drafter for name, one in self.candidates.items()}
@@ -125,6 +127,11 @@ class AutoDrafter(Drafter):
         self._host_seconds = self._fixed_seconds = 0.0  # of that, and of the policy
         self._judged, self._judged_matches, self._ranks = list[tuple[float, bool]](), list[tuple[int, int, int]](), list[int]()
         self._plain_in_a_row, self._ran_prompt, self._has_request = 0, False, [False] * rows
+        self._setup_seconds = model.ranks.since(began)  # not charged yet
+
+    @property
+    def is_outdated(self) -> bool:
+        return self._methods != self.method.methods(self.model)
 
     def _first_learned(self, recycles: bool) -> Learned:
         """The state before the first request: a saved profile, or guesses."""
@@ -133,7 +140,7 @@ class AutoDrafter(Drafter):
         if method.use_profile or method.profile is not None:
             identities = {name: one.identify() for name, one in self.candidates.items()}
             policy = saved_profile.load_profile(model, policy, identities, method.profile) or policy
-        learned = Learned({1: policy})
+        learned = Learned({1: policy}, has_credit=bool(policy.costs.plain.measurements))
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
             learned.log.write("state", 1, learned.policy)
@@ -413,6 +420,10 @@ class AutoDrafter(Drafter):
         results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
         results[0].seconds += len(warm) * typical(warm) - sum(warm)  # a stall in a plain step is not charged
         learned.policy.observe(decision, results)
+        if learned.policy.is_timed:
+            learned.limit_credit()
+            learned.policy.charge_setup(self._setup_seconds)
+            self._setup_seconds = 0.0
         self._fixed_seconds += self.policy_seconds(began)
         if learned.log is not None:
             learned.log.write("steps", learned.live, (self._arguments, self._decided, decision, results))

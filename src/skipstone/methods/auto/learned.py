@@ -1,5 +1,6 @@
 """The state of `auto` that outlives requests: a policy for every number of rows, and when host work is done."""
 
+import copy
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class HostWork:
 @dataclass
 class Learned:
     """policies: by the number of rows that decode, because step times depend on it. live: that number now. kept: continuations
-    for recycling. steps, kinds: number of steps, in all and by drafter. plain_seconds: of the latest plain steps."""
+    for recycling. steps, kinds: number of steps, in all and by drafter. plain_seconds: of the latest plain steps. has_credit:
+    the budget's credit is right for the time of a plain step; a saved profile has its credit because it knows what pays."""
 
     policies: dict[int, Policy]
     live: int = 1
@@ -59,6 +61,7 @@ class Learned:
     kinds: dict[str, int] = field(default_factory=dict)
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TABLE))
     log: PolicyLog | None = None
+    has_credit: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,21 @@ class Learned:
     @property
     def policy(self) -> Policy:
         return self.policies[self.live]
+
+    def add_drafters(self, first: Policy) -> None:
+        """Let all policies know the drafters of a first policy that they do not know yet."""
+        for policy in self.policies.values():
+            for name in first.drafters.keys() - policy.drafters.keys():
+                policy.drafters[name] = copy.deepcopy(first.drafters[name])
+                for times in ("drafting", "schedules", "replays"):
+                    if name in (new := getattr(first.costs, times)):
+                        getattr(policy.costs, times)[name] = copy.deepcopy(new[name])
+
+    def limit_credit(self) -> None:
+        """Once, when the time of a plain step is known: a short answer may not lose more than CREDIT_SECONDS."""
+        if not self.has_credit:
+            self.has_credit = True
+            self.policy.budget.limit_credit(self.policy.costs.plain.value)
 
     def begin_request(self) -> None:
         """A request begins while no other is running."""

@@ -1,0 +1,166 @@
+"""How long a user waits: from the start of a process to its first token and to its last one, and the memory that it takes.
+
+    python recipes/measure/start.py --models nano FOLDER FOLDER:int4 [--methods auto autoregressive] [--runs 5] [--shapes 1b 8b]
+        [--tokenizer FOLDER] [--folder runs/start] [--peer "PROGRAM -m FILE.gguf -n 64 ..."]
+
+Every model is decoded by `skipstone generate` in fresh processes, 64 greedy tokens each. The first start has an empty cache,
+the second one what the first has left. The files are in the page cache in both. FOLDER:int8 and FOLDER:int4 quantise. --shapes
+makes Llama models with random weights in bfloat16 and the tokenizer of another folder. They are measured in bfloat16, int8 and
+int4 (8b: int4 only). A peer is any command that writes its text to the standard output, such as llama.cpp's. Commands take
+turns. Medians of all runs are printed as a Markdown table, with the processor's name. A busy machine is reported.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from skipstone.lab.timing.machine import cpu
+from skipstone.utils.processor_watch import ProcessorWatch, was_busy
+
+PROMPT, NEW_TOKENS = "The capital of France is", 64
+SHAPES = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8},
+}
+"""Llama shapes with 32 heads and a vocabulary of 49,152 tokens."""
+QUANTISED = {"1b": ("", ":int8", ":int4"), "8b": (":int4",)}
+IMPORTS = ("torch", "tokenizers", "safetensors", "jinja2")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+class Start(NamedTuple):
+    """Seconds from the start of a process to its first output and to its end. peak: memory in MB, mapped files included."""
+
+    first: float
+    last: float
+    peak: float
+
+
+def started(command: list[str], cache: Path) -> Start:
+    """Run a command to its end. SystemExit with what it wrote if it fails."""
+    began = time.perf_counter()
+    environment = os.environ | {"SKIPSTONE_CACHE": str(cache)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output = process.stdout.read(1)
+    first = time.perf_counter() - began
+    output += process.stdout.read()
+    errors = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    last = time.perf_counter() - began
+    if status or not output:
+        raise SystemExit(f"{shlex.join(command)} failed:\n{errors.decode(errors='replace')}")
+    return Start(first, last, used.ru_maxrss / 1e3)
+
+
+def make_shape(name: str, folder: Path, tokenizer: Path) -> Path:
+    """A folder with a random model. One that is there is kept."""
+    place = folder / name
+    if (place / "config.json").exists():
+        return place
+    import torch
+    from safetensors.torch import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "num_attention_heads": 32}
+    config |= {"max_position_embeddings": 8192, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **SHAPES[name]}
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    keys = width // 32 * config["num_key_value_heads"]
+    sizes = {
+        f"self_attn.{part}_proj": (outputs, width) for part, outputs in zip("qkvo", (width, keys, keys, width), strict=True)
+    }
+    sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    sizes |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    shards = [{"model.embed_tokens": (49152, width), "lm_head": (49152, width), "model.norm": (width,)}]
+    shards += [
+        {f"model.layers.{layer}.{part}": size for part, size in sizes.items()} for layer in range(config["num_hidden_layers"])
+    ]
+    torch.manual_seed(0)
+    files = {}
+    for number, shard in enumerate(shards):
+        drawn = {}
+        for part, size in shard.items():
+            values = torch.empty(size, dtype=torch.bfloat16)
+            drawn[f"{part}.weight"] = values.normal_(0, 0.02) if len(size) == 2 else values.fill_(1)
+        save_file(drawn, place / f"model-{number}.safetensors")
+        files |= dict.fromkeys(drawn, f"model-{number}.safetensors")
+    (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    for file in TOKENIZER_FILES:
+        if (tokenizer / file).exists():
+            shutil.copy(tokenizer / file, place / file)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def command_of(model: str, method: str, new_tokens: int) -> list[str]:
+    """`skipstone generate` of a model, such as FOLDER:int4."""
+    name, _, quantize = model.partition(":")
+    command = [sys.executable, "-m", "skipstone", "generate", *([] if name == "nano" else [name])]
+    command += ["--prompt", PROMPT, "--max-new-tokens", str(new_tokens), "--ignore-eos", "--method", method]
+    return [*command, *(["--quantize", quantize] if quantize else [])]
+
+
+def read_files(folder: Path) -> None:
+    """Bring files into the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            block = bytearray(1 << 20)
+            while file.readinto(block):
+                pass
+
+
+def measure(models: list[str], methods: list[str], peers: list[str], runs: int, new_tokens: int) -> None:
+    """Run all commands in turns, and print the table."""
+    found: dict[tuple[str, str, str], list[Start]] = {}
+    imports = f"import {', '.join(IMPORTS)}; print()"
+    with tempfile.TemporaryDirectory() as folder, ProcessorWatch() as watch:
+        for number in range(runs):
+            alone = started([sys.executable, "-c", imports], Path(folder))
+            found.setdefault(("imports of " + ", ".join(IMPORTS), "", ""), []).append(alone)
+            for model in models:
+                read_files(Path(model.partition(":")[0]))
+                for method in methods:
+                    cache = Path(folder, str(number), model.replace("/", "_"), method)
+                    for start in ("first", "second"):
+                        command = command_of(model, method, new_tokens)
+                        found.setdefault((Path(model).name, method, start), []).append(started(command, cache))
+            for peer in peers:
+                found.setdefault((peer, "", ""), []).append(started(shlex.split(peer), Path(folder)))
+    print(f"{cpu()}, {os.cpu_count()} processors, {runs} runs, {new_tokens} tokens\n")
+    print("| model | method | start | first token, s | last token, s | peak MB |\n| --- | --- | --- | --- | --- | --- |")
+    for names, starts in found.items():
+        first, last, peak = (statistics.median(values) for values in zip(*starts, strict=True))
+        print(f"| {' | '.join(names)} | {first:.2f} | {last:.2f} | {peak:.0f} |")
+    if watch.waited_share is not None and was_busy(watch.waited_share):
+        print(f"\nthe machine was busy: this process waited {watch.waited_share:.0%} of its time for a processor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["nano"])
+    parser.add_argument("--methods", nargs="*", default=["auto", "autoregressive"])
+    parser.add_argument("--shapes", nargs="*", default=[], choices=SHAPES)
+    parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, for --shapes")
+    parser.add_argument("--folder", type=Path, default=Path("runs/start"), help="where --shapes are kept")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--peer", action="append", default=[], help="a command to compare with; several times")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    asked = parser.parse_args()
+    models = list(asked.models)
+    for shape in asked.shapes:
+        models += [f"{make_shape(shape, asked.folder, asked.tokenizer)}{kind}" for kind in QUANTISED[shape]]
+    measure(models, asked.methods, asked.peer, asked.runs, asked.new_tokens)
+
+
+if __name__ == "__main__":
+    main()
