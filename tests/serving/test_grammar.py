@@ -15,8 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipstone.assets import NANO
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
+from skipstone.models.tokenizer import read_tokenizer
 from skipstone.serving import grammar as module
 from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.batch_group import BatchGroup
@@ -59,6 +61,14 @@ def test_what_may_follow_does_not_depend_on_what_was_asked_before(grammars: Gram
         if choices:
             texts.append([*text, dice.choice(choices)])
     assert max(map(len, texts)) > 5
+
+
+def test_a_tokenizer_without_transformers_gives_the_same_grammar(grammars: GrammarCompiler) -> None:
+    others = GrammarCompiler(read_tokenizer(Path(NANO)), 512, [0])
+    for text in ([], [400], [401, 5]):
+        assert torch.equal(*(mask(one.compile_schema(SCHEMA, 2), text) for one in (grammars, others)))
+    with pytest.raises(ValueError, match="in Python"):
+        GrammarCompiler(object(), 512, [0])
 
 
 def test_behind_a_draft_that_is_not_allowed_nothing_changes_and_copies_follow_texts_of_their_own(

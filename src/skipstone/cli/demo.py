@@ -73,7 +73,7 @@ def demo(
         width = console.width
         recorder = Console(record=True, file=StringIO(), width=width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
-        ids = torch.tensor([tokenizer.encode(scene.prompt)], dtype=torch.int64, device=loaded.device)
+        ids = torch.tensor([tokenizer(scene.prompt)["input_ids"]], dtype=torch.int64, device=loaded.device)
         job = RunInput(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
         comparison, theirs = show_side_by_side(console, job, method, scene.title, recorder)
         warning = busy_warning(comparison.waited_share, theirs["waited_share"])

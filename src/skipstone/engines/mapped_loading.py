@@ -49,7 +49,7 @@ def load_for_decoding(
     if wants_native and is_plain and library.missing() is None:
         try:
             model, folder = read_model(name, dtype)
-            tokenizer = read_tokenizer(folder) or _tokenizer_of_transformers(folder)
+            tokenizer = _tokenizer_of(folder)
         except UNREADABLE:
             pass
         else:
@@ -103,7 +103,10 @@ def _folder_of(name: str | Path) -> Path:
     return fetch(str(name), CONFIG)
 
 
-def _tokenizer_of_transformers(folder: Path) -> Any:
-    from skipstone.engines.loading import load_tokenizer
+def _tokenizer_of(folder: Path) -> Any:
+    try:
+        return read_tokenizer(folder)
+    except UnmappableError:
+        from skipstone.engines.loading import load_tokenizer
 
-    return load_tokenizer(folder)
+        return load_tokenizer(folder)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from skipstone.decoding.token_bytes import decoder_kinds, is_byte_level, token_bytes
+from skipstone.models.tokenizer import CheckpointTokenizer
 
 UNREADABLE = "\ufffd"
 """Replacement for bytes that are no character."""
@@ -97,15 +98,22 @@ def incomplete(text: str, whole: str) -> int:
 
 
 def _decoder_of(tokenizer: Any, special: bool) -> "_ByteLevelDecoder | _AnyDecoder":
-    if (backend := _fast_class(tokenizer)) is not None:
-        kind, kinds = type(tokenizer), decoder_kinds(tokenizer)
-        # classes of transformers that override only `decode` do so for further options, such as CodeGen's
-        is_plain = kind._decode is backend._decode and kind.decode.__module__.startswith("transformers.")
-        if is_plain and is_byte_level(kinds):
+    if _decodes_as_backend(tokenizer):
+        kinds = decoder_kinds(tokenizer)
+        if is_byte_level(kinds):
             return _ByteLevelDecoder(tokenizer, special, kinds)
-        if is_plain and "ByteLevel" not in kinds:
+        if "ByteLevel" not in kinds:
             return _FallbackDecoder(tokenizer, special, kinds)
     return _AnyDecoder(tokenizer, special)
+
+
+def _decodes_as_backend(tokenizer: Any) -> bool:
+    """Whether texts are those of the `tokenizers` library, apart from transformers' clean-up."""
+    kind, backend = type(tokenizer), _fast_class(tokenizer)
+    if backend is None:
+        return isinstance(tokenizer, CheckpointTokenizer)
+    # classes of transformers that override only `decode` do so for further options, such as CodeGen's
+    return kind._decode is backend._decode and kind.decode.__module__.startswith("transformers.")
 
 
 def _fast_class(tokenizer: Any) -> Any:

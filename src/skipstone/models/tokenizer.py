@@ -1,281 +1,221 @@
-"""A checkpoint's tokenizer without transformers: tokenizer.json by the `tokenizers` library, chat templates by jinja2.
+"""The tokenizer of a checkpoint as transformers' AutoTokenizer makes it, without importing transformers, which takes seconds.
 
-It gives what AutoTokenizer gives, or leaves the checkpoint to it. transformers takes tokenizer.json as it is, or builds the
-tokenizer of a class from its vocabulary. The second is the same only if the file has the parts that the class builds.
+tests/models/test_tokenizer.py compares everything here with transformers'.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
+from skipstone.models.mapped_config import UnmappableError
+from skipstone.models.tokenizer_classes import expect_rebuilt, tokenizer_class
+
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+FURTHER_TEMPLATES = "additional_chat_templates"  # a folder
+OLD_NAMES, OLD_TOKENS = "special_tokens_map.json", "added_tokens.json"
+"""Files of older checkpoints: special tokens by name, and ids of added tokens."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""transformers' names of special tokens, in its order."""
-AS_STORED = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend")
-"""Classes that take tokenizer.json as it is."""
-OF_TYPE = {
-    **dict.fromkeys(("mistral", "granite", "olmo2", "phi3"), "TokenizersBackend"),
-    **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("llama", "smollm3"), None),
-}
-"""transformers' tokenizer class of a model type, by which it may replace the class that a checkpoint names."""
-OWN_CLASS = ("qwen2", "phi3")
-"""Model types whose own class replaces any other."""
-LARGE_VOCABULARY = 100_000  # from here on transformers may repair Mistral's pre-tokenizer
-FILES_OF_OTHERS = ("added_tokens.json", "tekken.json", "additional_chat_templates")
-"""Files that change what transformers loads."""
-FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
-"""Of an added token."""
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-_SPACES = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Names of special tokens that every tokenizer may have."""
+UNKNOWN_SETTINGS = ("auto_map", "fast_tokenizer_files", "init_inputs", "fix_mistral_regex", "split_special_tokens")
+"""Settings that change what transformers does in ways that are not known here."""
+CLEANS_UP, CLEANS_UP_BPE = (
+    "clean_up_tokenization_spaces",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+)
+Token = str | AddedToken
 
 
-@dataclass(frozen=True)
-class BuiltClass:
-    """The parts that a class of transformers builds, and its special tokens, where a checkpoint names none. model: settings."""
-
-    normalizer: Any
-    pre_tokenizer: Any
-    decoder: Any
-    model: Mapping[str, Any]
-    special: Mapping[str, str]
-
-
-_GPT2_MODEL = {
-    "unk_token": None,
-    "continuing_subword_prefix": "",
-    "end_of_word_suffix": "",
-    "fuse_unk": False,
-    "byte_fallback": False,
-}
-_END = "<|endoftext|>"
-BUILT = {
-    "Qwen2Tokenizer": BuiltClass(
-        {"type": "NFC"},
-        {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": _SPLIT}, "behavior": "Isolated", "invert": False},
-                {**_BYTE_LEVEL, "add_prefix_space": False, "use_regex": False},
-            ],
-        },
-        _BYTE_LEVEL,
-        _GPT2_MODEL,
-        {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-    ),
-    "GPT2Tokenizer": BuiltClass(
-        None,
-        {**_BYTE_LEVEL, "add_prefix_space": False},
-        _BYTE_LEVEL,
-        _GPT2_MODEL,
-        {"bos_token": _END, "eos_token": _END, "unk_token": _END},
-    ),
-    "GemmaTokenizer": BuiltClass(
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
-        {"type": "Sequence", "decoders": [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        {
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-        },
-        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"},
-    ),
-}
-
-
-@dataclass(eq=False)
 class CheckpointTokenizer:
-    """A checkpoint's tokenizer, with transformers' names. special_tokens_map: named special tokens. extra: further ones."""
+    """The part of a transformers tokenizer that decoding needs, with the same names and results.
 
-    backend_tokenizer: Tokenizer
-    special_tokens_map: dict[str, str]
-    extra: Sequence[str]
-    chat_template: Any
-    clean_up_tokenization_spaces: bool
-    name_or_path: str = ""
-    clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output: bool = False
-    is_fast: bool = field(default=True, init=False)
+    backend_tokenizer: the tokenizer of the `tokenizers` library. special_tokens_map: name -> special token. chat_template: a
+    template, templates by name, or None. Every name of NAMED is an attribute (a token or None), and with `_id` its id.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        """Special tokens and their ids, such as `eos_token` and `eos_token_id`; None for one that is not set."""
-        token = name.removesuffix("_id")
-        if token not in NAMED:
-            raise AttributeError(name)
-        text = self.special_tokens_map.get(token)
-        return text if text is None or token == name else self.backend_tokenizer.token_to_id(text)
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    unk_token: str | None
+    unk_token_id: int | None
+    pad_token: str | None
+    pad_token_id: int | None
+
+    def __init__(
+        self, backend: Tokenizer, special: Mapping[str, str], extra: Sequence[str] = (), chat_template: Any = None
+    ) -> None:
+        self.backend_tokenizer, self.special_tokens_map, self.chat_template = backend, dict(special), chat_template
+        self.all_special_tokens = list(dict.fromkeys([*special.values(), *extra]))
+        self.all_special_ids = [backend.token_to_id(token) for token in self.all_special_tokens]
+        for name in NAMED:
+            token = special.get(name)
+            setattr(self, name, token)
+            setattr(self, f"{name}_id", None if token is None else backend.token_to_id(token))
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """{"input_ids": the ids of a text, or one list of ids per text}."""
+        if isinstance(text, str):
+            return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        encodings = self.backend_tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [one.ids for one in encodings]}
 
     def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary without added tokens."""
-        return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        """All special tokens, each once."""
-        return list(dict.fromkeys((*self.special_tokens_map.values(), *self.extra)))
-
-    @property
-    def all_special_ids(self) -> list[int | None]:
-        """Their ids."""
-        return [self.backend_tokenizer.token_to_id(token) for token in self.all_special_tokens]
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """{"input_ids", "attention_mask"} of a text."""
-        ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        """Number of ids, those of added tokens included."""
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> id."""
-        return self.backend_tokenizer.get_vocab()
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
-        """The text of token ids, a list or a tensor."""
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-        return self.backend_tokenizer.decode([ids] if isinstance(ids, int) else list(ids), skip_special_tokens)
+    def decode(self, tokens: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids; ids without a token have none."""
+        return self.backend_tokenizer.decode([tokens] if isinstance(tokens, int) else tokens, skip_special_tokens)
 
-    def convert_ids_to_tokens(self, ids: Any) -> Any:
-        """The token of an id, or those of a list."""
-        return (
-            self.backend_tokenizer.id_to_token(ids) if isinstance(ids, int) else [*map(self.backend_tokenizer.id_to_token, ids)]
-        )
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The id of a token, or those of a list; of an unknown token that of `unk_token`."""
-        if not isinstance(tokens, str):
-            return [*map(self.convert_tokens_to_ids, tokens)]
-        known = self.backend_tokenizer.token_to_id(tokens)
-        return self.unk_token_id if known is None else known
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """The token of an id, or of every id; None for an id without one."""
+        if isinstance(ids, int):
+            return self.backend_tokenizer.id_to_token(ids)
+        return [*map(self.backend_tokenizer.id_to_token, ids)]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens."""
+        """The text of tokens of the vocabulary."""
         decoder = self.backend_tokenizer.decoder
         return " ".join(tokens) if decoder is None else decoder.decode(tokens)
 
     def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: Literal[False],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        tokenize: bool = False,
-        **values: Any,
     ) -> str:
-        """The text of a chat. values: further variables of the template."""
-        from skipstone.models.chat_template import render
+        """The text of a chat. tools: in transformers' format. ValueError without messages or template; any exception that the
+        template causes."""
+        from skipstone.models.chat_template import render_chat  # imports jinja2, which texts do not need
 
+        if not messages:
+            raise ValueError("the chat has no message")
         template = self.chat_template
         if isinstance(template, dict):
-            name = "tool_use" if tools is not None and "tool_use" in template else "default"
-            template = template[name]
-        return render(template, conversation, tools, add_generation_prompt, {**self.special_tokens_map, **values})
+            template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")
+        if template is None:
+            raise ValueError(f"no chat template is the default, found {sorted(self.chat_template or {})}")
+        own = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return render_chat(template, messages, **own, **self.special_tokens_map)
 
 
-def read_tokenizer(folder: Path) -> CheckpointTokenizer | None:
-    """The tokenizer of a checkpoint in a folder; None if transformers may load another one. OSError or ValueError for files
-    that cannot be read."""
-    path = folder / "tokenizer.json"
-    if not path.exists() or any((folder / name).exists() for name in FILES_OF_OTHERS):
-        return None
-    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    kind = _class_of(settings, json.loads((folder / "config.json").read_bytes()), path)
-    if kind is None or settings.get("split_special_tokens") or settings.get("add_prefix_space") is not None:
-        return None
-    if "added_tokens_decoder" not in settings and (folder / "special_tokens_map.json").exists():
-        settings |= json.loads((folder / "special_tokens_map.json").read_bytes())
-    backend = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    built = BUILT.get(kind)
-    if (built is not None and not _is_built_alike(backend, built)) or not _has_added_tokens(
-        backend, settings, built is not None
-    ):
-        return None
-    special = {name: _text(settings.get(name, (built.special if built else {}).get(name))) for name in NAMED}
-    special = {name: token for name, token in special.items() if token is not None}
-    others = {name: _text(token) for name, token in settings.items() if name.endswith("_token") and name not in NAMED}
-    special |= {name: token for name, token in others.items() if token is not None}
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+def read_tokenizer(folder: Path) -> CheckpointTokenizer:
+    """The tokenizer of a checkpoint, as AutoTokenizer reads it without `trust_remote_code`.
+
+    folder: holds config.json and all files of the tokenizer. UnmappableError if transformers' own class is needed, and for
+    broken files."""
+    try:
+        return _read(folder)
+    except UnmappableError:
+        raise
+    except Exception as error:  # the files may hold anything, and transformers' errors are explained
+        raise UnmappableError(f"has a tokenizer that cannot be read ({error})") from error
+
+
+def _read(folder: Path) -> CheckpointTokenizer:
+    settings, config = _json(folder / SETTINGS, _as_token), _json(folder / "config.json")
+    content = (folder / FILE).read_bytes()
+    rules = tokenizer_class(config, settings, content)
+    if config["model_type"] == "mistral" and (folder / "tekken.json").exists():
+        raise UnmappableError("has a tekken.json, which mistral-common may read")
+    backend = Tokenizer.from_buffer(content)
+    _expect_usable(settings, backend)
+    in_file = dict(sorted(backend.get_added_tokens_decoder().items()))
+    settings, added = _added_tokens(folder, settings, in_file)
+    special, extra = _special_tokens({**rules.special, **settings} if rules else settings)
+    names = {name: str(token) for name, token in special.items()}
+    tokens = [*added.values()]
+    known = {token.content for token in (*tokens, *(in_file.values() if rules is None else ()))}
+    new = [token for token in (*special.values(), *extra) if str(token) not in known]
+    tokens += [_added(token) for place, token in enumerate(new) if token not in new[:place]]
+    for token in tokens:
+        token.special |= token.content in names.values()
+    if rules is not None:
+        rules.rebuild(backend, settings, names)
+        if rules.adds_special:
+            tokens += map(_added, dict.fromkeys([*names.values(), *map(str, extra)]))
+    backend.add_tokens(tokens)
+    if rules is not None:
+        expect_rebuilt(backend, in_file, tokens)
+    return CheckpointTokenizer(backend, names, [*map(str, extra)], _chat_template(folder, settings))
+
+
+def _json(path: Path, hook: Any = None) -> dict[str, Any]:
+    """The JSON object of a file; empty without the file."""
+    values = json.loads(path.read_text(encoding="utf-8"), object_hook=hook) if path.exists() else {}
+    if not isinstance(values, dict):
+        raise TypeError(f"{path.name} is no JSON object")
+    return values
+
+
+def _as_token(value: dict[str, Any]) -> Any:
+    """An AddedToken where a JSON object stands for one."""
+    if value.get("__type") != "AddedToken":
+        return value
+    return AddedToken(**{name: one for name, one in value.items() if name != "__type"})
+
+
+def _added(token: Token) -> AddedToken:
+    return AddedToken(token, special=True) if isinstance(token, str) else token
+
+
+def _expect_usable(settings: Mapping[str, Any], backend: Tokenizer) -> None:
+    if unknown := [name for name in UNKNOWN_SETTINGS if settings.get(name)]:
+        raise UnmappableError(f"has the tokenizer setting {unknown[0]!r}")
+    if backend.padding is not None or backend.truncation is not None:
+        raise UnmappableError("has a tokenizer that pads or truncates texts")
+    if settings.get(CLEANS_UP) and (not isinstance(backend.model, models.BPE) or settings.get(CLEANS_UP_BPE)):
+        raise UnmappableError("has a tokenizer that cleans texts up")
+
+
+def _added_tokens(
+    folder: Path, settings: dict[str, Any], in_file: dict[int, AddedToken]
+) -> tuple[dict[str, Any], dict[int, AddedToken]]:
+    """(settings, id -> token that is added to the vocabulary). Older checkpoints keep special tokens in a file of their own."""
+    if "added_tokens_decoder" in settings:
+        given = {int(number): token for number, token in settings["added_tokens_decoder"].items()}
+        tokens = {number: AddedToken(**token) if isinstance(token, dict) else token for number, token in given.items()}
+        return settings, dict(sorted(tokens.items()))
+    names = _json(folder / OLD_NAMES)
+    if (folder / OLD_TOKENS).exists() or not names.keys() <= set(NAMED):
+        raise UnmappableError(f"has special tokens in an older form ({OLD_TOKENS} or {OLD_NAMES})")
+    for name, token in names.items():
+        names[name] = AddedToken(**{**token, "special": True}) if isinstance(token, dict) else token
+    return {**settings, **names}, in_file
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Token], list[Token]]:
+    """(name -> special token, special tokens without a name)"""
+    named = {name: settings[name] for name in NAMED if settings.get(name) is not None}
+    further = {name: token for name, token in settings.items() if name.endswith("_token") and name not in NAMED}
+    texts = {name: token for name, token in further.items() if isinstance(token, str)}
+    older = settings.get("additional_special_tokens") or []
+    extra = settings.get("extra_special_tokens") or older
     if isinstance(extra, dict):
-        special, extra = special | {name: _text(token) or "" for name, token in extra.items()}, []
-    extra = [_text(token) or "" for token in extra]
-    added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    if not {*special.values(), *extra} <= added:
-        return None
-    backend.no_truncation()
-    backend.no_padding()
-    cleans = bool(settings.get("clean_up_tokenization_spaces", False))
-    return CheckpointTokenizer(backend, special, extra, _template(folder, settings), cleans, str(folder))
+        texts, extra = {**texts, **extra}, older
+    texts = texts or settings.get("model_specific_special_tokens") or {}
+    with_properties = {name: token for name, token in further.items() if isinstance(token, AddedToken)}
+    special = {**named, **with_properties, **texts}
+    if not all(isinstance(token, Token) and str(token) for token in (*special.values(), *extra)):
+        raise UnmappableError("has special tokens that are no texts")
+    return special, list(extra)
 
 
-def _text(token: Any) -> str | None:
-    """The text of a special token in a file of settings."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _class_of(settings: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> str | None:
-    """The class that AutoTokenizer takes, one of AS_STORED or BUILT; None for another."""
-    kind, named = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
-    if kind not in OF_TYPE or "auto_map" in settings or not isinstance(named, str):
-        return None
-    named, own = named.removesuffix("Fast"), OF_TYPE[kind]
-    if named == "LlamaTokenizer" and kind not in OWN_CLASS and '"ByteLevel"' in path.read_text(encoding="utf-8"):
-        named = AS_STORED[0]
-    elif own is not None and own != named:
-        named = own if own in AS_STORED or kind in OWN_CLASS else named
-    if named in AS_STORED and not _may_repair(kind, path):
-        return named
-    return named if named in BUILT and not _may_repair(kind, path) else None
-
-
-def _may_repair(kind: str, path: Path) -> bool:
-    """Whether transformers may exchange parts of the tokenizer because of the model type: it does for Mistral's."""
-    return kind == "mistral" and (
-        _installed("mistral_common") or len(json.loads(path.read_bytes())["model"]["vocab"]) > LARGE_VOCABULARY
-    )
-
-
-@lru_cache(maxsize=1)
-def _installed(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None
-
-
-def _is_built_alike(backend: Tokenizer, built: BuiltClass) -> bool:
-    """Whether a tokenizer has the parts that a class builds."""
-    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
-    states = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
-    model = backend.model
-    if type(model).__name__ != "BPE" or model.dropout is not None or model.ignore_merges:
-        return False
-    same_model = all(getattr(model, name) == value for name, value in built.model.items())
-    return same_model and all(states[name] == getattr(built, name) for name in states)
-
-
-def _has_added_tokens(backend: Tokenizer, settings: Mapping[str, Any], all_of_them: bool) -> bool:
-    """Whether tokenizer.json has the added tokens that the settings name. all_of_them: and no others."""
-    named = settings.get("added_tokens_decoder")
-    if named is None:
-        return True
-    stored = {
-        number: (token.content, *(getattr(token, flag) for flag in FLAGS))
-        for number, token in backend.get_added_tokens_decoder().items()
-    }
-    given = {int(number): (token["content"], *(token.get(flag) for flag in FLAGS)) for number, token in named.items()}
-    return given == stored if all_of_them else given.items() <= stored.items()
-
-
-def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """The chat template: a text, texts by name, or None."""
-    path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
-    return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """A template, templates by name, or None."""
+    paths = {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
+    paths |= {path.stem: path for path in (folder / FURTHER_TEMPLATES).glob("*.jinja")}
+    if paths:
+        templates = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        return templates["default"] if [*templates] == ["default"] else templates
+    given = settings.get("chat_template")
+    return {one["name"]: one["template"] for one in given} if isinstance(given, list) else given

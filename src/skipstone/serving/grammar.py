@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -76,7 +77,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self.ends = tuple(ends)
         eos = list(ends) if ends else None
-        self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, vocabulary, eos)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError("structured output needs a tokenizer with a tokenizer.json; this model's is written in Python")
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        self._tokenizer = installed("llguidance", need, "serve").LLTokenizer(backend.to_str(), vocabulary, eos)
         self.no_end: int | None = None if ends else self._tokenizer.eos_token  # what llguidance takes for an end
 
     def compile_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
