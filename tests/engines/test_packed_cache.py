@@ -15,6 +15,7 @@ from skipstone.cli import cache as cache_verb
 from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache
+from skipstone.models.weight_files import weight_files
 from skipstone.utils import files
 from tests.helpers import families
 from tests.helpers.commandline import run, succeed
@@ -88,9 +89,10 @@ def test_matrices_come_from_the_file(folder: Path) -> None:
 
 
 CUTS = {"empty": 0.0, "cut in the panels": 0.5, "cut in the index": 0.99, "cut at the end": 0.9999}
+LIMITS = {"small limit": "1000", "limit in words": "10GB"}
 
 
-@pytest.mark.parametrize("damage", [*CUTS, "foreign", "another version"])
+@pytest.mark.parametrize("damage", [*CUTS, "foreign", "other sizes", "another version"])
 def test_a_file_that_is_not_whole_is_made_again(damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = logits(folder)
     data = (path := only_file(folder)).read_bytes()
@@ -100,10 +102,24 @@ def test_a_file_that_is_not_whole_is_made_again(damage: str, folder: Path, monke
             logits(folder)
         (other,) = {*path.parent.iterdir()} - {path}
         os.replace(other, path)
+    elif damage == "other sizes":
+        packed_cache.write(weight_files(folder).identity, "int4", [torch.zeros(128, dtype=torch.uint8)] * 4)
     else:
         path.write_bytes(b"x" * len(data) if damage == "foreign" else data[: int(len(data) * CUTS[damage])])
     assert torch.equal(logits(folder), expected)
     assert only_file(folder).read_bytes() == data
+
+
+def test_a_flipped_bit_outside_the_panels_is_found_at_the_start(folder: Path) -> None:
+    """It could move a matrix to another place."""
+    logits(folder)
+    (entry,) = packed_cache.entries()
+    data, identity = entry.path.read_bytes(), weight_files(folder).identity
+    for place in range(entry.about["size"], len(data)):
+        entry.path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert packed_cache.read(identity, "int4") is None
+    entry.path.write_bytes(data)
+    assert packed_cache.read(identity, "int4") is not None
 
 
 @pytest.mark.parametrize("change", ["time", "size", "header"])
@@ -131,25 +147,40 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(folder: Path, mon
     assert not list(packed_cache.entries())
 
 
-@pytest.mark.parametrize("obstacle", ["full disk", "read-only folder", "small disk", "small limit", "no home"])
+@pytest.mark.parametrize(
+    "obstacle", ["full disk", "read-only folder", "small disk", "small limit", "limit in words", "no home"]
+)
 def test_what_cannot_be_written_is_a_warning_and_no_cache(obstacle: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OSError(28 if obstacle == "full disk" else 30, obstacle)
 
+    logits(folder, "int8")
+    (other,) = packed_cache.entries()
     if obstacle == "full disk":
         monkeypatch.setattr(packed_cache, "_write_panels", fails)
     elif obstacle == "read-only folder":
         monkeypatch.setattr(packed_cache.tempfile, "mkstemp", lambda **_: fails())
     elif obstacle == "small disk":
         monkeypatch.setattr(packed_cache, "DISK_RESERVE_BYTES", 1 << 60)
-    elif obstacle == "small limit":
-        monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, "1000")
+    elif obstacle in LIMITS:
+        monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, LIMITS[obstacle])
     else:
         monkeypatch.setattr(packed_cache, "cache_place", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="cannot write its cache"):
         found = logits(folder)
     assert torch.equal(found, logits(folder, cache=False))
-    assert not list(folder.parent.rglob("*.panels"))
+    assert list(folder.parent.rglob("*.panels")) == [other.path]
+
+
+def test_a_file_that_another_process_removes_meanwhile_is_no_obstacle(folder: Path) -> None:
+    place = packed_cache.place_of([], "int4")
+    assert place is not None
+    place.parent.mkdir(parents=True)
+    for name in (place.name, f".{place.name}"):
+        place.with_name(name).symlink_to(folder / "removed")
+    logits(folder)
+    (entry,) = packed_cache.entries()
+    assert packed_cache.damaged(entry) == []
 
 
 def test_the_entry_that_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,9 @@ class NativeEngine(Engine):
         try:
             self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached)
         except LookupError:  # of a cached file
+            cached = None
             self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
+        self._is_cached = cached is not None
         if not keep_weights:
             keep_version(model)
         self._model = ctypes.addressof(self._weights.model)
@@ -109,9 +111,7 @@ class NativeEngine(Engine):
             return False
         if not model.files.is_current():
             raise ValueError(f"the checkpoint {model.config.name_or_path} changed while it was read: load it again")
-        if packed_cache.read(model.files.identity, self.quantize) is not None:
-            return True
-        return packed_cache.write(model.files.identity, self.quantize, self._weights.memory)
+        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory)
 
     def _run_token(self, count: int) -> None:
         """Run one token through the first layers on `count` threads."""

@@ -1,14 +1,14 @@
 """A cache of quantised panels on the disk: one file for each checkpoint and quantisation, which processes map and share.
 
-A file is the panels of all matrices at multiples of 64 bytes, then an index in JSON, then the length of the index and a mark.
-The index has a place and a checksum for every matrix. Reading checks the end of a file and its size. Only `damaged` reads the
-panels.
+A file is the panels of all matrices at multiples of 64 bytes, then an index in JSON, then `END`. The index has a place and a
+checksum for every matrix. Reading checks the index and the size of a file. Only `damaged` reads the panels.
 """
 
 import json
 import mmap
 import os
 import shutil
+import struct
 import tempfile
 import time
 import zlib
@@ -26,7 +26,7 @@ VERSION = 1  # of the files and of the panels' layout
 FOLDER = "packed"  # of the cache folder
 SUFFIX = ".panels"
 MARK = b"skippack"  # the end of a whole file
-LENGTH_BYTES = 8  # of the number of the index's bytes
+END = struct.Struct("<QI8s")  # number of the index's bytes, their checksum, MARK
 LIMIT_VARIABLE = "SKIPSTONE_PACKED_BYTES"
 """Environment variable for the limit of all files together. The files that were not used for longest are removed first."""
 LIMIT_BYTES = 32 << 30  # its default: six models of 8B in int4
@@ -70,14 +70,14 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
     """The cached panels, mapped; None if there are none, or a file that is not whole or of something else."""
     place = place_of(identity, quantize)
     try:
-        if place is None or (index := _index(place)) is None or index["identity"] != identity:
+        if place is None or (index := _index(place))["identity"] != identity:
             return None
         with place.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         with suppress(OSError):  # a folder of another user
             os.utime(place)
         return CachedPanels(pages, index["matrices"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -118,36 +118,41 @@ def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]") 
         matrices.append((file.tell(), len(one), zlib.crc32(data)))
         file.write(data)
         file.write(b"\0" * (-len(one) % 64))
-    index = json.dumps(about | {"matrices": matrices}).encode()
-    file.write(index + len(index).to_bytes(LENGTH_BYTES, "little") + MARK)
+    index = json.dumps(about | {"size": file.tell(), "matrices": matrices}).encode()
+    file.write(index + END.pack(len(index), zlib.crc32(index), MARK))
 
 
-def _index(path: Path) -> dict[str, Any] | None:
-    """The index of a whole file of this version; None for any other. ValueError, KeyError or TypeError if it is damaged."""
-    size, end = path.stat().st_size, LENGTH_BYTES + len(MARK)
+def _index(path: Path) -> dict[str, Any]:
+    """The index of a whole file of this version. OSError or ValueError for any other."""
     with path.open("rb") as file:
-        file.seek(max(0, size - end))
-        length, mark = file.read(LENGTH_BYTES), file.read()
-        begin = size - end - int.from_bytes(length, "little")
-        if mark != MARK or begin < 0:
-            return None
-        file.seek(begin)
-        index = json.loads(file.read(size - end - begin))
-    last = max((offset + count + -count % 64 for offset, count, _ in index["matrices"]), default=0)
-    return index if index["version"] == VERSION and last == begin else None
+        end = file.seek(-END.size, os.SEEK_END)
+        length, checksum, mark = END.unpack(file.read())
+        if mark != MARK or length > end:
+            raise ValueError("not the end of a cached file")
+        file.seek(end - length)
+        data = file.read(length)
+    if zlib.crc32(data) != checksum:
+        raise ValueError("a damaged index")
+    index = json.loads(data)
+    if index["version"] != VERSION or index["size"] != end - length:
+        raise ValueError("another version or size")
+    return index
 
 
 def _make_room(folder: Path, size: int) -> None:
     """Remove the entries that were not used for longest, down to the limit. OSError if the disk or the limit is too small."""
-    limit = int(os.environ.get(LIMIT_VARIABLE) or LIMIT_BYTES)
+    value = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_BYTES)
+    if not value.isdecimal():
+        raise OSError(0, f"{LIMIT_VARIABLE} must be a number of bytes, found {value!r}")
+    if size > int(value):
+        raise OSError(0, f"{LIMIT_VARIABLE} allows {value} bytes, and the panels have {size}")
     for left in folder.glob(f".*{SUFFIX}"):
-        if time.time() - left.stat().st_mtime > STALE_SECONDS:
-            left.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process has removed or renamed it
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink()
     kept = sorted(entries(), key=lambda one: one.used)
-    while kept and sum(one.size for one in kept) + size > limit:
+    while kept and sum(one.size for one in kept) + size > int(value):
         kept.pop(0).path.unlink(missing_ok=True)
-    if size > limit:
-        raise OSError(0, f"{LIMIT_VARIABLE} allows {limit} bytes, and the panels have {size}")
     if shutil.disk_usage(folder).free < size + DISK_RESERVE_BYTES:
         raise OSError(0, f"the disk has no {size + DISK_RESERVE_BYTES} bytes left")
 
@@ -156,11 +161,13 @@ def entries() -> Iterator[Entry]:
     """All files of the cache. about is empty for one that is not whole."""
     folder = cache_place(FOLDER)
     for path in sorted(folder.glob(f"[!.]*{SUFFIX}")) if folder is not None else ():
-        about = None
-        with suppress(OSError, ValueError, LookupError, TypeError):
+        try:
+            state, about = path.stat(), {}
+        except FileNotFoundError:  # another process has removed it
+            continue
+        with suppress(OSError, ValueError):
             about = _index(path)
-        state = path.stat()
-        yield Entry(path, state.st_size, state.st_mtime, about or {})
+        yield Entry(path, state.st_size, state.st_mtime, about)
 
 
 def damaged(entry: Entry) -> list[int]:
