@@ -11,6 +11,7 @@ import pytest
 
 from skipstone.cli import batch
 from skipstone.serving.batch_files.journal import journal_of
+from skipstone.utils import processor_watch
 from tests.helpers.batches import greedy, journal_answers, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
 from tests.helpers.served import SLOW
@@ -18,7 +19,10 @@ from tests.helpers.served import SLOW
 PROMPT = "def add(a, b):"
 
 
-def test_texts_are_those_of_transformers_and_the_exit_code_tells_that_lines_failed(folder: Path, tmp_path: Path) -> None:
+def test_texts_are_those_of_transformers_and_the_exit_code_tells_that_lines_failed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_watch, "MAX_WAITED_SHARE", 1.0)  # other tests may run meanwhile
     bodies = [greedy(PROMPT, 12), greedy("import", 20), greedy(PROMPT, 5, model="mine")]
     requests = [request(f"r{place}", body) for place, body in enumerate(bodies)]
     path, output = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"

@@ -1,12 +1,14 @@
 """`skipstone batch`: a file of requests answered without a server."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from skipstone.cli import terminal
 from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, check_method_values, expect_model
 from skipstone.cli.options import OptionGroup, argument, option
 from skipstone.cli.serve import RAY_ADDRESS, TextLimitOptions, expect_packages
@@ -67,9 +69,9 @@ def batch(
     began = time.monotonic()
     if (failed := count_errors(output, lines)) is None:
         placed = model.with_absolute_path()
-        failed = _answer(
-            _settings(placed, chosen_method, served_model_name or model.name, limits), output, lines, placed, actors
-        )
+        settings = _settings(placed, chosen_method, served_model_name or model.name, limits)
+        with nullcontext() if actors.ray else terminal.watched_processor():
+            failed = _answer(settings, output, lines, placed, actors)
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {time.monotonic() - began:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)

@@ -43,7 +43,7 @@ def show_costs(name: str, stored: "StoredCosts") -> None:
     print(f"{name}, {key['dtype'].removeprefix('torch.')}, engine {key['engine']}: {key['detail']}")
     for costs in stored.costs.batches:
         rate = costs.batch / costs.plain
-        print(f"\nbatch {costs.batch}: a plain step {1000 * costs.plain:.2f} ms, {rate:.0f} tokens/s")
+        print(f"\nbatch {costs.batch}: a plain step {1000 * costs.plain:.2f} ms, steady {rate:.0f} tokens/s")
         rows = [
             (what, f"{n} {unit}", f"{1000 * curve(n):.3f}", f"{curve(n) / costs.plain:.2f}")
             for what, unit, curve in (("score", "tokens", costs.scoring), ("draft step", "layers", costs.exits))

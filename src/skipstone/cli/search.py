@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from skipstone.cli import terminal
 from skipstone.cli.option_groups import ModelOptions, PromptOptions, encode_texts, expect_model, expect_writable
 from skipstone.cli.options import option
 from skipstone.utils.extras import installed
@@ -45,7 +46,7 @@ def search(
     prompts = encode_texts(texts, tokenizer)
     settings = searching.SearchSettings(prompts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
     fastest, on_terminal = 0.0, sys.stderr.isatty()
-    with progress_bar("searching", budget_seconds) as update:
+    with terminal.watched_processor(), progress_bar("searching", budget_seconds) as update:
 
         def report(result: "SearchResult", seconds: float) -> None:
             """Show the best so far; without a terminal, only if it is a better one."""
@@ -79,7 +80,7 @@ def _show_best(result: "SearchResult", best: "LayerSetResult", out: Path, num_sp
     decoded = sum(trial.speed is not None for trial in result.trials)
     rates = f"matchness {best.matchness:.2f}, acceptance rate {best.acceptance:.2f}"
     tried = f"best of {decoded} sets decoded with ({len(result.trials)} tried)"
-    typer.echo(f"{tried}: {best.speed:.2f} x plain decoding, {skipped} sublayers left out, {rates}")
+    typer.echo(f"{tried}: steady {best.speed:.2f} x plain decoding, {skipped} sublayers left out, {rates}")
     if (best.speed or 0) < 1:
         typer.echo("No set pays on this model and machine.")
     is_default = num_speculative_tokens == SelfSpeculative.num_speculative_tokens

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+from skipstone.utils.processor_watch import ProcessorWatch, busy_warning
+
 USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
 MAX_MESSAGE_CHARACTERS = 400  # libraries wrap whole tables into their messages
 
@@ -44,6 +46,15 @@ def report_error(error: Exception) -> int:
     process = f" (process {process_rank()})" if process_rank() else ""
     print(f"skipstone{process}: {one_line(message)}", file=sys.stderr)
     return code
+
+
+@contextmanager
+def watched_processor() -> Iterator[ProcessorWatch]:
+    """Measure inside, and say on stderr if other programs disturbed it."""
+    with ProcessorWatch() as watch:
+        yield watch
+    if (warning := busy_warning(watch.waited_share)) is not None:
+        print(warning, file=sys.stderr)
 
 
 def _usage_message(error: Any) -> str:

@@ -40,15 +40,19 @@ def tune(
     loaded, tokenizer = model.load()
     fields = generation_options(max_new_tokens=max_new_tokens, temperature=temperature)
     result = None
-    for result in tuning.tune(loaded, encode_texts(texts, tokenizer), candidates, budget_seconds, fields):
-        typer.echo(f"{result.texts} texts: {result.speed_up:.2f} x plain decoding", err=True)
+    with terminal.watched_processor() as watch:
+        for result in tuning.tune(loaded, encode_texts(texts, tokenizer), candidates, budget_seconds, fields):
+            speed_ups = f"{result.speed_up:.2f} x plain decoding, steady {result.steady_speed_up:.2f} x"
+            typer.echo(f"{result.texts} texts: {speed_ups}", err=True)
     if result is None:
         raise ValueError("nothing was decoded: every text ended with its first token")
-    about = {"texts": result.texts, "speed_up": result.speed_up, "recommendation": tuning.recommendation(result)}
+    about = {"texts": result.texts, "speed_up": result.speed_up, "steady_speed_up": result.steady_speed_up}
+    about |= {"recommendation": tuning.recommendation(result)}
     path = save_profile(ModelRunner(loaded), result.policy, result.identities, about) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
-        document |= {"plain_seconds": result.plain_seconds, "candidates": [asdict(one) for one in result.candidates]}
+        document |= {"plain_seconds": result.plain_seconds, "waited_share": watch.waited_share}
+        document |= {"candidates": [asdict(one) for one in result.candidates]}
         terminal.print_json({**document, "stats": result.stats.summary()})
     else:
         show_candidates(model.name, result, about["recommendation"], path)
@@ -61,7 +65,7 @@ def show_candidates(name: str, result: "TuningResult", recommendation: str, path
     for one in result.candidates:
         figures = ("-" if value is None else f"{value:.2f}" for value in (one.acceptance, one.draft_step))
         rows.append((one.name, f"{one.rate:.2f}", *figures, one.turns))
-    terminal.print_table(("candidate", "x plain", "acceptance", "a draft step, plain steps", "turns"), rows)
+    terminal.print_table(("candidate", "steady x plain", "acceptance", "a draft step, plain steps", "turns"), rows)
     print(recommendation)
     if path is not None:
         print(f"saved in {path}")

@@ -100,6 +100,12 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
     assert model["drafters"] == {"layerskip": [{"exit_layer": exit} for exit in (1, 1, 2, 2)]}
     assert model["costs"]["batch"] == 1
     assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
+    first = {line["method"]: line for line in lines if line["kind"] == "first"}
+    assert list(first) == labels
+    assert lines.index(first[labels[-1]]) < min(lines.index(line) for line in lines if line["kind"] == "trial")
+    assert all((one["tokens"], one["seconds"] > sum(one["setup"].values())) == (16, True) for one in first.values())
+    assert first["layerskip"]["setup"]["drafters"] > 0
+    assert [group.over_all("layerskip")["first_request_seconds"] for group in groups(lines)] == [first["layerskip"]["seconds"]]
 
 
 def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: Path) -> None:
@@ -191,7 +197,7 @@ def test_a_run_that_is_refused_leaves_no_file_in_the_way(folder: Path, tmp_path:
         with pytest.raises(ValueError, match=r"between 1 and 3|leave no room"):
             run(plan(folder, **wrong), out, [], quiet)
     run(plan(folder, methods=["autoregressive"], num_prompts=1), out, [], quiet)
-    assert [line["kind"] for line in run_file.read(out)] == ["run", "model", "prompt"]
+    assert [line["kind"] for line in run_file.read(out)] == ["run", "model", "first", "prompt"]
 
 
 class Stopped(BaseException):
@@ -218,7 +224,7 @@ def test_stopped_again_and_again_it_measures_every_prompt_once(
     monkeypatch.setattr(running, "measure", counted(timed))
     asked = plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"])
     reached: list[list[str]] = [[]]
-    for left[0] in (1, 5, 5, 8, 3):
+    for left[0] in (1, 6, 7, 8, 5):
         with pytest.raises(Stopped):
             run(asked, out, ["x"], quiet)
         reached.append([line["kind"] for line in run_file.read(out)])
@@ -230,7 +236,7 @@ def test_stopped_again_and_again_it_measures_every_prompt_once(
     trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
     assert len(trials) == len(set(trials)) == 4
     assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(4))
-    assert [sum(line["kind"] == kind for line in lines) for kind in ("tuned", "model")] == [1, 1]
+    assert [sum(line["kind"] == kind for line in lines) for kind in ("tuned", "model", "first")] == [1, 1, 2]
     before = out.read_bytes()
     run(asked, out, ["x"], quiet)
     assert out.read_bytes().startswith(before)

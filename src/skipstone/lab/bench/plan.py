@@ -7,7 +7,7 @@ reported.
 import itertools
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from skipstone.lab.timing.measure import GenerationBackend, MethodBackend
 from skipstone.methods import METHODS
 from skipstone.models.generation_config import OWN_FIELD
 from skipstone.utils.settings_files import SettingsPart, first_fault
+from skipstone.utils.setup_times import SetupSeconds, collect_setup_seconds
 from skipstone.utils.yaml_files import mapping
 
 MethodSpec = dict[str, Any]  # "method", optionally "label", and settings
@@ -170,13 +171,14 @@ def label(spec: MethodSpec) -> str:
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """One method in the table."""
+    """One method in the table. setup: seconds of set-up work of its checks."""
 
     label: str
     method: str
     candidates: tuple[GenerationBackend, ...]  # one engine, or several to choose from
     sampled: bool = True  # it can sample
     lossless: bool = True  # its text is the model's own
+    setup: SetupSeconds = field(default_factory=SetupSeconds)
 
     def about(self) -> dict[str, Any]:
         """The entry in the file of results. settings: None if they are chosen by measurement."""
@@ -202,13 +204,14 @@ def create_entries(specs: Sequence[MethodSpec], model: PreTrainedModel, tune: bo
         if (reason := engines[0].refusal(model)) is not None:
             refused[label(spec)] = reason
             continue
-        for engine in engines:
-            engine.check(model)
+        with collect_setup_seconds() as setup:
+            for engine in engines:
+                engine.check(model)
         lossless = all(engine.lossless for engine in engines)
         if name not in PEERS and len(engines) > 1 and not lossless:
             how = "name every setting as a method of its own with a label=..."
             raise ValueError(f"{name} may change the text, so a choice by speed would be none: {how}")
-        entries.append(MethodEntry(label(spec), name, tuple(engines), engines[0].sampled, lossless))
+        entries.append(MethodEntry(label(spec), name, tuple(engines), engines[0].sampled, lossless, setup))
     return entries, refused
 
 

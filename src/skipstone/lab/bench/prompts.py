@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from skipstone.lab.tasks.dialogue import PromptBuilder, Said, TaskConversation, 
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.timing.measure import GenerationBackend, Measurement, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
+from skipstone.utils.processor_watch import ProcessorWatch
 
 USUAL_PROMPTS = 20  # prompts to report if neither the plan nor a protocol says
 CHUNK = 256  # positions whose logits exist at once
@@ -213,7 +215,7 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     answers = {label: PromptAnswers() for label in engines}
     labels = list(engines)
     options = run.options(run.settings.max_new_tokens)
-    lengths, cut = [], 0
+    lengths, cut, waited = [], 0, list[float]()
     for sample in range(run.settings.samples):
         said: list[Said] = []
         for turn in range(len(one)):
@@ -222,13 +224,16 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
             cut += run.builder.cuts(one, said)
             first = (index + sample + turn) % len(labels)
             for label in labels[first:] + labels[:first]:
-                measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
+                with ProcessorWatch() as watch:
+                    measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
+                waited.append(watch.waited_share or 0.0)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), answers[labels[0]].texts[-1]))
     _score(answers, one, run)
     if not all(engine.lossless for engine in engines.values()):
         _add_log_likelihoods(run.model, answers)
     about = {"index": index, "source": one.source, "category": run.task.category(one.record), "digest": one.digest}
+    about["waited_share"] = fmean(waited)
     rows = {label: own.report() for label, own in answers.items()}
     return run.add("prompt", **about, prompt_tokens=lengths, cut=cut, rows=rows)
 

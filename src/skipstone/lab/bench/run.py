@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding.stats import Stats
 from skipstone.engines.exit_statistics import ExitTally, layer_states
 from skipstone.engines.loading import BUNDLED, expect_config, load
 from skipstone.engines.model_runner import ModelRunner
@@ -30,7 +31,7 @@ from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.data_sets import Task
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
 from skipstone.lab.timing import machine
-from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, warm_up
+from skipstone.lab.timing.measure import WARM_UP_TOKENS, GenerationBackend, MethodBackend, measure, warm_up
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
 from skipstone.models.device_map import usable_device
@@ -168,6 +169,7 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
     if not taking:
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
+        _measure_first_requests(task_run, taking, task_run.builder.ids(report[0]))
         engines = {entry.label: _choose(task_run, entry, spare) for entry in taking}
         longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
@@ -186,6 +188,19 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
                     step()
     if counted < wanted:
         say(f"{task_run.task.name}: a method repeats itself on all prompts but {counted}, {wanted} are asked for")
+
+
+def _measure_first_requests(task_run: TaskRun, entries: Sequence[MethodEntry], prompt: Tensor) -> None:
+    """Time the first request of every method on a model, before anything is warmed up. prompt: [T] int64."""
+    known = [line["method"] for line in task_run.journal.lines_of("first") if line["model"] == task_run.subject.name]
+    options = task_run.options(min(WARM_UP_TOKENS, task_run.settings.max_new_tokens))
+    for entry in entries:
+        if entry.label not in known:
+            found = measure(task_run.model, entry.candidates[0], prompt, options, task_run.plan.seed)
+            setup, seconds = Stats(setup=dict(entry.setup)), found.seconds + sum(entry.setup.values())
+            setup.merge(found.stats or Stats())
+            about = {"model": task_run.subject.name, "method": entry.label, "tokens": len(found.tokens)}
+            task_run.journal.add({"kind": "first", **about, "seconds": seconds, "setup": setup.setup})
 
 
 def measure_exits(task_run: TaskRun, prompts: Sequence[TaskConversation], say: Say) -> None:

@@ -1,9 +1,9 @@
 """The file of a run: JSON lines that only grow (`files.LineFile`), so that a killed run can be resumed.
 
 The first line holds the plan and the machine (kind "run"). Other kinds: "model" describes a model, "calibrated" a synthetic
-one. "trial" is a call that measures a candidate, "tuned" the chosen settings, "exits" the perplexity of every exit, "prompt" a
-measured prompt, "looping" a prompt that is left out because plain decoding repeats itself, and "resumed" the machine of a
-resumed run.
+one. "first" is a method's first request on a model. "trial" is a call that measures a candidate, "tuned" the chosen settings,
+"exits" the perplexity of every exit, "prompt" a measured prompt, "looping" a prompt that is left out because plain decoding
+repeats itself, and "resumed" the machine of a resumed run.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "resumed": ("provenance",),
     "model": ("model", "dtype", "device", "ceiling", "synthetic", "refused", "methods"),
     "calibrated": ("model", "factor"),
+    "first": ("model", "method", "tokens", "seconds", "setup"),
     "trial": (*CELL, "method", "candidate", "prompt", "tokens", "seconds"),
     "tuned": (*CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
     "exits": (*CELL, "prompts", "tokens", "perplexity", "agreement"),

@@ -41,10 +41,12 @@ class CandidateReport:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The result so far. speed_up: of all texts over plain decoding. texts: number of decoded ones."""
+    """The result so far. speed_up: of all texts over plain decoding, set-up included. steady_speed_up: of decoding steps alone.
+    texts: number of decoded ones."""
 
     candidates: tuple[CandidateReport, ...]
     speed_up: float
+    steady_speed_up: float
     plain_seconds: float
     texts: int
     stats: Stats
@@ -94,8 +96,8 @@ def summarise(learned: Learned, stats: Stats, texts: int, identities: dict[str, 
         found.append(CandidateReport(name, rates.get(name, 1.0), *own, kinds.get(name, 0)))
     found.sort(key=lambda one: -one.rate)
     plain = costs.plain.value
-    speed_up = stats.tokens * plain / stats.seconds if stats.seconds else 1.0
-    return TuningResult(tuple(found), speed_up, plain, texts, stats, policy, identities)
+    speed_ups = stats.speed_up(plain), stats.steady_speed_up(plain)
+    return TuningResult(tuple(found), *speed_ups, plain, texts, stats, policy, identities)
 
 
 def recommendation(found: TuningResult) -> str:
@@ -103,11 +105,11 @@ def recommendation(found: TuningResult) -> str:
     best = max(found.candidates, key=lambda one: one.rate * (one.turns > 0), default=None)
     exits = [one for one in found.candidates if one.name.startswith("layerskip") and one.acceptance is not None]
     near = max(exits, key=lambda one: one.acceptance or 0.0, default=None)
-    if best is not None and found.speed_up >= PAYS:
+    if best is not None and found.steady_speed_up >= PAYS:
         others = [one for one in found.candidates if one is not best and one.rate >= PAYS and one.turns]
         said = f"{best.name} brings {best.rate:.2f} x on these prompts"
         rest = ", ".join(f"{one.name} {one.rate:.2f}" for one in others[:2])
-        return f"{said}, {rest} x; together {found.speed_up:.2f} x." if others else f"{said}; nothing else does."
+        return f"{said}, {rest} x; together {found.steady_speed_up:.2f} x." if others else f"{said}; nothing else does."
     if near is not None and (near.acceptance or 0.0) >= WORTH_TRAINING:
         agreement = f"{near.name} agrees at {near.acceptance:.2f} untrained"
         return f"Nothing pays as it is; train exits (`skipstone train layerskip`): {agreement}."

@@ -47,7 +47,7 @@ class GeneratedOutput:
     tokens: list[int]  # the new ids, without the prompt
     stats: Stats | None = None  # of our own methods
     first_at: float | None = None  # time of the first new token; None if unknown
-    setup_seconds: float = 0.0  # before the first pass
+    setup_seconds: float = 0.0  # of set-up work
     ended_at: float | None = None  # time of the last token; None if nothing was done after it
 
 
@@ -115,15 +115,12 @@ class MethodBackend(GenerationBackend):
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> GeneratedOutput:
         stats, tokens, first_at = Stats(), [], None
-        began = time.perf_counter()
-        steps = api.stream(model, prompt, self.method, seed=seed, **options)
-        setup = time.perf_counter() - began
-        for step in steps:
+        for step in api.stream(model, prompt, self.method, seed=seed, **options):
             stats.add(step)
             tokens += step.tokens[0]
             if first_at is None and tokens:
                 first_at = time.perf_counter()
-        return GeneratedOutput(tokens, stats, first_at, setup)
+        return GeneratedOutput(tokens, stats, first_at, stats.seconds_setup)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ class MeasurementGroup:
     seed: int
     lines: list[Line] = field(default_factory=list)  # one per prompt
     tuned: dict[str, Line] = field(default_factory=dict)  # label -> the line with its chosen settings
+    first: dict[str, Line] = field(default_factory=dict)  # label -> the line of its first request on the model
     exits: Line | None = None  # perplexity and agreement of every exit, if they were measured
 
     @property
@@ -128,6 +129,7 @@ class MeasurementGroup:
             "share_of_ceiling": pooled(tokens, seconds) / self.about["ceiling"]["tokens_per_second"],
             "peak_memory": max((row["memory"] for row in rows if row["memory"] is not None), default=None),
             **_latency(rows),
+            "first_request_seconds": self.first[label]["seconds"] if label in self.first else None,
             "speedups": {},
             "equal": {},
             "scores": _scores(rows),
@@ -166,11 +168,16 @@ class MeasurementGroup:
 def groups(lines: Sequence[Line]) -> list[MeasurementGroup]:
     """The groups of a run's lines, in their order."""
     about = {line["model"]: line for line in lines if line["kind"] == "model"}
+    first: dict[str, dict[str, Line]] = {model: {} for model in about}
+    for line in (line for line in lines if line["kind"] == "first"):
+        first[line["model"]][line["method"]] = line
     seed = lines[0]["plan"]["seed"] if lines else 0
     by_cell: dict[tuple[Any, ...], MeasurementGroup] = {}
     for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
         cell = {name: line[name] for name in CELL}
-        group = by_cell.setdefault((*cell.values(),), MeasurementGroup(**cell, about=about[line["model"]], seed=seed))
+        group = by_cell.setdefault(
+            (*cell.values(),), MeasurementGroup(**cell, about=about[line["model"]], seed=seed, first=first[line["model"]])
+        )
         if line["kind"] == "prompt":
             group.lines.append(line)
         elif line["kind"] == "exits":

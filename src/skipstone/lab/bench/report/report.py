@@ -29,6 +29,7 @@ from skipstone.lab.tasks import protocols
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
 from skipstone.utils.files import plain, write_whole
+from skipstone.utils.processor_watch import was_busy
 
 WIDTH = 150  # characters per line if the output is no terminal
 ONLY_IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")  # columns too many for a terminal
@@ -67,7 +68,7 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
     if form == "csv":
         return csv_of(measured) if layout == "own" else "\n".join(table.csv() for table in tables(measured, layout))
     if form == "json":
-        runs = [line for line in lines if line["kind"] in ("run", "resumed", "model", "tuned")]
+        runs = [line for line in lines if line["kind"] in ("run", "resumed", "model", "first", "tuned")]
         return json.dumps(plain({"runs": runs, "groups": [_group_values(group) for group in measured]}), indent=1) + "\n"
     if form == "html":
         return _page(lines, measured, tables(measured, layout))
@@ -95,13 +96,15 @@ def _ceilings(lines: Sequence[Line]) -> list[str]:
 
 def _notes(lines: Sequence[Line]) -> list[str]:
     """Sentences below the tables: cut and left-out prompts, chosen settings, refused methods, and the machine."""
-    cut, looping = Counter[str](), Counter[str]()
+    cut, looping, busy = Counter[str](), Counter[str](), Counter[str]()
     for line in (line for line in lines if line["kind"] in ("prompt", "looping")):
         where = f"{line['model']}, {line['task']}"
         cut[where] += bool(line.get("cut"))
         looping[where] += line["kind"] == "looping"
+        busy[where] += was_busy(line.get("waited_share"))
     notes = [f"{where}: {n} prompts lost their beginning, for the model or --prompt-tokens." for where, n in (+cut).items()]
     notes += [f"{where}: prompts left out, as plain greedy decoding loops on them: {n}." for where, n in (+looping).items()]
+    notes += [f"{where}: the machine was busy at {n} prompts, so their speeds mean little." for where, n in (+busy).items()]
     for line in lines:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:

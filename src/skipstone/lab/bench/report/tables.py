@@ -15,6 +15,7 @@ from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import add_counts
 from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup, tokens_per_second
 from skipstone.lab.bench.run_file import Line
+from skipstone.lab.timing.measure import WARM_UP_TOKENS
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.policy.cost_model import StepCosts
@@ -22,6 +23,8 @@ from skipstone.policy.cost_model import StepCosts
 NONE = "-"  # a cell without a figure
 Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns, and what `_figures` adds
 LEGEND = f"""\
+All figures but "first s" are steady: of requests after a warm-up. first s: seconds of the first request for at most
+{WARM_UP_TOKENS} tokens, with its set-up work. If methods share work, such as a copy of the weights, the first one does it.
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is
 below {LOOPING} in all rows; the last column takes all prompts. ceiling: share of the speed that the memory's bandwidth allows
@@ -75,6 +78,7 @@ COLUMNS = {
     "x plain": f"{{intervals[{BASELINE}]}}",
     "x HF": f"{{intervals[{THEIRS}]}}",
     "x HF exit": f"{{intervals[{EARLY_EXIT}]}}",
+    "first s": "{first_request_seconds:.2f}",
     "M": "{mean_acceptance_length:.2f}",
     "alpha": "{acceptance_rate:.2f}",
     "ms a step": "{step_milliseconds}",
