@@ -1,6 +1,7 @@
 """A model without transformers against transformers' own: every field of its config, and the bits of its logits."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from skipstone.engines import mapped_loading
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.mapped_config import ALWAYS_NAME_KEY_HEADS, DEFAULTS, MappedConfig, UnmappableError
 from skipstone.models.passes import Pass
 from tests.helpers import families
+from tests.helpers.support import tokenizer
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -121,3 +124,28 @@ def test_other_tensors_than_the_config_says_are_left_to_transformers(change: str
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnmappableError):
         families.mapped_from(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["written into", "cut off", "replaced"])
+def test_a_checkpoint_that_is_overwritten_is_refused_at_the_next_request(change: str, tmp_path: Path) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    model, path = families.mapped_from(tmp_path), tmp_path / "model.safetensors"
+    ModelRunner(model)
+    data = path.read_bytes()
+    if change == "replaced":  # the old file lives on while it is mapped
+        (tmp_path / "new").write_bytes(bytes(len(data)))
+        os.replace(tmp_path / "new", path)
+        ModelRunner(model)
+        assert not model.files.is_current()
+        return
+    path.write_bytes(data if change == "written into" else data[:-1000])
+    with pytest.raises(ValueError, match="was overwritten while it was in use: load it again"):
+        ModelRunner(model)
+
+
+def test_too_little_memory_is_a_sentence_with_the_need_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: 100)
+    with pytest.raises(ValueError, match=r"need .* GB of memory, and 0\.0 GB are free: .* int4 needs"):
+        mapped_loading.load_for_decoding(tmp_path)

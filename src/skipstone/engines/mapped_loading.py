@@ -13,12 +13,14 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
+from skipstone.engines.native.weights import QUANTIZED, quantised_bytes
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.tokenizer import read_tokenizer
 from skipstone.models.vocabularies import COMMIT
 from skipstone.models.weight_files import weight_files
+from skipstone.utils.limits import available_memory_bytes
 
 CONFIG = "config.json"
 UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -55,6 +57,7 @@ def load_for_decoding(
         else:
             attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
             model.caches_panels = cache
+            expect_memory(model, quantize)
             engine_of_model: Any = ModelRunner(model).engine  # packs the weights
             engine_of_model.cache_panels(model)
             return model, tokenizer
@@ -62,6 +65,20 @@ def load_for_decoding(
 
     arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, **others}
     return loading.load(name, keep_weights=False, generation_config=generation_config(), **arguments)
+
+
+def expect_memory(model: MappedModel, quantize: str | None) -> None:
+    """ValueError if the panels of a model would not fit into the memory that is free."""
+    if quantize in QUANTIZED:
+        needed = quantised_bytes(model, quantize)
+        remedy = "end other programs"
+    else:
+        needed = sum(one.numel() for one in model.parameters() if one.dim() == 2) * model.dtype.itemsize
+        remedy = f"end other programs, or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
+    available = available_memory_bytes()
+    if needed > available:
+        sizes = f"need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
+        raise ValueError(f"the weights of {model.config.name_or_path} {sizes}: {remedy}")
 
 
 def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any) -> Any:

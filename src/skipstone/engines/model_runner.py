@@ -14,13 +14,12 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import alone_after_fork, lock_of
 from skipstone.models.decoder_model import DecoderModel, refuse_state, unwrapped
 from skipstone.models.fingerprint import fingerprint
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.weight_version import model_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from skipstone.models.mapped_model import MappedModel
 
 
 def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
@@ -56,6 +55,8 @@ class ModelRunner(DecoderModel):
         inner = self._kept_alive = unwrapped(model)
         alone_after_fork()
         refuse_state(model, inner)
+        if isinstance(inner, MappedModel):
+            inner.expect_unwritten_files()
         self.engine_options = options_for(inner, engine, quantize, kv_dtype)
         self.kv_dtype = KV_DTYPES[self.engine_options.kv_dtype or "float32"]
         self.lock = lock_of(inner)

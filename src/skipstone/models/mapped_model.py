@@ -134,6 +134,11 @@ class MappedModel(nn.Module):
             raise UnmappableError(f"has tensors that are not in its config, such as {left[0]}")
         self.eval()
 
+    def expect_unwritten_files(self) -> None:
+        """ValueError if the checkpoint was overwritten while it was mapped: embeddings and later copies are read from it."""
+        if not self.files.are_unwritten():
+            raise ValueError(f"the checkpoint {self.config.name_or_path} was overwritten while it was in use: load it again")
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""

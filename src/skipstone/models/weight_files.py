@@ -3,6 +3,7 @@
 import hashlib
 import json
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class WeightFiles:
             for path, (_, size, changed) in zip(self._paths, self._states, strict=True)
         ]
         files: list[Any] = [safe_open(path, "pt") for path in self._paths]
+        self._handles = [path.open("rb") for path in self._paths]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
@@ -62,9 +64,13 @@ class WeightFiles:
         """The names of all tensors."""
         return list(self._file_of)
 
+    def are_unwritten(self) -> bool:
+        """Whether nobody has written into the mapped files. Other files may have taken their paths. Pages that are overwritten
+        with the old time of the last change are not seen."""
+        return [_state_of(os.fstat(one.fileno())) for one in self._handles] == self._states
+
     def is_current(self) -> bool:
-        """Whether the files are still those that were opened. Pages that are overwritten in place are seen only if the time of
-        the last change is not set back."""
+        """Whether the paths still lead to the files that were opened, and nobody has written into them."""
         try:
             return [*map(_state, self._paths)] == self._states
         except OSError:
@@ -82,7 +88,10 @@ def weight_files(folder: Path) -> WeightFiles:
 
 def _state(path: Path) -> tuple[int, int, int]:
     """(inode, size in bytes, time of the last change in nanoseconds)"""
-    found = path.stat()
+    return _state_of(path.stat())
+
+
+def _state_of(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -40,3 +40,15 @@ def device_memory_bytes(device: torch.device) -> int:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else ""
     return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process can still take without swapping, within its container. The page cache counts as free."""
+    listing = Path("/proc/meminfo")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), ASSUMED_MEMORY_BYTES)
+    limit, used, pages = (CGROUP_LIMIT.with_name(name) for name in ("memory.max", "memory.current", "memory.stat"))
+    if not (limit.exists() and limit.read_text().strip().isdigit() and used.exists() and pages.exists()):
+        return machine
+    cached = next(int(line.split()[1]) for line in pages.read_text().splitlines() if line.startswith("inactive_file "))
+    return max(0, min(machine, int(limit.read_text()) - int(used.read_text()) + cached))
