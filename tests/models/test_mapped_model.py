@@ -1,7 +1,9 @@
 """A model without transformers against transformers' own: every field of its config, and the bits of its logits."""
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.mapped_config import ALWAYS_NAME_KEY_HEADS, DEFAULTS, MappedConfig, UnmappableError
 from skipstone.models.passes import Pass
+from skipstone.utils import progress
 from tests.helpers import families
 from tests.helpers.support import tokenizer
 
@@ -149,3 +152,22 @@ def test_too_little_memory_is_a_sentence_with_the_need_and_the_remedy(tmp_path: 
     monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: 100)
     with pytest.raises(ValueError, match=r"need .* GB of memory, and 0\.0 GB are free: .* int4 needs"):
         mapped_loading.load_for_decoding(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("hidden_seconds", "is_terminal"), [(0, True), (0, False), (60, True)])
+def test_packing_shows_its_progress_on_a_terminal_if_it_is_slow(
+    tied: bool, hidden_seconds: float, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.build("llama", tie_word_embeddings=tied).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(progress, "HIDDEN_SECONDS", hidden_seconds)
+    monkeypatch.setattr(sys, "stderr", written := io.StringIO())
+    monkeypatch.setattr(written, "isatty", lambda: is_terminal, raising=False)
+    model, _ = mapped_loading.load_for_decoding(tmp_path)
+    *lines, last = written.getvalue().split("\r")
+    assert (last == "\x1b[K") == (hidden_seconds == 0 and is_terminal)
+    shares = [int(line.removeprefix("packing the weights: ").removesuffix(" %")) for line in lines if line]
+    assert shares == sorted(shares)
+    assert shares[-1:] == ([100] if last else [])
+    assert model.report_packed is None

@@ -13,7 +13,7 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.engines.native.weights import QUANTIZED, quantised_bytes
+from skipstone.engines.native.weights import QUANTIZED, packed_weights, quantised_bytes
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
@@ -21,6 +21,7 @@ from skipstone.models.tokenizer import read_tokenizer
 from skipstone.models.vocabularies import COMMIT
 from skipstone.models.weight_files import weight_files
 from skipstone.utils.limits import available_memory_bytes
+from skipstone.utils.progress import progress_line
 
 CONFIG = "config.json"
 UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -58,7 +59,10 @@ def load_for_decoding(
             attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
             model.caches_panels = cache
             expect_memory(model, quantize)
-            engine_of_model: Any = ModelRunner(model).engine  # packs the weights
+            num_weights = sum(one.numel() for one in packed_weights(model))
+            with progress_line("packing the weights", num_weights) as model.report_packed:
+                engine_of_model: Any = ModelRunner(model).engine  # packs the weights
+            model.report_packed = None
             engine_of_model.cache_panels(model)
             return model, tokenizer
     from skipstone.engines import loading
@@ -73,7 +77,7 @@ def expect_memory(model: MappedModel, quantize: str | None) -> None:
         needed = quantised_bytes(model, quantize)
         remedy = "end other programs"
     else:
-        needed = sum(one.numel() for one in model.parameters() if one.dim() == 2) * model.dtype.itemsize
+        needed = sum(one.numel() for one in packed_weights(model)) * model.dtype.itemsize
         remedy = f"end other programs, or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
     available = available_memory_bytes()
     if needed > available:

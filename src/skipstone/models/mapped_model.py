@@ -110,11 +110,12 @@ class MappedModel(nn.Module):
     """A causal language model without transformers. UnmappableError if the files have other tensors than the config says.
 
     config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. caches_panels: quantised
-    panels may be read from the disk's cache, and written there. Weights keep the dtype of the files, and the engine widens them
-    to the model's.
+    panels may be read from the disk's cache, and written there. report_packed: an engine calls it with the number of weights in
+    each matrix that it has packed. Weights keep the dtype of the files, and the engine widens them to the model's.
     """
 
     name_or_path = ""
+    report_packed: Callable[[int], None] | None = None
 
     def __init__(
         self, config: MappedConfig, files: WeightFiles, generation_config: Any, dtype: torch.dtype | None = None

@@ -1,11 +1,37 @@
-"""Progress bars on stderr."""
+"""Progress on stderr: a bar, and a line for work that is short as a rule."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+HIDDEN_SECONDS = 1.0  # of work that shows no line
+
+
+@contextmanager
+def progress_line(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A percentage on a terminal once the block has taken a second, removed at its end. Nothing elsewhere.
+
+    Yields add(count), to be called after each piece of work, all of which count `total`. It imports nothing.
+    """
+    began, done, is_shown = time.monotonic(), 0.0, False
+
+    def add(count: float) -> None:
+        nonlocal done, is_shown
+        done += count
+        if sys.stderr.isatty() and time.monotonic() - began > HIDDEN_SECONDS:
+            is_shown = True
+            print(f"\r{title}: {100 * done / total:.0f} %", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield add
+    finally:
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -14,6 +40,9 @@ def progress_bar(title: str, total: float, announce: bool = False) -> Iterator[C
 
     Yields update(completed, description), to be called after each piece of work. Without `completed` it counts one more piece.
     """
+    from rich.console import Console  # which takes long to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"))
     console = Console(stderr=True, highlight=False)
     task: TaskID | None = None

@@ -144,6 +144,7 @@ class NativeWeights:
         self._threads = threads.requested_number() or threads.cores()
         is_mapped = isinstance(model, MappedModel)
         self._chunks, self._head, self._widened = memory or PanelMemory(), description.head, model.dtype if is_mapped else None
+        self._report_packed = model.report_packed if is_mapped else None
         self._releases = MemoryRelease() if is_mapped or not keep_weights else None
         self._weight_places = [] if keep_weights or is_mapped else [part._parameters for part in model.modules()]
         self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
@@ -182,6 +183,7 @@ class NativeWeights:
         self.attributes = AttributeValues(self._attributes, [embedding])
         if self._chunks.is_filled:
             self._chunks = PanelMemory()  # for what is packed later
+        self._report_packed = None  # it was asked for this work only
         if self._releases is not None:
             self._releases.trim()
 
@@ -303,6 +305,8 @@ class NativeWeights:
                 pack = self._library.sk_pack if quantize is None else self._library.sk_quantize
                 pack(kind, stored, *shape, self._threads)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
+            if self._report_packed is not None:
+                self._report_packed(outputs * inputs)
         return Panels(self._library, matrices, memory, weight.dtype)
 
     def _norm(self, module: Any) -> int:
@@ -316,12 +320,17 @@ class NativeWeights:
         return pointer("norms and biases", copied, values.shape, torch.float32)
 
 
+def packed_weights(model: Any) -> list[Tensor]:
+    """The weights that are packed: all matrices, and the embeddings if they are the LM head's, too."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return [one for one in model.parameters() if one.dim() == 2 and (one is head or one is not embedding)]
+
+
 def quantised_bytes(model: Any, quantize: str) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
     minimum) in float16."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    copied = [one for one in model.parameters() if one.dim() == 2 and one is not embedding and one is not head]
-    sizes = [(sum(math.prod(one.shape) for one in copied), quantize), (math.prod(head.shape), QUANTIZED_HEAD)]
+    head = model.get_output_embeddings().weight
+    sizes = [(math.prod(one.shape), QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model)]
     return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
 
 
