@@ -135,8 +135,9 @@ COLUMNS = (  # of the table: title, figure, format
 
 
 class RunComparison:
-    """Figures of plain decoding and of a method, over as many runs each after a warm-up. A first request has the set-up work of
-    the warm-up as well: `first_speed_up`. waited_share: as of `ProcessorWatch`.
+    """Figures of plain decoding and of a method, over as many runs each after a warm-up. waited_share: as of `ProcessorWatch`.
+
+    first_speed_up: of a run with the set-up work of the warm-up, over plain decoding without any.
 
     law_only: the method draws its drafts with noise of their own, so that only the distributions of the texts are equal.
     divergence: see `first_difference`.
@@ -154,7 +155,8 @@ class RunComparison:
         self.job, self.method, self.repeats, self.waited_share = job, method, len(plain), waited_share
         self.plain, self.own = pooled_figures(plain, setups["plain"]), pooled_figures(own, setups["method"])
         self.speed_up: float = self.own["tokens_per_second"] / self.plain["tokens_per_second"]
-        self.first_speed_up: float = self.plain["first_seconds"] / self.own["first_seconds"]
+        first_rate = self.own["tokens"] / self.repeats / self.own["first_seconds"]
+        self.first_speed_up: float = first_rate / self.plain["tokens_per_second"]
         self.law_only = job.is_sampled and getattr(method, "rejection_sample_method", None) == "standard"
         self.divergence = None if self.law_only else first_difference(job, plain, own)
 
@@ -217,6 +219,7 @@ def compare_with_plain(
     sides = {"plain": (Autoregressive(), show_plain), "method": (method, show)}
     runs: dict[str, list[Run]] = {"plain": [], "method": []}
     setups: dict[str, SetupSeconds] = {}
+    ModelRunner(job.model)  # the warm-up of plain decoding shall not prepare the model for both
     for name, (side, _) in sides.items():
         run = collect_run(lambda side=side: islice(job.steps(side), WARM_UP_STEPS))
         if run.interrupted:
