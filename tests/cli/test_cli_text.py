@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,16 @@ def test_a_first_request_has_the_set_up_work_of_the_warm_up() -> None:
     assert figures["tokens_per_second"] == pytest.approx(62 / 0.5)
 
 
-def test_the_speed_up_of_auto_includes_its_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_up_of_auto_includes_its_set_up(folder: Path) -> None:
     stats = Stats(
-        tokens=29, prefill_tokens=1, seconds_prefill=0.02, seconds_score=0.1, setup={"int4 copy": 1.1, "request": 0.001}
+        tokens=29, drafted=8, turns=20, prefill_tokens=1, seconds_prefill=0.02, seconds_score=0.08, seconds_draft=0.02
     )
-    clauses = runs._speed_up_clauses(stats, {"plain_seconds": 0.005, "plain_interval": (0.004, 0.006)})
+    stats.setup = {"int4 copy": 1.1, "request": 0.001}
+    measured = {"plain_seconds": 0.005, "plain_interval": (0.004, 0.006)}
+    assert runs._speed_up_clauses(replace(stats, tokens=20, drafted=0), measured)[1].startswith(
+        ", 0.80 x plain decoding (nothing"
+    )
+    clauses = runs._speed_up_clauses(stats, measured)
     assert clauses == (", 0.14 x plain decoding", ", 1.45 x plain decoding (1.16 to 1.74), whose step takes 5.00 ms")
     assert runs.setup_sentence(stats.setup) == "set-up 1.10 s: int4 copy 1.10 s"
     shown = succeed("generate", folder, "--prompt", PROMPT, *SHORT, "--method", "auto", "--stats").stderr

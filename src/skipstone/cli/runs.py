@@ -336,9 +336,11 @@ def _speed_up_clauses(stats: Stats, report: dict[str, Any]) -> tuple[str, str]:
     """How fast a run of `auto` was, compared with plain decoding: with everything, and steady."""
     if not stats.seconds or "plain_interval" not in report:
         return "", ""
-    plain_seconds = report["plain_seconds"]
-    low, high = map(stats.steady_speed_up, report["plain_interval"])
-    steady = f", {stats.steady_speed_up(plain_seconds):.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step takes"
+    plain_seconds, (low, high) = report["plain_seconds"], map(stats.steady_speed_up, report["plain_interval"])
+    interval = f"({low:.2f} to {high:.2f})"
+    if not stats.drafted and stats.turns:  # then all steps have timed plain decoding
+        plain_seconds, interval = (stats.seconds_score + stats.seconds_other) / stats.turns, "(nothing drafted)"
+    steady = f", {stats.steady_speed_up(plain_seconds):.2f} x plain decoding {interval}, whose step takes"
     return f", {stats.speed_up(plain_seconds):.2f} x plain decoding", f"{steady} {1000 * plain_seconds:.2f} ms"
 
 
