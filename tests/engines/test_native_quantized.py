@@ -1,6 +1,8 @@
 """Quantised weights: their codes, the products computed with them, and refusals."""
 
 import ctypes
+from itertools import product as product_of
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,8 +56,9 @@ def coded(kind: str, weights: Found) -> tuple[Found, Found, Found]:
         scale = (np.abs(groups).max(2, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
         minimum, least, most = np.zeros_like(scale), -127, 127
     else:
-        minimum = groups.min(2, keepdims=True).astype(np.float16).astype(np.float32)
-        scale = ((groups.max(2, keepdims=True) - minimum) / np.float32(15)).astype(np.float16).astype(np.float32)
+        low, high = (np.take_along_axis(groups, one[..., None], 2) for one in (groups.argmin(2), groups.argmax(2)))
+        minimum = low.astype(np.float16).astype(np.float32)  # of 0 and -0 the first counts
+        scale = ((high - minimum) / np.float32(15)).astype(np.float16).astype(np.float32)
         least, most = 0, 15
     with np.errstate(divide="ignore"):
         inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
@@ -89,7 +92,7 @@ class Packed:
         self.engine, (outputs, inputs), number = engine, weights.shape, QUANTIZED[kind]
         self.outputs, self.inputs = outputs, inputs
         self.panels = np.zeros(engine.sk_packed_bytes(number, outputs, inputs), dtype=np.uint8)
-        assert engine.sk_quantize(number, 0, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data, 2) == 0
+        assert engine.sk_quantize(number, 0, -1, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data, 2) == 0
         head = MatrixStruct(self.panels.ctypes.data, None, outputs, inputs, number)
         self.model = ModelStruct(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
         self.model.embedding_scale = self.model.embedding_multiplier = 1.0
@@ -147,20 +150,65 @@ def written(kind: str, weights: Found) -> Found:
     return np.frombuffer(b"".join(panels), dtype=np.uint8)
 
 
+def extreme(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Weights with zeros of both signs, denormal numbers, the largest ones, and scales that are denormal."""
+    largest = 65519 if dtype == torch.float32 else 65280  # float16 rounds 65520 to infinity, and bfloat16 has fewer digits
+    dice = np.random.default_rng(inputs)
+    zeros = np.where(dice.random((2, inputs)) < 0.5, 0.0, -0.0)
+    tops = np.array([[float(torch.finfo(dtype).smallest_normal) / 4], [1e-6], [largest]])
+    rows = [zeros, dice.uniform(-1, 1, (3, inputs)) * tops, np.sign(dice.normal(size=(1, inputs))) * largest]
+    return torch.from_numpy(np.concatenate([*rows, drawn(outputs, inputs, seed=inputs)])[:outputs]).to(dtype)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_panels_are_those_of_the_written_layout(dtype: torch.dtype, kind: str) -> None:
-    dice = np.random.default_rng(3)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_panels_are_those_of_the_written_layout(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
     for outputs, inputs in [*SHAPES, (64, 128), (47, 97)]:
-        weights = drawn(outputs, inputs + 3, seed=inputs)
-        weights[0] *= 1e-6  # scales of denormal float16 numbers
-        stored = torch.from_numpy(weights).to(dtype)
+        stored = extreme(outputs, inputs + 3, dtype)
         expected = written(kind, stored[:, :inputs].float().numpy())
+        path = tmp_path / "weights"
+        path.write_bytes(b"header" + stored.view(torch.uint8).numpy().tobytes())
+        with path.open("rb") as file:
+            for engine, (number, place) in product_of(libraries(), [(-1, stored.data_ptr()), (file.fileno(), 6)]):
+                panels = np.full(engine.sk_packed_bytes(QUANTIZED[kind], outputs, inputs), 85, dtype=np.uint8)
+                split = outputs // 32 * 16  # outputs of a first call
+                for first, count, threads in ((0, split, 1), (split, outputs - split, 2)):
+                    at = place + first * stored.stride(0) * dtype.itemsize
+                    to = panels.ctypes.data + engine.sk_packed_bytes(QUANTIZED[kind], first, inputs)
+                    engine.sk_quantize(QUANTIZED[kind], TYPES[dtype], number, at, inputs + 3, count, inputs, to, threads)
+                assert np.array_equal(panels, expected)
+
+
+@pytest.mark.parametrize("target", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_panels_that_are_not_quantised_have_every_weight_in_its_place(dtype: torch.dtype, target: torch.dtype) -> None:
+    if target not in (dtype, torch.float32):
+        return
+    for outputs, inputs in [*SHAPES, (64, 128), (47, 97)]:
+        stored, step = extreme(outputs, inputs + 3, dtype), 2 if target == torch.bfloat16 else 1
+        padded = torch.zeros(-(-outputs // 16) * 16, -(-inputs // step) * step, dtype=target)
+        padded[:outputs, :inputs] = stored[:, :inputs]
+        expected = padded.view(-1, 16, padded.shape[1] // step, step).transpose(1, 2).contiguous().view(torch.uint8).flatten()
         for engine in libraries():
-            panels = np.full(engine.sk_packed_bytes(QUANTIZED[kind], outputs, inputs), 0, dtype=np.uint8)
-            shape = stored.data_ptr(), inputs + 3, outputs, inputs, panels.ctypes.data
-            engine.sk_quantize(QUANTIZED[kind], TYPES[dtype], *shape, int(dice.integers(1, 4)))
-            assert np.array_equal(panels, expected)
+            panels = torch.full((engine.sk_packed_bytes(TYPES[target], outputs, inputs),), 85, dtype=torch.uint8)
+            shape = inputs + 3, outputs, inputs, panels.data_ptr()
+            engine.sk_pack(TYPES[target], TYPES[dtype], -1, stored.data_ptr(), *shape, 2)
+            assert torch.equal(panels, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_weights_beyond_the_format_are_refused_wherever_they_are(dtype: torch.dtype, kind: str) -> None:
+    outputs, inputs = 33, 70
+    beyond = [-torch.inf, torch.inf, torch.nan, *([1e7, -1e7] if dtype != torch.float16 else [])]
+    for value, (output, given) in product_of(beyond, [(0, 0), (15, 31), (16, 64), (32, 69), (32, 3)]):
+        stored = torch.zeros(outputs, inputs, dtype=dtype)
+        stored[output, given] = value
+        for engine in libraries():
+            panels = np.empty(engine.sk_packed_bytes(QUANTIZED[kind], outputs, inputs), dtype=np.uint8)
+            shape = stored.data_ptr(), inputs, outputs, inputs, panels.ctypes.data
+            with pytest.raises(ValueError, match="finite"):
+                engine.sk_quantize(QUANTIZED[kind], TYPES[dtype], -1, *shape, 2)
 
 
 @round_robin(shape=SHAPES, kind=KINDS)

@@ -274,8 +274,8 @@ def test_error_codes_of_every_function_are_raised(runner: ModelRunner) -> None:
     number = torch.zeros(4)
     at = number.data_ptr()
     for name, arguments in {
-        "sk_pack": (0, 0, at, 1, -1, 1, at, 1),
-        "sk_quantize": (3, 0, at, 1, 1, -1, at, 1),
+        "sk_pack": (0, 0, -1, at, 1, -1, 1, at, 1),
+        "sk_quantize": (3, 0, -1, at, 1, 1, -1, at, 1),
         "sk_take": (None, at, 1, at),
         "sk_embed": (None, at, 1, at),
         "sk_norm": (None, at, 1, at),

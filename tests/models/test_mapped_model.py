@@ -146,6 +146,14 @@ def test_a_checkpoint_that_is_overwritten_is_refused_at_the_next_request(change:
         ModelRunner(model)
 
 
+def test_a_file_that_is_cut_off_while_it_is_packed_is_an_error(tmp_path: Path) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    model = families.mapped_from(tmp_path)
+    model.report_packed = lambda _: os.truncate(tmp_path / "model.safetensors", 4096)
+    with pytest.raises(OSError, match="changed while it was loaded"):
+        ModelRunner(model, "native")
+
+
 def test_too_little_memory_is_a_sentence_with_the_need_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.build("llama").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)

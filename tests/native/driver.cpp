@@ -6,6 +6,7 @@
 //
 // Every buffer is allocated to the byte: one read or write past it is one past an allocation. Exits with 0 where all holds.
 #include <dlfcn.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "model.h"
+#include "pool.h"
 
 using namespace sk;
 
@@ -256,37 +258,58 @@ struct Case {
     return keep(narrow);
   }
 
+  // Packs or quantises weights, in one call or two.
+  int64_t packed(int64_t type, int64_t stored, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, Block<uint8_t>& panels) {
+    const auto call = type <= FLOAT16 ? library.pack : library.quantize;
+    const int64_t first = dice.from(0, outputs / LANES) * LANES, width = stored == FLOAT32 ? 4 : 2;
+    const int64_t code = call(type, stored, file, source, stride, first, inputs, panels.data(), dice.from(1, 3));
+    const char* rest = static_cast<const char*>(source) + first * stride * width;
+    uint8_t* to = panels.data() + library.packed_bytes(type, first, inputs);
+    return code != OK ? code : call(type, stored, file, rest, stride, outputs - first, inputs, to, dice.from(1, 3));
+  }
+
+  // The same from a file.
+  void packed_from_file(int64_t type, int64_t stored, const void* source, int64_t stride, int64_t outputs, int64_t inputs, const Block<uint8_t>& expected) {
+    const int64_t size = ((outputs - 1) * stride + inputs) * (stored == FLOAT32 ? 4 : 2), offset = dice.from(0, 99);
+    const int file = memfd_create("weights", 0);
+    CHECK(file >= 0 && pwrite(file, source, size_t(size), offset) == size);
+    Block<uint8_t> panels(expected.count);
+    const void* place = reinterpret_cast<const void*>(offset);
+    CHECK(packed(type, stored, file, place, stride, outputs, inputs, panels) == OK);
+    CHECK(panels == expected);
+    CHECK(ftruncate(file, offset + size - 1) == 0);
+    CHECK(packed(type, stored, file, place, stride, outputs, inputs, panels) == BAD_FILE);
+    close(file);
+    CHECK(packed(type, stored, 1 << 20, place, stride, outputs, inputs, panels) == BAD_FILE);  // no such descriptor
+  }
+
   Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
     const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
+    const int64_t stored = type == BFLOAT16 || type == FLOAT16 ? type : dice.from(FLOAT32, FLOAT16);
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
-    if (type <= FLOAT16) {
-      CHECK(library.pack(type, type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data(), dice.from(1, 3)) == OK);
-    } else {
-      const int64_t stored = dice.from(FLOAT32, FLOAT16);
-      void* source = weights(stored, outputs, inputs, stride);
-      const auto quantized = [&] {
-        std::memset(panels.data(), 0, size_t(panels.count));
-        return library.quantize(type, stored, source, stride, outputs, inputs, panels.data(), dice.from(1, 3));
-      };
+    void* source = weights(stored, outputs, inputs, stride);
+    const auto pack_all = [&] { return packed(type, stored, -1, source, stride, outputs, inputs, panels); };
+    if (type >= INT8) {
       const int64_t place = dice.from(0, outputs - 1) * stride + dice.from(0, inputs - 1);  // of one weight
       if (stored == FLOAT32) {
         float* at = static_cast<float*>(source) + place;
         const float own = *at, odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e9f, -1e9f};
         if (hostile) {
           *at = odd[dice.from(0, 7)];
-          CHECK(quantized() == BAD_WEIGHT);
+          CHECK(pack_all() == BAD_WEIGHT);
         }
         *at = dice.chance(20) ? own * std::ldexp(1.0f, int(dice.from(-140, 16))) : own;
       } else if (hostile) {
         uint16_t* at = static_cast<uint16_t*>(source) + place;
         const uint16_t own = *at, infinite = stored == BFLOAT16 ? 0x7f80 : 0x7c00;
         *at = uint16_t(infinite | (dice.chance(50) ? 0x8000 : 0) | (dice.chance(50) ? 1 << dice.from(0, 6) : 0));
-        CHECK(quantized() == BAD_WEIGHT);
+        CHECK(pack_all() == BAD_WEIGHT);
         *at = own;
       }
-      CHECK(quantized() == OK);
-      hash.add(panels);
     }
+    CHECK(pack_all() == OK);
+    hash.add(panels);
+    packed_from_file(type, stored, source, stride, outputs, inputs, panels);
     const float* bias = dice.chance(bias_percent) ? keep(numbers(dice, outputs)) : nullptr;
     return {keep(panels), bias, outputs, inputs, type};
   }
@@ -317,8 +340,8 @@ struct Case {
 
   // Numbers of threads that are not there, but none that would start dozens.
   int64_t hostile_threads() {
-    const int64_t many = dice.hostile(MOST_THREADS + 2);
-    return many > 3 && many <= MOST_THREADS ? 3 : many;
+    const int64_t many = dice.hostile(MAX_THREADS + 2);
+    return many > 3 && many <= MAX_THREADS ? 3 : many;
   }
 
   int64_t threads() { return dice.chance(40) ? 1 : dice.from(2, 3); }
@@ -375,7 +398,7 @@ struct Case {
     }
     if (!hostile) return;
     const int64_t many = hostile_threads();
-    const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
+    const int64_t expected = many >= 1 && many <= MAX_THREADS ? OK : BAD_THREADS;
     CHECK(library.head(&m, nullptr, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
     CHECK(logits == again);
     CHECK(library.head(&m, nullptr, hidden.data(), -n, norm, again.data(), best.data(), 1) == (n > 0 ? BAD_ARGUMENT : OK));
@@ -622,7 +645,7 @@ struct Case {
     Block<float> weights = numbers(dice, m.hidden * m.hidden, 0.3f);
     if (dice.chance(40)) {
       Block<uint8_t> panels(library.packed_bytes(FLOAT32, m.hidden, m.hidden));
-      CHECK(library.pack(FLOAT32, weights.data(), m.hidden, m.hidden, m.hidden, panels.data()) == OK);
+      CHECK(library.pack(FLOAT32, FLOAT32, -1, weights.data(), m.hidden, m.hidden, m.hidden, panels.data(), 2) == OK);
       square = {keep(panels), nullptr, m.hidden, m.hidden, FLOAT32};
       transform = &square;
     }
@@ -836,8 +859,8 @@ struct Case {
     for (int64_t size : {int64_t(-1), INT64_MIN, INT64_MAX, int64_t(1) << 62}) {
       CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), size, m.hidden) == -1);
       CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), m.hidden, size) == -1);
-      CHECK(library.pack(FLOAT32, number, m.hidden, size, m.hidden, number) == BAD_ARGUMENT);
-      CHECK(library.quantize(INT8, FLOAT32, number, m.hidden, m.hidden, size, number) == BAD_ARGUMENT);
+      CHECK(library.pack(FLOAT32, FLOAT32, -1, number, m.hidden, size, m.hidden, number, 1) == BAD_ARGUMENT);
+      CHECK(library.quantize(INT8, FLOAT32, -1, number, m.hidden, m.hidden, size, number, 1) == BAD_ARGUMENT);
       CHECK(library.take(&m.head, whole, size, number) == BAD_ARGUMENT);
       CHECK(library.embed(&m, whole, size, number) == BAD_ARGUMENT);
       CHECK(library.norm(&m, number, size, number) == BAD_ARGUMENT);
@@ -848,13 +871,14 @@ struct Case {
     }
     for (int64_t type : {int64_t(-1), int64_t(INT4) + 1, INT64_MAX}) {
       CHECK(library.packed_bytes(type, 1, 1) == -1);
-      CHECK(library.pack(type, number, 1, 1, 1, number) == BAD_ARGUMENT);
-      CHECK(library.quantize(type, FLOAT32, number, 1, 1, 1, number) == BAD_ARGUMENT);
+      CHECK(library.pack(type, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+      CHECK(library.quantize(type, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
     }
-    CHECK(library.pack(INT8, number, 1, 1, 1, number) == BAD_ARGUMENT);
-    CHECK(library.quantize(FLOAT32, FLOAT32, number, 1, 1, 1, number) == BAD_ARGUMENT);
-    CHECK(library.quantize(INT4, INT8, number, 1, 1, 1, number) == BAD_ARGUMENT);
-    CHECK(library.pack(FLOAT32, nullptr, 1, 1, 1, number) == BAD_ARGUMENT);
+    CHECK(library.pack(INT8, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+    CHECK(library.quantize(FLOAT32, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+    CHECK(library.quantize(INT4, INT8, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+    CHECK(library.pack(FLOAT32, FLOAT32, -1, nullptr, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+    CHECK(library.pack(FLOAT32, FLOAT32, -1, number, 1, 1, 1, number, 0) == BAD_THREADS);
     CHECK(library.take(nullptr, whole, 1, number) == BAD_ARGUMENT);
     CHECK(library.embed(nullptr, whole, 1, number) == BAD_ARGUMENT);
     CHECK(library.norm(&m, nullptr, 1, number) == BAD_ARGUMENT);
@@ -888,10 +912,20 @@ uint64_t run_case(const Library& library, uint64_t seed, bool hostile, int host_
   return one.hash.value;
 }
 
+// A job on one thread leaves the workers to others.
+void check_one_thread() {
+  std::atomic<int> found{0};
+  Pool::shared().run(1, [](void* outer, int, int, Pool&) noexcept {
+    Pool::shared().run(2, [](void* inner, int, int threads, Pool&) noexcept { *static_cast<std::atomic<int>*>(inner) = threads; }, outer);
+  }, &found);
+  CHECK(found == 2);
+}
+
 int main(int count, char** arguments) {
   std::signal(SIGABRT, report_abort);
   CHECK(count >= 5);
   const Library library(arguments[1]);
+  check_one_thread();
   CHECK(library.abi() > 0);
   CHECK(std::strcmp(library.level(), arguments[2]) == 0);
   CHECK(std::strlen(library.source_hash()) == 16);

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skipstone.models.families import Family, InputStep, RotarySource
 from skipstone.models.layer_variants import ACTIVATIONS
 from skipstone.models.mapped_config import SLIDING, MappedConfig, UnmappableError
-from skipstone.models.weight_files import WeightFiles
+from skipstone.models.weight_files import FilePlace, WeightFiles
 
 QKV_BIASES = ("qwen2",)
 """Model types whose queries, keys and values always have biases, and whose other matrices never have."""
@@ -109,9 +109,10 @@ def family_of(config: Any, kinds: list[str]) -> Family:
 class MappedModel(nn.Module):
     """A causal language model without transformers. UnmappableError if the files have other tensors than the config says.
 
-    config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. caches_panels: quantised
-    panels may be read from the disk's cache, and written there. report_packed: an engine calls it with the number of weights in
-    each matrix that it has packed. Weights keep the dtype of the files, and the engine widens them to the model's.
+    config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. places: where the files
+    have a weight, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
+    report_packed: an engine calls it with the number of weights in each matrix that it has packed. Weights keep the dtype of
+    the files, and the engine widens them to the model's.
     """
 
     name_or_path = ""
@@ -123,6 +124,7 @@ class MappedModel(nn.Module):
         """dtype: of the model; None for the config's, else that of the files."""
         super().__init__()
         self.config, self.files, self.generation_config, self.caches_panels = config, files, generation_config, True
+        self.places: dict[Tensor, FilePlace] = {}
         self._dtype, self._unread = dtype or _stored_dtype(config, files), set(files.names)
         self.model = self._decoder(config)
         self.lm_head = Linear(self.model.embed_tokens.weight)
@@ -175,7 +177,9 @@ class MappedModel(nn.Module):
         if stored.dtype != self._dtype and not (self._dtype == torch.float32 and stored.dtype in DTYPES):
             raise UnmappableError(f"has {name} in {stored.dtype}, expected {self._dtype}")
         self._unread.discard(name)
-        return nn.Parameter(stored, requires_grad=False)
+        weight = nn.Parameter(stored, requires_grad=False)
+        self.places[weight] = self.files.place_of(name)
+        return weight
 
     def _linear(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
         weight = self._weight(f"{name}.weight", (outputs, inputs))

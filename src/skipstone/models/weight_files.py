@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,13 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights by their names in a header."""
 
 
+class FilePlace(NamedTuple):
+    """Where the values of a tensor begin. file: a descriptor. offset: in bytes."""
+
+    file: int
+    offset: int
+
+
 class WeightFiles:
     """The tensors of some safetensors files by name. OSError for a file that cannot be read; safetensors' own error for another
     kind of file.
@@ -29,13 +36,20 @@ class WeightFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
         self._states = [*map(_state, self._paths)]
+        self._headers = [*map(_header, self._paths)]
         self.identity = [
-            [str(path), size, changed, hashlib.sha256(_header(path)).hexdigest()]
-            for path, (_, size, changed) in zip(self._paths, self._states, strict=True)
+            [str(path), size, changed, hashlib.sha256(header).hexdigest()]
+            for path, (_, size, changed), header in zip(self._paths, self._states, self._headers, strict=True)
         ]
         files: list[Any] = [safe_open(path, "pt") for path in self._paths]
         self._handles = [path.open("rb") for path in self._paths]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._places = {
+            name: FilePlace(handle.fileno(), LENGTH_BYTES + len(header) + about["data_offsets"][0])
+            for handle, header in zip(self._handles, self._headers, strict=True)
+            for name, about in json.loads(header).items()
+            if name in self._file_of
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -44,11 +58,14 @@ class WeightFiles:
         """A tensor whose memory is the mapped file. KeyError for an unknown name."""
         return self._file_of[name].get_tensor(name)
 
+    def place_of(self, name: str) -> FilePlace:
+        """Where a tensor is. The descriptor is open as long as this object lives. KeyError for an unknown name."""
+        return self._places[name]
+
     def for_sampling(self) -> dict[str, Tensor]:
         """The tensors of DTYPES in mappings of their own, which bring only those pages into memory that are read."""
         found = {}
-        for path in self._paths:
-            header = _header(path)
+        for path, header in zip(self._paths, self._headers, strict=True):
             with path.open("rb") as file:
                 pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             pages.madvise(mmap.MADV_RANDOM)

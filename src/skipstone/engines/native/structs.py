@@ -76,7 +76,7 @@ class PassStruct(ctypes.Structure):
     ]
 
 
-BAD_LAYER, BAD_WEIGHT = 4, 8  # error codes: no such layer, weights that cannot be quantised
+BAD_LAYER, BAD_WEIGHT, BAD_FILE = 4, 8, 10  # error codes: no such layer, weights that cannot be quantised, a file too short
 ERRORS = {
     1: "a slot that the KV store does not have, or one slot for two tokens",
     2: "a position that the model does not have",
@@ -91,18 +91,20 @@ ERRORS = {
 
 
 def check(code: int, *_: Any) -> int:
-    """RuntimeError for an error code, ValueError for weights that cannot be quantised. ctypes calls this with the result of
-    every function that may fail."""
+    """RuntimeError for an error code, ValueError for weights that cannot be quantised, OSError for weights that cannot be read.
+    ctypes calls this with the result of every function that may fail."""
     if code == BAD_WEIGHT:
         raise ValueError("quantize needs finite weights, none of them beyond the range of float16 times 127")
+    if code == BAD_FILE:
+        raise OSError("a weight file cannot be read: it changed while it was loaded, or its disk failed. Load it again")
     if code:
         raise RuntimeError(f"the native engine was asked for {ERRORS[code]}")
     return code
 
 
 SIGNATURES = {
-    "sk_pack": "iipiiipi",
-    "sk_quantize": "iipiiipi",
+    "sk_pack": "iiipiiipi",
+    "sk_quantize": "iiipiiipi",
     "sk_take": "ppip",
     "sk_embed": "ppip",
     "sk_run": "pppiippipii",

@@ -20,6 +20,7 @@ from skipstone.models.layer_variants import ACTIVATIONS, LAYER_VARIANTS
 from skipstone.models.mapped_model import Activation, MappedModel
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.quantised_checkpoints import kernel
+from skipstone.models.weight_files import FilePlace
 from skipstone.models.weight_version import AttributeValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -128,7 +129,8 @@ class NativeWeights:
     model: struct of the C ABI. bytes: of the panels. rotary: sources of the rotary tables, in the order of their numbers.
     attributes: modules' plain attributes and buffers that were read.
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
-    `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are pages of files.
+    `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
+    files without bringing mapped pages into memory.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class NativeWeights:
         is_mapped = isinstance(model, MappedModel)
         self._chunks, self._head, self._widened = memory or PanelMemory(), description.head, model.dtype if is_mapped else None
         self._report_packed = model.report_packed if is_mapped else None
+        self._file_places: dict[Tensor, FilePlace] = model.places if is_mapped else {}
         self._releases = MemoryRelease() if is_mapped or not keep_weights else None
         self._weight_places = [] if keep_weights or is_mapped else [part._parameters for part in model.modules()]
         self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
@@ -268,10 +271,10 @@ class NativeWeights:
                 "quantised: load it again"
             )
         if panels is None or panels.type != kind:
-            panels = self._packed(weight.detach(), sizes, quantize)
+            panels = self._packed(weight.detach(), sizes, quantize, self._file_places.get(weight))
             self.bytes += sum(map(len, panels.memory))
-            if not was_given_up and self._releases is not None:
-                packed = PackedWeight(panels, weight) if self._weight_places else weight
+            if self._weight_places and not was_given_up and self._releases is not None:
+                packed = PackedWeight(panels, weight)
                 for place in self._weight_places:
                     place |= {name: packed for name, other in place.items() if other is weight}
                 self._releases.give_up(weight)
@@ -291,19 +294,24 @@ class NativeWeights:
         """The panels of all matrices in the order of packing."""
         return [one for panels in self._referenced if isinstance(panels, Panels) for one in panels.memory]
 
-    def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
-        """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised."""
+    def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None, place: FilePlace | None = None) -> Panels:
+        """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised.
+
+        place: where a file has the weight, row by row.
+        """
         stored, kind = TYPES[weight.dtype], self._kind(weight, quantize)
-        matrices, memory = [], []
-        for part in dense(weight, free=1).split(sizes):
+        matrices, memory, rows = [], [], dense(weight, free=1)
+        for part in rows.split(sizes):
             outputs, inputs = part.shape
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
             memory.append(self._chunks.take(size))
             panels = pointer("panels", memory[-1], (size,), torch.uint8)
-            shape = (pointer("a weight", part, part.shape, weight.dtype, free=1), part.stride(0), outputs, inputs, panels)
+            address = pointer("a weight", part, part.shape, weight.dtype, free=1)
+            skipped = (part.storage_offset() - rows.storage_offset()) * weight.itemsize
+            source = (-1, address) if place is None else (place.file, place.offset + skipped)
             if not self._chunks.is_filled:
                 pack = self._library.sk_pack if quantize is None else self._library.sk_quantize
-                pack(kind, stored, *shape, self._threads)
+                pack(kind, stored, *source, part.stride(0), outputs, inputs, panels, self._threads)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
             if self._report_packed is not None:
                 self._report_packed(outputs * inputs)

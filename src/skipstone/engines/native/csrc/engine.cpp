@@ -3,7 +3,6 @@
 // A token's results depend on its own text only, not on other tokens of the call, the number of threads or the instruction set.
 // The C ABI at the end checks every position, slot and id against the caller's buffers.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <exception>
@@ -13,6 +12,7 @@
 #include "attention.h"
 #include "memory.h"
 #include "model.h"
+#include "packing.h"
 #include "pool.h"
 #include "sampling.h"
 
@@ -626,7 +626,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 4; }
+SK_EXPORT int64_t sk_abi() { return 5; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -648,91 +648,62 @@ SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs)
   }
 }
 
-// Whether weights [outputs][inputs], rows `stride` elements apart, can be packed into panels of a type.
-static bool packable(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, const void* panels) {
-  if (sk_packed_bytes(type, outputs, inputs) < 0 || stride < 0 || !fits(outputs, stride)) return false;
-  return outputs == 0 || inputs == 0 || !any_null({source, panels});
+// Calls run(E()) for the element type E of stored weights.
+template <class Run>
+static int64_t with_element(int64_t type, const Run& run) {
+  if (type == FLOAT32) return run(float());
+  return type == BFLOAT16 ? run(Bfloat16()) : run(Float16());
 }
 
-// Calls make(p) for every panel of some outputs, on `threads` threads. Returns whether all calls did.
-template <class Make>
-static bool each_panel(int64_t outputs, int64_t threads, const Make& make) {
-  struct Job {
-    const Make& make;
-    int64_t count;
-    std::atomic<bool> good{true};
-  } job{make, (outputs + LANES - 1) / LANES};
-  Pool::shared().run(int(threads), [](void* context, int thread, int among, Pool&) noexcept {
-    Job& own = *static_cast<Job*>(context);
-    for (int64_t p = own.count * thread / among; p < own.count * (thread + 1) / among && own.good.load(std::memory_order_relaxed); p++)
-      if (!own.make(p)) own.good = false;
-  }, &job);
-  return job.good;
-}
-
-template <class T, class E>
-static bool quantize_all(const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
-  const int64_t size = panel_bytes<T>(groups_of(inputs));
-  return each_panel(outputs, threads, [&](int64_t p) {
-    const E* from = static_cast<const E*>(source) + p * LANES * stride;
-    return quantize_panel<T>(from, stride, outputs - p * LANES, inputs, static_cast<uint8_t*>(panels) + p * size);
+// `fill_panels` after a check of its arguments. E, P: element types of make's rows and panel.
+template <class E, class P, class Make>
+static int64_t fill_checked(int64_t type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads,
+                           const Make& make) {
+  const int64_t size = sk_packed_bytes(type, LANES, inputs), width = sizeof(E);
+  if (size < 0 || outputs < 0 || stride < 0 || !fits(outputs, stride) || !fits(outputs, inputs)) return BAD_ARGUMENT;
+  if (outputs > 0 && inputs > 0 && (panels == nullptr || (file < 0 && source == nullptr))) return BAD_ARGUMENT;
+  if (check_threads(threads) != OK) return BAD_THREADS;
+  const Source rows{file, reinterpret_cast<uintptr_t>(source), stride * width, inputs * width};
+  return fill_panels(rows, outputs, threads, panels, size, [&](const char* from, int64_t count, char* panel) {
+    return make(reinterpret_cast<const E*>(from), count, reinterpret_cast<P*>(panel));
   });
 }
 
-template <class T>
-static bool quantize_stored(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads) {
-  if (type == FLOAT32) return quantize_all<T, float>(source, stride, outputs, inputs, panels, threads);
-  if (type == BFLOAT16) return quantize_all<T, Bfloat16>(source, stride, outputs, inputs, panels, threads);
-  return quantize_all<T, Float16>(source, stride, outputs, inputs, panels, threads);
-}
-
-// Packs 16 outputs or fewer of 16-bit weights into a float32 panel.
-template <class E>
-static void widen_panel(const void* source, int64_t stride, int64_t outputs, int64_t inputs, float* panel) {
-  float w[GROUP * LANES];
-  for (int64_t k = 0; k < inputs; k += GROUP) {
-    load_group(static_cast<const E*>(source) + k, stride, outputs, inputs - k, w);
-    std::memcpy(panel + k * LANES, w, size_t(std::min<int64_t>(GROUP, inputs - k) * LANES * 4));
-  }
-}
-
-// Packs weights into panels of a type that is not quantised: their own, or float32. source: [outputs][inputs] of source_type, rows `stride`
-// elements apart. Panels do not depend on one another, so a call may pack any of them.
-SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
-                          int64_t threads) {
+// Packs weights into panels of a type that is not quantised: their own, or float32. source: the address of [outputs][inputs] of source_type,
+// rows `stride` elements apart; if `file` is a descriptor and not -1, their offset in that file. BAD_FILE if the file cannot be read or is
+// too short. Panels do not depend on one another, so calls may pack ranges of outputs that begin at multiples of 16. A call on one thread
+// leaves the other threads to other calls.
+SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
+                          void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type > FLOAT16 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
-    if (type != source_type && type != FLOAT32) return BAD_ARGUMENT;
-    if (check_threads(threads) != OK) return BAD_THREADS;
-    const int64_t size = sk_packed_bytes(type, LANES, inputs), width = source_type == FLOAT32 ? 4 : 2;
-    each_panel(outputs, threads, [&](int64_t p) {
-      const char* from = static_cast<const char*>(source) + p * LANES * stride * width;
-      char* to = static_cast<char*>(panels) + p * size;
-      const int64_t count = outputs - p * LANES;
-      if (type != source_type) {
-        if (source_type == BFLOAT16) widen_panel<Bfloat16>(from, stride, count, inputs, reinterpret_cast<float*>(to));
-        else widen_panel<Float16>(from, stride, count, inputs, reinterpret_cast<float*>(to));
-      } else if (type == FLOAT32) {
-        pack_panel(reinterpret_cast<const float*>(from), stride, count, inputs, reinterpret_cast<float*>(to), false);
-      } else {
-        pack_panel(reinterpret_cast<const uint16_t*>(from), stride, count, inputs, reinterpret_cast<uint16_t*>(to), type == BFLOAT16);
-      }
-      return true;
+    if (type < FLOAT32 || source_type < FLOAT32 || source_type > FLOAT16 || (type != source_type && type != FLOAT32)) return BAD_ARGUMENT;
+    if (type != FLOAT32)
+      return fill_checked<uint16_t, uint16_t>(type, file, source, stride, outputs, inputs, panels, threads, [&](const uint16_t* from, int64_t count, uint16_t* panel) {
+        pack_panel(from, stride, count, inputs, type == BFLOAT16, panel);
+        return OK;
+      });
+    return with_element(source_type, [&](auto element) {
+      using E = decltype(element);
+      return fill_checked<E, float>(type, file, source, stride, outputs, inputs, panels, threads, [&](const E* from, int64_t count, float* panel) {
+        widen_panel(from, stride, count, inputs, panel);
+        return OK;
+      });
     });
-    return OK;
   });
 }
 
-// Quantises weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. BAD_WEIGHT
-// if a weight is not finite, or too large for a float16 scale. Panels do not depend on one another.
-SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
-                              int64_t threads) {
+// The same for panels of type INT8 or INT4. BAD_WEIGHT if a weight is not finite, or too large for a float16 scale.
+SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
+                              void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16 || !packable(type, source, stride, outputs, inputs, panels)) return BAD_ARGUMENT;
-    if (check_threads(threads) != OK) return BAD_THREADS;
-    const bool good = type == INT8 ? quantize_stored<Int8>(source_type, source, stride, outputs, inputs, panels, threads)
-                                   : quantize_stored<Int4>(source_type, source, stride, outputs, inputs, panels, threads);
-    return good ? OK : BAD_WEIGHT;
+    if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16) return BAD_ARGUMENT;
+    return with_element(source_type, [&](auto element) {
+      using E = decltype(element);
+      return fill_checked<E, uint8_t>(type, file, source, stride, outputs, inputs, panels, threads, [&](const E* from, int64_t count, uint8_t* panel) {
+        const auto quantize = type == INT8 ? quantize_panel<Int8, E> : quantize_panel<Int4, E>;
+        return quantize(from, stride, count, inputs, panel) ? OK : BAD_WEIGHT;
+      });
+    });
   });
 }
 

@@ -185,23 +185,6 @@ inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t fi
     for (int64_t o = first * LANES; o < stop; o++) y[r * ys + o] += m.bias[o];
 }
 
-// Packs up to 16 outputs into a panel of rows of 16 units. A unit is a float32, a pair of bfloat16 or a float16. source:
-// [outputs][inputs], rows `stride` elements apart. E: float, or uint16_t for both others.
-template <class E>
-inline void pack_panel(const E* source, int64_t stride, int64_t outputs, int64_t inputs, E* panel, bool pairs) {
-  const int64_t step = pairs ? 2 : 1, rows = (inputs + step - 1) / step;  // inputs of a unit, units of an output
-  int64_t row = 0;
-  if (outputs >= LANES && step * sizeof(E) == 4)
-    for (; row + LANES <= inputs / step; row += LANES)
-      transpose16(reinterpret_cast<const char*>(source + row * step), stride * int64_t(sizeof(E)), reinterpret_cast<uint32_t*>(panel) + row * LANES);
-  for (; row < rows; row++)
-    for (int64_t lane = 0; lane < LANES; lane++)
-      for (int64_t i = 0; i < step; i++) {
-        const int64_t k = row * step + i;
-        panel[(row * LANES + lane) * step + i] = lane < outputs && k < inputs ? source[lane * stride + k] : E(0);
-      }
-}
-
 // Copies one lane of a panel to a lane of another. A panel is rows of 16 units, one unit per output.
 inline void copy_lane(const char* from, int64_t from_lane, char* to, int64_t to_lane, int64_t rows, int64_t unit) {
   for (int64_t i = 0; i < rows; i++) std::memcpy(to + (i * LANES + to_lane) * unit, from + (i * LANES + from_lane) * unit, unit);

@@ -9,7 +9,7 @@ namespace sk {
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
 enum Error : int64_t {
   OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6, BAD_THREADS = 7,
-  BAD_WEIGHT = 8, BAD_ARGUMENT = 9
+  BAD_WEIGHT = 8, BAD_ARGUMENT = 9, BAD_FILE = 10
 };
 constexpr int64_t MAX_THREADS = 64;  // of a call
 constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
@@ -88,8 +88,10 @@ const char* sk_level();
 const char* sk_source_hash();
 void sk_sizes(int64_t* sizes);
 int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
-int64_t sk_pack(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads);
-int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads);
+int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
+                int64_t threads);
+int64_t sk_quantize(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels,
+                    int64_t threads);
 int64_t sk_take(const sk::Matrix* from, const int64_t* ids, int64_t count, void* panels);
 int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
 int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,

@@ -52,10 +52,10 @@ class Pool {
     return *shared_;
   }
 
-  // Runs job(context, t, T, pool) for t in [0, T) and waits for all. T is 1 while another caller's job runs.
+  // Runs job(context, t, T, pool) for t in [0, T) and waits for all. T is 1 while another caller's job has the workers.
   void run(int threads, Job job, void* context) {
-    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-    if (threads <= 1 || !lock.owns_lock() || nanoseconds() < alone_until_) {
+    std::unique_lock<std::mutex> lock(busy_, std::defer_lock);
+    if (threads <= 1 || nanoseconds() < alone_until_ || !lock.try_lock()) {
       Pool alone;
       job(context, 0, 1, alone);
       return;

@@ -367,33 +367,53 @@ inline float float_of(Bfloat16 x) {
   return wide;
 }
 
-// The weights of a group of 32 inputs of 16 outputs as floats, w[input][output]; 0 beyond `outputs` and `inputs`. from: the first weight.
+// w[input][output] = the 32 inputs of 16 outputs as floats. Rows of `from` are `stride` elements apart.
+inline void transpose_group(const float* from, int64_t stride, float* w) {
+  for (int half = 0; half < GROUP; half += LANES) transpose16(reinterpret_cast<const char*>(from + half), stride * 4, reinterpret_cast<uint32_t*>(w + half * LANES));
+}
+template <class E>
+inline void transpose_group(const E* from, int64_t stride, float* w) {
+  uint32_t pairs[LANES * LANES];  // of inputs: [16][output]
+  transpose16(reinterpret_cast<const char*>(from), stride * 2, pairs);
+  for (int i = 0; i < LANES; i++) {
+    V16 even, odd;
+    if constexpr (std::is_same_v<E, Bfloat16>) {
+      load_bf16_pair(reinterpret_cast<const uint16_t*>(pairs + i * LANES), even, odd);
+    } else {
+      uint16_t halves[2 * LANES];
+      split_pairs(pairs + i * LANES, halves);
+      even = load_f16(halves);
+      odd = load_f16(halves + LANES);
+    }
+    store(w + 2 * i * LANES, even);
+    store(w + (2 * i + 1) * LANES, odd);
+  }
+}
+
+// A group of 32 inputs of 16 outputs, copied from fewer and padded with zeros.
+template <class E>
+struct PaddedGroup {
+  E weights[LANES][GROUP] = {};
+  PaddedGroup(const E* from, int64_t stride, int64_t outputs, int64_t inputs) {
+    for (int64_t o = 0; o < std::min<int64_t>(outputs, LANES); o++)
+      std::memcpy(weights[o], from + o * stride, size_t(std::min<int64_t>(inputs, GROUP)) * sizeof(E));
+  }
+};
+
+// The same for any number of outputs and inputs: the first 16 and 32 of them, or padded with zeros.
 template <class E>
 inline void load_group(const E* from, int64_t stride, int64_t outputs, int64_t inputs, float* w) {
-  if (std::is_same_v<E, Bfloat16> && outputs >= LANES && inputs >= GROUP) {
-    uint32_t pairs[LANES * LANES];
-    transpose16(reinterpret_cast<const char*>(from), stride * 2, pairs);
-    for (int i = 0; i < LANES; i++) {
-      V16 even, odd;
-      load_bf16_pair(reinterpret_cast<const uint16_t*>(pairs + i * LANES), even, odd);
-      store(w + 2 * i * LANES, even);
-      store(w + (2 * i + 1) * LANES, odd);
-    }
-    return;
-  }
-  float rows[LANES][GROUP] = {};
-  for (int64_t o = 0; o < std::min<int64_t>(outputs, LANES); o++)
-    for (int64_t k = 0; k < std::min<int64_t>(inputs, GROUP); k++) rows[o][k] = float_of(from[o * stride + k]);
-  for (int half = 0; half < 2; half++)
-    transpose16(reinterpret_cast<const char*>(rows) + half * LANES * 4, sizeof rows[0], reinterpret_cast<uint32_t*>(w) + half * LANES * LANES);
+  if (outputs >= LANES && inputs >= GROUP) transpose_group(from, stride, w);
+  else transpose_group(PaddedGroup<E>(from, stride, outputs, inputs).weights[0], GROUP, w);
 }
 
 // Quantises up to 16 outputs into a panel. from: [outputs][inputs], rows `stride` elements apart. False if a weight is not finite, or
 // too large for a float16 scale.
 template <class T, class E>
 inline bool quantize_panel(const E* from, int64_t stride, int64_t outputs, int64_t inputs, uint8_t* panel) {
-  const int64_t count = groups_of(inputs);
+  const int64_t count = groups_of(inputs), scales = count * T::SCALES * 2;  // bytes
   uint8_t* codes = panel + scales_bytes<T>(count);
+  std::memset(panel + scales, 0, size_t(codes - panel - scales));
   alignas(64) float w[GROUP * LANES];
   V16 zeros = zero();  // NaN once something is not finite
   for (int64_t g = 0; g < count; g++) {

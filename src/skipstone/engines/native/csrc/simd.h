@@ -231,6 +231,10 @@ SK_INLINE void store_f16(uint16_t* to, V16 x) {
   for (int i = 0; i < 4; i++) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
 }
 #endif
+// Units of 32 bits: the low halves to [0, 16), the high halves to [16, 32).
+SK_INLINE void split_pairs(const uint32_t* pairs, uint16_t* halves) {
+  for (int i = 0; i < LANES; i++) { halves[i] = uint16_t(pairs[i]); halves[LANES + i] = uint16_t(pairs[i] >> 16); }
+}
 SK_INLINE V16 load_wide(const float* p) { return load(p); }
 SK_INLINE V16 load_wide(const uint16_t* bfloat16) { return load_bf16(bfloat16); }
 // Loads the first `count` lanes and reads no further memory; the other lanes are 0.
