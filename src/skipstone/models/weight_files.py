@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from safetensors import safe_open
@@ -35,17 +36,20 @@ class WeightFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
-        self._states = [*map(_state, self._paths)]
-        self._headers = [*map(_header, self._paths)]
+        self._handles: list[int] = []
+        for path in self._paths:
+            self._handles.append(os.open(path, os.O_RDONLY))
+            finalize(self, os.close, self._handles[-1])
+        self._states = [_state(os.fstat(handle)) for handle in self._handles]
+        self._headers = [*map(_header, self._handles)]
         self.identity = [
             [str(path), size, changed, hashlib.sha256(header).hexdigest()]
             for path, (_, size, changed), header in zip(self._paths, self._states, self._headers, strict=True)
         ]
         files: list[Any] = [safe_open(path, "pt") for path in self._paths]
-        self._handles = [path.open("rb") for path in self._paths]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self._places = {
-            name: FilePlace(handle.fileno(), LENGTH_BYTES + len(header) + about["data_offsets"][0])
+            name: FilePlace(handle, LENGTH_BYTES + len(header) + about["data_offsets"][0])
             for handle, header in zip(self._handles, self._headers, strict=True)
             for name, about in json.loads(header).items()
             if name in self._file_of
@@ -65,9 +69,8 @@ class WeightFiles:
     def for_sampling(self) -> dict[str, Tensor]:
         """The tensors of DTYPES in mappings of their own, which bring only those pages into memory that are read."""
         found = {}
-        for path, header in zip(self._paths, self._headers, strict=True):
-            with path.open("rb") as file:
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        for handle, header in zip(self._handles, self._headers, strict=True):
+            pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
             pages.madvise(mmap.MADV_RANDOM)
             for name, about in json.loads(header).items():
                 if (dtype := DTYPES.get(about.get("dtype", ""))) is not None and (begin := about["data_offsets"])[0] < begin[1]:
@@ -84,12 +87,12 @@ class WeightFiles:
     def are_unwritten(self) -> bool:
         """Whether nobody has written into the mapped files. Other files may have taken their paths. Pages that are overwritten
         with the old time of the last change are not seen."""
-        return [_state_of(os.fstat(one.fileno())) for one in self._handles] == self._states
+        return [_state(os.fstat(handle)) for handle in self._handles] == self._states
 
     def is_current(self) -> bool:
         """Whether the paths still lead to the files that were opened, and nobody has written into them."""
         try:
-            return [*map(_state, self._paths)] == self._states
+            return [_state(path.stat()) for path in self._paths] == self._states
         except OSError:
             return False
 
@@ -103,17 +106,12 @@ def weight_files(folder: Path) -> WeightFiles:
     return WeightFiles([folder / SINGLE])
 
 
-def _state(path: Path) -> tuple[int, int, int]:
+def _state(found: os.stat_result) -> tuple[int, int, int]:
     """(inode, size in bytes, time of the last change in nanoseconds)"""
-    return _state_of(path.stat())
-
-
-def _state_of(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _header(path: Path) -> bytes:
+def _header(handle: int) -> bytes:
     """The JSON that describes a file's tensors."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        return file.read(min(size, path.stat().st_size))
+    size = int.from_bytes(os.pread(handle, LENGTH_BYTES, 0), "little")
+    return os.pread(handle, min(size, os.fstat(handle).st_size), LENGTH_BYTES)
